@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache finds sharded programs again, and never takes one op's for that of another."""
+"""JAX's persistent compilation cache finds sharded programs again, and never confuses the programs of two ops."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ import sys
 sys.path.insert(0, sys.argv[3])
 sys.meta_path[:] = [x for x in sys.meta_path if getattr(x, "__module__", "").startswith("_frozen_importlib")]
 """
-"""An editable installation finds the package before any path does."""
+"""Makes Python find the copy. Without it, an editable installation finds the package before any path does."""
 
 pytestmark = [cases.on_two_devices, pytest.mark.thorough]
 
 
 @pytest.mark.versions
 def test_two_processes_share_the_entries_of_a_cache(tmp_path: Path) -> None:
-    """Each op's answer is its own, compiled or read, and the second process compiles nothing again."""
+    """Each op gives its own results, compiled or cached, and the second process compiles nothing."""
     entries = []
     for _ in range(2):
         run_python(PROGRAM, tmp_path)
@@ -83,7 +83,7 @@ def test_two_processes_share_the_entries_of_a_cache(tmp_path: Path) -> None:
 
 
 def _sum_and_entries(tmp_path: Path, first_lines: str = "", tree: Path | None = None) -> tuple[list[float], int]:
-    """What :data:`SUM` prints, and how many entries the cache has then."""
+    """The numbers that :data:`SUM` prints, and how many entries the cache has afterwards."""
     cache = tmp_path / "cache"
     cache.mkdir(exist_ok=True)
     printed = run_python((FROM_COPY if tree else "") + SUM, cache, first_lines, tree)
@@ -91,7 +91,7 @@ def _sum_and_entries(tmp_path: Path, first_lines: str = "", tree: Path | None = 
 
 
 def test_replaced_shard_program_is_compiled_again(tmp_path: Path) -> None:
-    """A function that is replaced while the program runs leaves no trace in any file."""
+    """A function that is replaced in memory changes no file, but the cache must not return the old program."""
     replace = """
 own = OPS["segment_sum"].shard_program
 def more(*args, **kwargs): return [x + SHIFT for x in own(*args, **kwargs)]
@@ -117,7 +117,7 @@ def copy_of_package(tmp_path: Path) -> Path:
 
 @pytest.mark.versions
 def test_edited_package_is_compiled_again(tmp_path: Path, copy_of_package: Path) -> None:
-    """Under the same version: an edit of the Python code, and one of the native code."""
+    """An edit of the Python code or of the native code causes a new compilation, also under the same version."""
     assert _sum_and_entries(tmp_path, tree=copy_of_package)[0] == [16, 16]
     edited = copy_of_package / "jax_baracuda" / "ops" / "segment" / "shards.py"
     with edited.open("a") as file:
@@ -132,14 +132,14 @@ def test_edited_package_is_compiled_again(tmp_path: Path, copy_of_package: Path)
 
 
 def test_package_edited_after_its_import_shares_no_entry(tmp_path: Path, copy_of_package: Path) -> None:
-    """What runs is not what a process finds that starts later."""
+    """The loaded code differs from the files, so no other process may use its entries."""
     edit = "from pathlib import Path; import jax_baracuda; Path(jax_baracuda._core.op.__file__).touch()"
     entries = [_sum_and_entries(tmp_path, edit, copy_of_package)[1] for _ in range(2)]
     assert entries[1] > entries[0]
 
 
 def _operand_types() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Of sharded data and ids."""
+    """The types of sharded data and ids."""
     mesh = jax.make_mesh((len(jax.devices()),), ("rows",))
     sharding = NamedSharding(mesh, P("rows"))
     return (
@@ -154,7 +154,7 @@ def _names_of_partitioned_calls(function: Callable[..., object], *operands: obje
 
 
 def test_programs_hold_what_the_op_is() -> None:
-    """Sharded programs of different ops, options, sizes or settings differ in the names of what is partitioned."""
+    """Partitioned calls have different names if they differ in op, option, size or setting."""
     data, ids = _operand_types()
     calls: list[tuple[Callable[..., jax.Array], dict[str, bool], int]] = [
         (f, {}, 4) for f in (segment_max, segment_min, segment_sum, segment_prod)
@@ -172,7 +172,7 @@ def test_programs_hold_what_the_op_is() -> None:
 
 
 def test_programs_hold_constants_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constants of a program differ though a checksum of theirs, or what is printed, may be the same."""
+    """Programs with different constants have different names, even if checksums or printed constants are equal."""
     monkeypatch.setattr(zlib, "crc32", lambda _: 0)
     sharding = NamedSharding(jax.make_mesh((len(jax.devices()),), ("heads",)), P(None, "heads"))
     x = jax.ShapeDtypeStruct((1, 8, 16, 4), np.float32, sharding=sharding)
@@ -185,7 +185,7 @@ def test_programs_hold_constants_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.versions
 @pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
 def test_every_partitioned_call_has_a_name(example: Example, rng: np.random.Generator) -> None:
-    """Of what it is, and not the address of an object, which another process cannot find."""
+    """The name describes the call. It is not the address of an object, which another process cannot find."""
     operands = example.make_operands(rng, "float32", "small")
     whole = NamedSharding(jax.make_mesh((len(jax.devices()),), ("all",)), P())
     call = example.call("small")
@@ -200,7 +200,7 @@ def test_every_partitioned_call_has_a_name(example: Example, rng: np.random.Gene
 @pytest.mark.versions
 @pytest.mark.parametrize("deleted", [0, 1])
 def test_programs_that_share_a_name_outlive_each_other(deleted: int) -> None:
-    """JAX holds what is found by a name only as long as a program that uses it."""
+    """Deleting one of two programs with the same name leaves the other usable: JAX keeps the named object for it."""
     data, ids = _operand_types()
     lowered = [jax.jit(lambda data, ids: segment_max(data, ids, 4)).lower(data, ids) for _ in range(2)]
     del lowered[deleted]

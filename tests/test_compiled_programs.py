@@ -1,4 +1,4 @@
-"""What XLA makes of programs with our ops: memory, and command buffers (CUDA graphs)."""
+"""Compiled programs with our ops: their memory, and command buffers (CUDA graphs)."""
 
 from __future__ import annotations
 

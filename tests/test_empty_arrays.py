@@ -1,4 +1,4 @@
-"""Arrays without elements, whose other dimensions are so large that no integer holds their product."""
+"""Empty arrays with other dimensions so large that no integer can hold their product."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_shapes(name: str, implementation: Implementation) -> None:
 
 
 def test_messages_of_no_edges() -> None:
-    """To segments that there are, along rows of no table: all of both implementations are zeros."""
+    """Sums over no edges and their gradients are zeros, also without rows or segments, in both implementations."""
     none = jnp.zeros(0, jnp.int32)
     for implementation in ("kernel", "xla"):
         for num_rows, num_segments in ((0, 3), (3, 0), (0, 0)):
@@ -114,7 +114,7 @@ def test_messages_of_no_edges() -> None:
 
 @pytest.mark.parametrize("implementation", [None, "kernel", "xla"])
 def test_in_shard_map(implementation: Implementation | None) -> None:
-    """Sums of no rows, split by features."""
+    """Sums of no rows are zeros, also if features are split."""
     mesh = jax.make_mesh(meshes.MESH_SHAPE, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     data, ids = jnp.zeros((0, 4)), jnp.zeros(0, jnp.int32)
 

@@ -1,6 +1,6 @@
-"""Explicit sharding: the values of one device, and cotangents with the sharding of their primals.
+"""Explicit sharding: results equal those of one device, and cotangents have the sharding of their primals.
 
-Operands of one call are split differently; what has no optional argument is called without any.
+The operands of a call are split differently. Calls are made with and without optional arguments.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ IDS = np.array([-1, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, NUM_SEGMENTS], np.
 
 
 def make_array(rng: np.random.Generator, call: str, name: str) -> np.ndarray:
-    """Such that the results of most calls are exact: small integers; without ties for extrema; for products, powers of
-    two."""
+    """An operand that makes most calls exact: small integers, without ties for extrema; powers of two for products."""
     shape = SHAPES[name]
     if name == "ids":
         return rng.permutation(IDS)
@@ -96,13 +95,13 @@ def make_array(rng: np.random.Generator, call: str, name: str) -> np.ndarray:
 
 
 def allowed_error(call: str, arrays: Sequence[np.ndarray]) -> np.ndarray | float:
-    """By how much the results of two devices may differ, element by element."""
+    """How much results may differ from those of one device, element by element."""
     eps = float(np.finfo(np.float32).eps)
     if "rope" in call:
-        # The features are turned there and back, each time within 2 units of the length of their pair.
+        # Features are rotated forward and back. Each rotation errs by at most 2 units of the length of a pair.
         return 2 * 2 * 2 * eps * Rotation().of(2 * arrays[0]).lengths.astype(np.float64)
     if call == "second derivative of segment_softmax":
-        # Each is its probability times sums over at most 4 rows of products of some 10 factors, none larger than 4.
+        # Each result is a probability times sums over at most 4 rows. Terms are products of about 10 factors up to 4.
         data, ids = arrays
         probabilities = SOFTMAX.value(data, ids, NUM_SEGMENTS).exact
         return 2 * 4 * 10 * 4 * eps * probabilities.astype(np.float64)
@@ -180,7 +179,7 @@ def _convolution_calls() -> dict[str, Call]:
 
 
 def _updates_of_long_states() -> dict[str, Call]:
-    """States of more inputs than the filter sees: their cotangents are sums of parts that are split differently."""
+    """States with more inputs than the filter needs. Their cotangents are sums of terms that are split differently."""
     calls: dict[str, Call] = {}
     for of_x in (P(), P("x", None, "y"), P(None, "y"), P(None, None, "x")):
         for of_state in (P("x"), P(None, "y"), P("x", "y"), P(None, "y", "x")):
@@ -261,7 +260,7 @@ def test_sums_that_are_not_reduced_are_refused() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Segment functions whose operands are split in ways that do not belong together.
+# Segment functions whose operands have unrelated shardings.
 
 SEGMENT_EXAMPLES = [example for example in all_examples() if example.function.__module__.startswith(segment.__name__)]
 SPLIT_SIZES = {"row": 16, "feature": 8, "feature1": 8, "segment": NUM_SEGMENTS, "node": 8}
@@ -315,7 +314,7 @@ def assert_split_results_agree(
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize("example", SEGMENT_EXAMPLES, ids=lambda example: example.name)
 def test_one_axis_for_rows_and_features(rng: np.random.Generator, example: Example, axis_type: AxisType) -> None:
-    """The axis that splits vectors splits the last dimension of other operands; and any two that are drawn."""
+    """Results agree if one axis splits the last dimension of every operand, and for random shardings."""
     example = dataclasses.replace(example, sizes={"split": SPLIT_SIZES})
     operands = example.make_operands(rng, "float32", "split")
     call, names = example.call("split"), example.differentiated("float32")
@@ -333,7 +332,7 @@ def test_one_axis_for_rows_and_features(rng: np.random.Generator, example: Examp
 
 @pytest.mark.parametrize("name", WITH_PLAN)
 def test_plans_of_split_ids(rng: np.random.Generator, name: str) -> None:
-    """They are made of ids that are split, each in its own way, or are split themselves."""
+    """Plans may be made from ids with different shardings, or be sharded themselves."""
     operands, function = WITH_PLAN[name]
     receivers, senders = rng.permutation(IDS), rng.integers(-9, 9, 16).astype(np.int32)
     data = rng.normal(size=(8 if name == "take_rows" or "senders" in operands else 16, 8)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Programs that ``jax.export`` has written run in another process, by the kernels."""
+"""Programs that ``jax.export`` has written run by kernels, also in another process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ for path in Path(sys.argv[1]).glob("*.exported"):
 
 
 def test_exported_programs_run_in_another_process(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Value and gradient, the same bits as in this process."""
+    """Value and gradient have the same bits as in this process."""
     pytest.importorskip("flatbuffers", reason="JAX serializes programs with it, and does not install it")
     expected = {}
     for name in FUNCTIONS:
@@ -58,13 +58,13 @@ def test_exported_programs_run_in_another_process(tmp_path: Path, rng: np.random
 
 
 without_cuda_module = pytest.mark.filterwarnings("ignore:.* runs as plain JAX on cuda:RuntimeWarning")
-"""An installation without CUDA kernels says so where a program is lowered for CUDA."""
+"""Without CUDA kernels, lowering a program for CUDA gives a warning."""
 
 
 @without_cuda_module
 @programs.each_function
 def test_programs_for_several_platforms(example: Example, rng: np.random.Generator) -> None:
-    """Value and gradient, lowered and exported for platforms of which all or some have kernels."""
+    """Value and gradient can be lowered and exported for several platforms. All or some of these have kernels."""
     program = programs.program_of(rng, example)
     function, expected = jax.jit(program.function), program.results()
     for platforms in (("cpu", "cuda"), ("tpu", cases.PLATFORM)):
@@ -78,7 +78,7 @@ def test_programs_for_several_platforms(example: Example, rng: np.random.Generat
 
 @without_cuda_module
 def test_donated_argument_of_program_for_several_platforms(rng: np.random.Generator) -> None:
-    """It may be overwritten on each platform, and the results are the same."""
+    """A donated argument may be overwritten on each platform, and results are the same."""
     x = rng.normal(size=(2, 4, 16, 8)).astype(np.float32)
     expected = np.asarray(jb.rope(x))
     function = jax.jit(jb.rope, donate_argnums=0)
@@ -94,7 +94,7 @@ def test_all_native_targets_may_be_exported() -> None:
 
 
 KNOWN_DIMS = {"tap", "state", "half", "two"}
-"""Those whose sizes must be known; of rotations, also the features."""
+"""Dimensions whose sizes must be known. For rotations, features must be known, too."""
 CONSTRAINTS = ("new <= time", "part <= example")
 
 
@@ -103,12 +103,12 @@ def is_of_segments(example: Example) -> bool:
 
 
 SYMBOLIC = [x for x in all_examples() if is_of_segments(x) or x is examples_of(x.function.__name__)[0]]
-"""The plainest of each function, and all of those whose options are sizes."""
+"""The first example of each function, and all examples of segment functions, which take a number of segments."""
 
 
 @pytest.mark.parametrize("example", SYMBOLIC, ids=lambda example: example.name)
 def test_symbolic_sizes(rng: np.random.Generator, example: Example) -> None:
-    """A program that is exported once is plain JAX, and agrees with kernels at other sizes: value and gradient."""
+    """A program that is exported once runs as plain JAX. Value and gradient agree with kernels at other sizes."""
     known = KNOWN_DIMS | ({"feature"} if example.name.startswith("rope") else set())
     small = example.sizes["small"]
     names = sorted(example.dims & small.keys() - known)
@@ -152,14 +152,14 @@ ROWS, SEGMENTS = 23, 6
 
 
 def rows_and_ids(rng: np.random.Generator, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, their ids, of which some are out of range, and an array with as many rows as there are segments."""
+    """Rows, their ids, and an array with one row per segment. Some ids are out of range."""
     data = rng.integers(-3, 4, (ROWS, 3)).astype(np.float32)
     return data, rng.integers(-1, SEGMENTS + 1, ROWS).astype(dtype), np.zeros((SEGMENTS, 1), np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
 def test_symbolic_sizes_and_ids_of_any_dtype(rng: np.random.Generator, dtype: str) -> None:
-    """Dropped, clamped and counted from the end by sizes that are not known yet."""
+    """Ids are dropped, clamped and counted from the end by symbolic sizes."""
     data, ids, cells = rows_and_ids(rng, dtype)
 
     def sums(data: Any, ids: Any, cells: Any) -> Any:
@@ -186,7 +186,7 @@ def test_symbolic_sizes_and_ids_of_any_dtype(rng: np.random.Generator, dtype: st
 
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
 def test_plans_of_symbolic_sizes(rng: np.random.Generator, name: str) -> None:
-    """Value and gradient of both kinds of reductions."""
+    """Value and gradient are right for reductions of rows and of gathered rows."""
     data, ids, cells = rows_and_ids(rng)
     senders = rng.integers(-ROWS, ROWS, ROWS).astype(np.int32)
     reduce, gather = getattr(jb, f"segment_{name}"), getattr(jb, f"gather_segment_{name}")
@@ -209,7 +209,7 @@ def test_plans_of_symbolic_sizes(rng: np.random.Generator, name: str) -> None:
 
 
 def test_redirected_programs_of_symbolic_sizes(rng: np.random.Generator) -> None:
-    """They are what they are without: JAX's own."""
+    """Calls with symbolic sizes are left to JAX."""
     data, ids, cells = rows_and_ids(rng)
     ids = ids.clip(0, SEGMENTS - 1)
 

@@ -43,7 +43,7 @@ LINEAR = [
     ],
     ("causal_conv1d_backward, silu", ("d_output",)),
 ]
-"""Examples, and operands that they are linear in together."""
+"""Examples, and operands in which they are jointly linear."""
 MAPPED = [x for x in DIFFERENTIABLE if x.mapped is not None]
 each_example = pytest.mark.parametrize("example", [*FIRST, *MAPPED], ids=lambda x: x.name)
 each_function = pytest.mark.parametrize("example", FIRST, ids=lambda x: x.name)
@@ -67,7 +67,7 @@ def bound(example: Example, function: Callable[..., Any], operands: Arrays) -> C
 
 
 def problem_of(example: Example, rng: np.random.Generator) -> tuple[Arrays, Arrays, Arrays]:
-    """All operands, those that are differentiated, and their tangents."""
+    """All operands, the differentiated ones, and their tangents."""
     operands = jax.tree.map(jnp.asarray, example.make_operands(rng, "float32", "small"))
     chosen = {name: operands[name] for name in example.differentiated("float32")}
     return operands, chosen, {name: rng.normal(size=x.shape).astype(x.dtype) for name, x in chosen.items()}
@@ -79,7 +79,7 @@ def in_float64(tree: Any) -> Any:
 
 
 def pushed(function: Callable[[Arrays], Any], chosen: Arrays, tangents: Arrays) -> Any:
-    """The tangent of a function that may have a reverse mode alone: the transpose of its gradient."""
+    """The tangent, as the transpose of the gradient: the function may have only a reverse mode."""
     results, vjp = jax.vjp(function, chosen)
     return jax.linear_transpose(lambda cotangents: vjp(cotangents)[0], results)(tangents)[0]
 
@@ -97,7 +97,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 @each_example
 def test_tangent(rng: np.random.Generator, example: Example) -> None:
-    """By ``jvp``, ``linearize`` and a batch of tangents; and the gradient of the function itself, by its kernels."""
+    """``jvp``, ``linearize`` and batched tangents agree with float64. The twin's gradient is that of the function."""
     operands, chosen, tangents = problem_of(example, rng)
     function, twin = (bound(example, x, operands) for x in (example.function, twin_of(example)))
     cotangents = [rng.normal(size=x.shape).astype(x.dtype) for x in jax.eval_shape(twin, chosen)]
@@ -165,10 +165,10 @@ def cube(of: Callable[..., jax.Array], data: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("name", ["segment_max", "segment_sum", "segment_prod"])
 def test_other_transforms(name: str) -> None:
-    """Whole Jacobians and Hessians, inner programs, checkpoints and loops."""
+    """Jacobians, Hessians, inner programs, checkpoints and loops agree with float64."""
     twin = functools.partial(cube, getattr(forward_mode, name))
     plain = functools.partial(cube, getattr(jax.ops, name if name != "segment_prod" else "segment_sum"))
-    if name == "segment_prod":  # whose gradient JAX does not have
+    if name == "segment_prod":  # JAX has no gradient of products
 
         def plain(data: jax.Array) -> jax.Array:
             return jnp.sum(jnp.stack([data[1] * data[3], data[0] * data[2]]) ** 3)
@@ -196,7 +196,7 @@ def test_other_transforms(name: str) -> None:
 def test_linear_transpose(
     rng: np.random.Generator, name: str, linear: tuple[str, ...], transform: Callable[..., Any]
 ) -> None:
-    """Of twins, and of gradients, that are linear in operands: the gradient of plain JAX."""
+    """Transposes of linear twins and linear gradients agree with the gradient of plain JAX."""
     example = next(x for x in all_examples() if x.name == name)
     operands = jax.tree.map(jnp.asarray, example.make_operands(rng, "float32", "small"))
     chosen = {operand: operands[operand] for operand in linear}
@@ -212,7 +212,7 @@ def test_linear_transpose(
 
 
 def test_linear_transpose_of_several_results(rng: np.random.Generator) -> None:
-    """Of which one depends on some operands alone: the convolution and its final state."""
+    """The transpose is right for a convolution and its final state, which depends only on some operands."""
     x, state, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 9), (2, 3, 3), (3, 4)))
     both = functools.partial(
         forward_mode.causal_conv1d, weight=weight, initial_state=state * 0, return_final_state=True
@@ -228,7 +228,7 @@ def test_linear_transpose_of_several_results(rng: np.random.Generator) -> None:
 
 
 def test_linear_transpose_of_gathered_sums() -> None:
-    """Their own primitive has a transpose; of ``jax.custom_vjp``, of which the others are made, JAX has none."""
+    """Gathered sums have their own primitive with a transpose. JAX cannot transpose ``jax.custom_vjp``."""
     gather = functools.partial(jax_baracuda.gather_segment_sum, gather_ids=IDS, segment_ids=IDS, num_segments=3)
     for transform, data in ((jax.jit, DATA), (jax.vmap, np.stack([DATA, 2 * DATA]))):
         function = transform(gather)
@@ -239,7 +239,7 @@ def test_linear_transpose_of_gathered_sums() -> None:
 
 
 def test_a_program_is_traced_once() -> None:
-    """Tangents are closures of a trace; JAX keeps them with it."""
+    """Derivatives do not trace a program again: tangents are closures of its trace, and JAX keeps both."""
     traces = []
 
     @jax.jit
@@ -257,7 +257,7 @@ def test_a_program_is_traced_once() -> None:
 
 
 def test_names_of_the_twins() -> None:
-    """Of all functions with a derivative, but the gradients."""
+    """All functions with a derivative have twins, except public gradients."""
     assert dir(forward_mode) == forward_mode.__all__
     functions = {name for name in jax_baracuda.__all__ if not name.endswith("_backward")}
     assert {"segment_max", "rope", "where", "write_slice"} < set(dir(forward_mode)) < functions
@@ -266,7 +266,7 @@ def test_names_of_the_twins() -> None:
 
 
 def test_integers_have_no_tangent() -> None:
-    """Of data without a tangent space."""
+    """The tangent of integer data is float0."""
     data = np.arange(8).reshape(4, 2)
     tangent = jax.jvp(
         lambda x: forward_mode.segment_max(x, IDS, 3), (data,), (np.zeros(data.shape, jax.dtypes.float0),)
@@ -275,7 +275,7 @@ def test_integers_have_no_tangent() -> None:
 
 
 def test_words_of_the_error() -> None:
-    """A function without forward mode names its twin; its own errors pass as they are."""
+    """The error of a function without forward mode names its twin. Other errors are unchanged."""
     with pytest.raises(TypeError, match=r"can't apply forward-mode.*use jax_baracuda\.forward_mode\.segment_max"):
         jax.jvp(lambda x: jax_baracuda.segment_max(x, IDS, 3), (DATA,), (DATA,))
     with pytest.raises(TypeError, match="segment_ids must have an integer dtype"):
@@ -283,7 +283,7 @@ def test_words_of_the_error() -> None:
 
 
 def test_tangents_are_parts_of_the_program() -> None:
-    """The map that has the kernels as its transpose is inlined where a program is lowered."""
+    """A program with tangents contains the primitive that has kernels as its transpose. Lowering inlines it."""
     program = functools.partial(jax.jvp, functools.partial(cube, forward_mode.segment_max))
     names = {x.primitive.name for x in equations_of(jax.make_jaxpr(lambda x: program((x,), (x,)))(DATA))}
     assert "baracuda_transposed" in names

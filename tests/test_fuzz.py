@@ -1,4 +1,4 @@
-"""Property tests: any small segment reduction or rotation, value and gradient, is what the NumPy reference allows."""
+"""Property tests: value and gradient of any small segment reduction or rotation agree with the NumPy reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = settings(
 
 IDS_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
-# Numbers below the smallest normal one have a test of their own, and sums that overflow on the way depend on the order.
+# Other tests cover subnormal numbers. Numbers up to 2^100 keep partial sums in range: overflow depends on the order.
 floats = st.one_of(
     st.sampled_from([np.nan, float(np.copysign(np.nan, -1)), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0]),
     st.integers(-3, 3).map(float),
@@ -58,7 +58,7 @@ def data_of(dtype: Any, shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]
 def problems(
     draw: st.DrawFn, reductions: tuple[Reduction, ...], dtypes: tuple[str, ...] | None = None
 ) -> dict[str, Any]:
-    """A reduction, data, ids and options; sizes are few, so that compiled programs are used again."""
+    """A reduction, data, ids and options. There are few sizes, so that compiled programs are reused."""
     reduction = draw(st.sampled_from(reductions))
     dtype = draw(st.sampled_from(reduction.dtypes if dtypes is None else dtypes))
     rows = draw(st.sampled_from([0, 1, 2, 3, 8, 30]))
@@ -112,7 +112,7 @@ def test_value(problem: dict[str, Any]) -> None:
 def test_gradient(problem: dict[str, Any], random: st.DataObject) -> None:
     reduction, data, segments = (problem[name] for name in ("reduction", "data", "segments"))
     options = dict(problem["options"])
-    # Of cotangents, a share must not be below the smallest normal number: 30 rows tie at most.
+    # A share of a cotangent must not be subnormal. At most 30 rows tie.
     cotangents = st.one_of(st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0]), st.integers(-100, 100).map(float))
     shape = reduction.result_shape(cases.Shape(len(data), data.shape[1:], segments))
     cotangent = random.draw(hnp.arrays(np.float64, shape, elements=cotangents), label="cotangent").astype(data.dtype)
@@ -131,7 +131,7 @@ exact_problems = st.one_of(problems((MAX, MIN), ("int32", "float32")), problems(
 @SETTINGS
 @given(problem=exact_problems, order=st.randoms(use_true_random=False))
 def test_order_of_rows_does_not_matter(problem: dict[str, Any], order: Any) -> None:
-    """A permutation of the rows leaves what is exact as it is, and permutes the shares of a split gradient."""
+    """A permutation of the rows does not change exact results, and permutes the shares of a split gradient."""
     reduction, data, ids, segments = (problem[name] for name in ("reduction", "data", "ids", "segments"))
     permutation = np.array(order.sample(range(len(ids)), len(ids)), np.int64)
     options = dict(problem["options"]) | {"indices_are_sorted": False}
@@ -170,7 +170,7 @@ def test_relations(problem: dict[str, Any]) -> None:
 
 @st.composite
 def rotations(draw: st.DrawFn) -> tuple[Rotation, np.ndarray, np.ndarray]:
-    """The arguments of a rotation, features and a cotangent; sizes are few, so that programs are used again."""
+    """The arguments of a rotation, features and a cotangent. There are few sizes, so that programs are reused."""
     layout = draw(st.sampled_from(LAYOUTS))
     examples, length = draw(st.sampled_from([(1, 1), (2, 1), (2, 5)]))
     heads, size = draw(st.sampled_from([(1, 2), (3, 10), (2, 32)]))
@@ -203,6 +203,6 @@ def test_rotation(problem: tuple[Rotation, np.ndarray, np.ndarray]) -> None:
         results = rotation_and_gradient(x, cotangent, rotation.positions, options=tuple(rotation.options().items()))
     for features, direction, result in zip((x, cotangent), (1, -1), results, strict=True):
         expected = rotation.of(features, direction).expected()
-        # Numbers below the smallest normal one may count as zero.
+        # Subnormal numbers may be treated as zeros.
         tiny = float(np.finfo(cases.accumulator(x.dtype)).tiny)
         cases.Expected(expected.exact, x.dtype, expected.error + tiny).check(result, str(rotation))

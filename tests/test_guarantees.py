@@ -1,4 +1,4 @@
-"""What precision_guarantee promises, asserted for every op, element type, flag and claim."""
+"""The promises of precision_guarantee, asserted for every op, element type, flag and claim."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GATHERED_SUMS = {
     for name in ("gather_segment_sum", "gather_segment_max_backward", "gather_segment_min_backward")
     for suffix in ("", "_of_graphs")
 }
-"""Kernels that add in one order whatever is asked for; plain JAX, which may be picked instead, does not on GPUs."""
+"""Kernels that always add in a fixed order. Plain JAX, which may be chosen instead, does not on GPUs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Call:
 
     operands: tuple[np.ndarray, ...]
     expected: tuple[tuple[Expected, Expected], ...]
-    """For each result, that of each element of the batch; results at the end that are left out are hints."""
+    """For each result, what to expect of both batch elements. Results at the end may be missing: they are hints."""
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def check(self, results: Sequence[np.ndarray], where: str, slack: Callable[[Expected], Any] | None = None) -> None:
@@ -62,7 +62,7 @@ def with_batch(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reference_winner(data: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
-    """The winner of each cell as the kernels encode it: a row, -1 for nobody, or minus the number of tied members."""
+    """The winner of each cell as the kernels encode it: a row, -1 for no winner, or minus the number of tied rows."""
     share = cases.shares(data, ids, segments, "split")
     winner = np.full((segments, *data.shape[1:]), -1, np.int32)
     for cell in np.ndindex(winner.shape):
@@ -86,7 +86,7 @@ class Problem:
 
 
 def make_problem(rng: np.random.Generator, dtype: str, is_sorted: bool, adds: bool) -> Problem:
-    """Data with ties and special values, or, for ops that add or multiply, such that each order rounds differently."""
+    """Data with ties and special values or, for ops that add or multiply, data that each order rounds differently."""
     rows, features, segments = 3000, 48 if jnp.dtype(dtype).itemsize > 2 else 120, 30
     ids = cases.make_ids(rng, rows, segments, is_sorted=is_sorted)
     ids[ids == 5] = 4  # an empty segment
@@ -159,7 +159,7 @@ def gather_call(reduction: Reduction) -> Callable[..., Call]:
 
 
 def order_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
-    """With ids that are out of range."""
+    """A call with ids out of range."""
     segments = 30
     ids = rng.integers(-2, segments + 2, (2, 3000)).astype(dtype)
     in_range = np.where((ids >= 0) & (ids < segments), ids, segments)
@@ -170,7 +170,7 @@ def order_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
 
 
 def gathered_sum_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
-    """With a weight for each head, and gather ids that are out of range."""
+    """A call with a weight for each head, and gather ids out of range."""
     problem = make_problem(rng, dtype, is_sorted, adds=True)
     nodes, heads = 700, 4
     data = problem.data[:, :nodes].reshape(2, nodes, heads, -1)
@@ -202,7 +202,7 @@ def gathered_dot_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> 
 
 
 def gathered_extremum_call(extremum: Reduction, kind: str) -> Callable[..., Call]:
-    """Of `kind` "", "with_winner" or "backward", with gather ids that are out of range."""
+    """Makes calls of `kind` "", "with_winner" or "backward", with gather ids out of range."""
 
     def call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
         problem = make_problem(rng, dtype, is_sorted, adds=False)
@@ -233,7 +233,7 @@ def gathered_extremum_call(extremum: Reduction, kind: str) -> Callable[..., Call
 
 
 def product_residual(data: np.ndarray, ids: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray]:
-    """The product of powers of two as mantissa, units of its exponent and counts of special values, packed."""
+    """The product of powers of two: its mantissa, and units of its exponent packed with counts of special values."""
     dtype = cases.accumulator(data.dtype)
     unit = 512 if dtype == np.float64 else 64
     mantissa = np.ones((segments, *data.shape[1:]))
@@ -298,7 +298,7 @@ def convolution_problems(rng: np.random.Generator, dtype: str, length: int) -> l
 
 
 def convolution_operands(problems: Sequence[Convolution]) -> dict[str, np.ndarray]:
-    """What the native targets take, by name."""
+    """The operands of the native targets, by name."""
     first = problems[0].arrays
     same_sequence = [convolutions.History.of(problem).same_sequence(problem.width) for problem in problems]
     return {
@@ -311,7 +311,7 @@ def convolution_operands(problems: Sequence[Convolution]) -> dict[str, np.ndarra
 
 
 def magnitudes(problem: Convolution) -> Convolution:
-    """The sums of magnitudes are the sums of this problem."""
+    """The problem whose sums are the sums of magnitudes."""
     arrays = {name: np.abs(array) for name, array in problem.arrays.items()}
     return dataclasses.replace(problem, arrays=arrays, activation=None)
 
@@ -321,7 +321,7 @@ SEQUENCE_PARAMS = {"has_initial_state": True, "has_same_sequence": True}
 
 
 def expected_output(problem: Convolution, dtype: str) -> Expected:
-    """The slope of silu is at most 1.1; exponential and quotient are rounded, too."""
+    """The output. In its error, the slope of silu is at most 1.1, and exponential and quotient are rounded, too."""
     y, _ = convolutions.reference(problem)
     magnitude, _ = convolutions.reference(magnitudes(problem))
     return Expected(y, dtype, 8 * cases.eps_of(dtype) * magnitude)
@@ -342,7 +342,7 @@ def convolution_backward_call(rng: np.random.Generator, dtype: str, is_sorted: b
     def of_one(problem: Convolution, dy: np.ndarray, d_state: np.ndarray) -> tuple[Expected, ...]:
         exact = convolutions.reference_gradients(problem, dy, d_state)
         magnitude = convolutions.reference_gradients(magnitudes(problem), np.abs(dy), np.abs(d_state))
-        # An error of the sum before silu changes its slope, whatever the size of the terms of the gradient.
+        # An error of the sum before silu changes the slope of silu, whatever the size of the gradient's terms.
         factor = 32 * cases.eps_of(dtype)
         results = {"x": dtype, "weight": cases.accumulator(dtype), "bias": cases.accumulator(dtype)}
         return tuple(
@@ -370,7 +370,7 @@ def convolution_update_call(rng: np.random.Generator, dtype: str, is_sorted: boo
 
 
 def rotation_call(*heads: int, direction: int) -> Callable[..., Call]:
-    """Arrays with these numbers of heads, with positions for each batch element and frequencies that both share."""
+    """Makes calls on arrays with these numbers of heads. Batch elements share frequencies, but not positions."""
 
     def call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
         examples, length, size = 3, 201, 40
@@ -397,14 +397,14 @@ def rotation_call(*heads: int, direction: int) -> Callable[..., Call]:
 
 
 def where_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
-    """Any bits, but for NaN that are quiet: plain JAX does not keep all of them."""
+    """A call on any bits, except that NaN are quiet: plain JAX does not keep all NaN."""
     a, b = (cases.make_data(rng, shape, dtype) for shape in ((2, 300, 64), (1, 300, 1)))
     cond = selections.make_condition(rng, (2, 1, 64), "uint8")
     return Call((a, b, cond), (exactly(selections.reference(cond, a, b)),))
 
 
 def where_backward_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
-    """db is a sum, where there is a kernel for sums."""
+    """A call whose db is a sum, if there is a kernel for sums of the dtype."""
     axes = (-2,) if dtype in cases.FLOATING else ()
     dy, cond = rng.normal(size=(2, 9000, 40)).astype(jnp.dtype(dtype)), selections.make_condition(rng, (2, 9000, 1))
     b_shape = (1, 40) if axes else (9000, 40)
@@ -415,7 +415,7 @@ def where_backward_call(rng: np.random.Generator, dtype: str, is_sorted: bool) -
 
 
 def window_problem(rng: np.random.Generator, dtype: str) -> tuple[np.ndarray, list[int], np.ndarray, dict[str, Any]]:
-    """Arrays for two windows with starts of their own, too large for one thread of a CPU; sizes, starts, and params."""
+    """Arrays, sizes, starts and params for two windows with different starts. They are too large for one CPU thread."""
     shape, sizes = (40, 301, 33), [40, 150, 21]
     params = {
         "ranks": (3,),
@@ -472,8 +472,8 @@ CALLS: dict[str, Callable[..., Call]] = {
 }
 """``(rng, dtype, is_sorted)``"""
 
-# Which dtypes' references differ in more than the dtype; of products, the plain-JAX references take long to compile.
-# float8_e8m0fnu has neither a zero nor negative numbers, which bounds of errors may be.
+# Ops and dtypes whose references are tested. References of products compile slowly, so few of their dtypes are tested.
+# float8_e8m0fnu cannot hold error bounds, which may be zero or negative.
 REFERENCES = [
     (name, dtype)
     for name in sorted(OPS)
@@ -505,7 +505,7 @@ def check_claims(guarantee: Guarantee, dtype: str) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), EVERY_OP_AND_DTYPE)
 def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
-    """Each claim about an op on this platform, for each combination of flags; a claim not known here fails."""
+    """Each claim about an op holds on this platform, for each combination of flags. An unknown claim fails."""
     variants = [(flags, CALLS[name](rng, dtype, flags.get("indices_are_sorted", False))) for flags in flags_of(name)]
 
     def run_all(all_operands: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
@@ -543,7 +543,7 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_which_ops_claim_to_be_deterministic(name: str) -> None:
-    """Everything but unsorted floating sums on GPUs, and those too if so asked."""
+    """All ops claim it, except unsorted floating-point sums on GPUs. These claim it if it is requested."""
     sums = ("segment_sum", "segment_sum_of_exponentials", "segment_mean")
     adds = name in (*sums, "segment_softmax", "segment_softmax_backward", *GATHERED_SUMS)
     for dtype, platform, flags in itertools.product(sorted(OPS[name].dtypes), KERNEL_PLATFORMS, flags_of(name)):
@@ -554,21 +554,21 @@ def test_which_ops_claim_to_be_deterministic(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), REFERENCES)
 def test_plain_jax_reference(rng: np.random.Generator, name: str, dtype: str) -> None:
-    """The op's plain-JAX twin, from which its derivatives come, has the kernel's values, winners included."""
+    """The op's reference in plain JAX has the kernel's values, winners included. Derivatives come from it."""
     call = CALLS[name](rng, dtype, False)
     params = with_batch(name, {flag: False for flag in FLAGS if flag in OPS[name].attributes} | call.params)
     with cases.x64_for(dtype):
         results = jax.jit(lambda *operands: reference_of_call(OPS[name], *operands, **params))(*call.operands)
 
     def slack(expected: Expected) -> Any:
-        # XLA divides with an error of one unit in the last place on GPUs, where the kernels round correctly; it takes
-        # subnormal numbers for zero, and zeros may have either sign.
+        # On GPUs, XLA divides with an error of one unit in the last place, and kernels round correctly. XLA treats
+        # subnormal numbers as zeros, and zeros may have either sign.
         tiny = float(np.finfo(cases.accumulator(expected.dtype)).tiny)
         exact = "exact" == precision_guarantee(name, dtype, cases.PLATFORM).math_precision
         with np.errstate(invalid="ignore"):
             ulps = np.abs(np.nan_to_num(expected.exact.astype(np.float64), posinf=0, neginf=0))
         eps = float(jnp.finfo(expected.dtype).eps)
-        # Nor need XLA contract the products of a rotation, which may cancel, with its sums.
+        # XLA need not contract the products of a rotation with its sums, and these products may cancel.
         wide_eps = float(np.finfo(cases.accumulator(expected.dtype)).eps)
         products = wide_eps * np.abs(np.asarray(call.operands[0], np.float64)).max() if name.startswith("rope") else 0
         return tiny + products + (0 if exact else 1) * eps * ulps

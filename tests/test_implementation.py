@@ -1,4 +1,4 @@
-"""The choice between a kernel and plain JAX: who asks, what is picked where nobody does, and that results agree."""
+"""The choice between a kernel and plain JAX: on request, and by rules. Results of both agree."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def runs_kernel(function: Callable[..., Any], *operands: Any, **options: Any) ->
 
 @pytest.fixture
 def users_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the ops, as users have them."""
+    """The ops' own rules, as users have them."""
     cases.use_rules(monkeypatch)
 
 
 def set_rules(monkeypatch: pytest.MonkeyPatch, **rules: Rule) -> None:
-    """One rule for each of these ops, and none for others."""
+    """Sets one rule for each of these ops, and none for others."""
     cases.use_rules(monkeypatch, lambda op: tuple(rule for name, rule in rules.items() if name in op.targets))
 
 
@@ -62,7 +62,7 @@ def plain_jax(platform: str, *conditions: dispatch.Condition) -> Rule:
 
 @pytest.fixture
 def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a CUDA module: programs for it can be lowered on any machine."""
+    """A fake CUDA module, so that programs for CUDA can be lowered on any machine."""
     cpu = NATIVE_MODULES["cpu"]
     module = SimpleNamespace(plan=cpu.module.plan, device_problem=lambda: None)
     monkeypatch.setitem(NATIVE_MODULES, "cuda", NativeModule("cuda", module, cpu.targets, None))
@@ -114,12 +114,12 @@ OPS_OF_USERS = sorted(load_all())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Who asks.
+# Requests for an implementation.
 
 
 @each_call
 def test_argument(name: str) -> None:
-    """It goes before the context, in the function and in its gradient."""
+    """The argument overrides the context, in the function and in its gradient."""
     function, operands = CALLS[name]
     for asked_for, other, expected in (("kernel", "xla", True), ("xla", "kernel", False)):
 
@@ -134,7 +134,7 @@ def test_argument(name: str) -> None:
 
         with jb.implementation(other):
             assert runs_kernel(call, *operands) == expected
-            # Second derivatives are plain JAX in part, and positions of maxima have none.
+            # Second derivatives are partly plain JAX, and positions of extrema have no derivatives.
             if not name.endswith("_backward") and "arg" not in name:
                 assert runs_kernel(gradient, *operands) == expected
     for wrong in ("cuda", 1, True, ["xla"]):
@@ -143,14 +143,14 @@ def test_argument(name: str) -> None:
 
 
 def test_value_of_take_rows() -> None:
-    """It is XLA's gather in any case."""
+    """The value is always XLA's gather."""
     assert not runs_kernel(lambda x: jb.take_rows(x, IDS, implementation="kernel"), X)
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS.reshape(1, 2)], ids=["vector", "matrix"])
 @pytest.mark.parametrize(("asked_for", "other", "expected"), [("kernel", "xla", True), ("xla", "kernel", False)])
 def test_gradient_of_take_rows(ids: np.ndarray, asked_for: str, other: str, expected: bool) -> None:
-    """Of the argument and, where there is none, of the context."""
+    """The gradient follows the argument or, without one, the context."""
     batch = jax.ShapeDtypeStruct((3, *X.shape), X.dtype)
 
     def gradient(x: Any, **options: Any) -> Any:
@@ -170,7 +170,7 @@ def test_every_public_function_has_the_argument() -> None:
 
 
 def test_context_of_all_functions() -> None:
-    """Segment functions among them; contexts nest, and end with an exception as well."""
+    """A context applies to segment functions, too. Contexts nest, and an exception ends them."""
     ids = jax.ShapeDtypeStruct((2,), np.int32)
 
     def reduction(x: Any, ids: Any) -> Any:
@@ -202,7 +202,7 @@ def test_context_belongs_to_a_thread() -> None:
 
 
 def test_contexts_left_in_the_order_of_entering() -> None:
-    """As tasks and generators that take turns do: the context that was entered last counts, and none in the end."""
+    """Tasks and generators that take turns do this. The context that was entered last counts, and none at the end."""
 
     def inside(context: contextlib.AbstractContextManager[Any]) -> Iterator[bool]:
         with context:
@@ -283,7 +283,7 @@ def test_inner_jit_is_traced_for_each_context() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A kernel that is not there.
+# Missing kernels.
 
 
 def test_missing_kernel_is_an_error(cuda_module: None) -> None:
@@ -327,7 +327,7 @@ EDGES = np.array([1, 0, 2, 1]), np.array([0, 1, 1, 2]), 3
 @pytest.mark.parametrize(
     ("function", "sums"),
     [
-        (jb.gather_segment_sum, "segment_sum"),  # of so few rows, which are gathered first
+        (jb.gather_segment_sum, "segment_sum"),  # so few rows are gathered first
         (jb.gather_segment_mean, "segment_sum"),
         (jb.gather_segment_max, "gather_segment_max_backward"),
         (functools.partial(jb.segment_attention, np.ones(4, np.float32)), "gather_segment_sum"),
@@ -337,7 +337,7 @@ EDGES = np.array([1, 0, 2, 1]), np.array([0, 1, 1, 2]), 3
 def test_sums_of_gathered_rows_keep_their_order(
     monkeypatch: pytest.MonkeyPatch, cuda_module: None, function: Callable[..., Any], sums: str
 ) -> None:
-    """On GPUs rules pick plain JAX for no sums but of unsorted edges without a plan, where no order is asked for."""
+    """On GPUs, rules choose plain JAX only for unsorted edges without a plan, and only if no order is requested."""
     rule = plain_jax("cuda", dispatch.unordered)
     set_rules(monkeypatch, gather_segment_sum=rule, gather_segment_max_backward=rule, segment_sum=rule)
 
@@ -360,7 +360,7 @@ def test_sums_of_gathered_rows_keep_their_order(
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["vector", "matrix"])
 def test_plain_gradient_of_take_rows_on_gpus(cuda_module: None, shape: tuple[int, ...]) -> None:
-    """What asks for an order by itself does not where plain JAX is asked for."""
+    """The gradient itself requests an order, but not if plain JAX is requested."""
 
     def gradient(data: Any, ids: Any) -> Any:
         return jax.grad(lambda data: jb.take_rows(data, ids.reshape(shape), indices_are_sorted=True).sum())(data)
@@ -385,11 +385,11 @@ def test_kernel_of_a_module_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is picked where nobody asks.
+# The choice without a request.
 
 
 def decode(cache: Any, rows: Any) -> Any:
-    """Steps of decoding: a row of each example is appended to a cache [B, S, H, D], which attention then reads."""
+    """Decoding steps. Each appends a row of each example to a cache [B, S, H, D], and attention reads the cache."""
 
     def step(carry: Any, row: Any) -> Any:
         cache, position = carry
@@ -401,7 +401,7 @@ def decode(cache: Any, rows: Any) -> Any:
 
 
 def test_decode_loop(users_rules: None, cuda_module: None) -> None:
-    """On GPUs XLA writes the row, whatever the layout; but elements below a byte are the kernel's."""
+    """On GPUs, XLA writes the row for any dtype of at least a byte. A kernel writes smaller elements."""
     for dtype, expected in (("bfloat16", False), ("float32", False), ("float8_e4m3fn", False), ("int4", True)):
         cache = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.dtype(dtype))
         rows = jax.ShapeDtypeStruct((5, 2, 1, 4, 8), jnp.dtype(dtype))
@@ -415,7 +415,7 @@ def test_decode_loop(users_rules: None, cuda_module: None) -> None:
 
 
 def test_decode_loop_on_cpus(users_rules: None) -> None:
-    """XLA writes the row in place in less time than a kernel takes to start; elements below a byte are the kernel's."""
+    """On CPUs, XLA writes the row faster than a kernel starts. A kernel writes elements smaller than a byte."""
     for dtype, expected in (("bfloat16", False), ("float32", False), ("int4", True)):
         for length in (32, 4096):
             rows = jax.ShapeDtypeStruct((5, 2, 1, 4, 8), jnp.dtype(dtype))
@@ -432,7 +432,7 @@ def test_one_trace_serves_several_platforms(monkeypatch: pytest.MonkeyPatch, cud
 
 
 def test_printed_programs_have_no_addresses() -> None:
-    """So that equal programs of two processes are printed alike."""
+    """Equal programs of two processes are printed alike."""
     batch = jax.vmap(lambda data: jb.gather_segment_sum(data, jnp.arange(2), jnp.arange(2), 2))
     text = str(jax.make_jaxpr(batch)(jnp.ones((3, 2, 4))))
     assert "BatchedVjp(gather_segment_sum)" in text and " at 0x" not in text
@@ -443,7 +443,7 @@ def call_of(op: str, *operands: Any, **params: Any) -> OpCall:
 
 
 def test_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule holds on its platform, where all of its conditions do; its reason is the decision's."""
+    """A rule applies on its platform if all its conditions hold. The decision gives its reason."""
     monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
     options = {"channels_last": False, "silu": True, "has_bias": False}
     set_rules(monkeypatch, causal_conv1d=plain_jax("cuda", param("silu", True), at_most(time=256), at_least(channel=8)))
@@ -464,7 +464,7 @@ def test_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     [((), "xla"), ((16,), "xla"), ((17,), "kernel"), ((2, 8), "xla"), ((2, 9), "kernel")],
 )
 def test_rules_of_features(monkeypatch: pytest.MonkeyPatch, features: tuple[int, ...], implementation: str) -> None:
-    """What counts is how many elements a row has, whatever its rank."""
+    """The condition counts the elements of a row, whatever its rank."""
     monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
     set_rules(monkeypatch, segment_sum=plain_jax("cuda", at_most(features=16)))
     operands = jax.ShapeDtypeStruct((5, *features), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
@@ -474,7 +474,7 @@ def test_rules_of_features(monkeypatch: pytest.MonkeyPatch, features: tuple[int,
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_contended_segments_are_the_kernels(users_rules: None, monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
-    """XLA's atomic additions to two cells wait for each other."""
+    """Kernels sum contended segments, because XLA's atomic additions to a cell wait for each other."""
     monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
     num_rows = 2 * dispatch.MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT + (0 if is_first else 1)
     operands = jax.ShapeDtypeStruct((num_rows,), jnp.float32), jax.ShapeDtypeStruct((num_rows,), jnp.int32)
@@ -484,7 +484,7 @@ def test_contended_segments_are_the_kernels(users_rules: None, monkeypatch: pyte
 
 
 def test_rules_are_few() -> None:
-    """A call on a platform that needs more than three of them needs a better kernel."""
+    """An op that needs more than three rules on a platform needs a better kernel."""
     for op in OPS.values():
         for platform in ("cpu", "cuda"):
             rules = [rule for rule in op.xla_rules if rule.platform == platform]
@@ -520,7 +520,7 @@ OPERANDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_operands_that_xla_computes(monkeypatch: pytest.MonkeyPatch, operand: str) -> None:
-    """Some rules hold where a fusion of XLA would make the first operand as it is read."""
+    """Some rules apply only if a fusion of XLA would compute the first operand as it is read."""
     make, is_computed = OPERANDS[operand]
     set_rules(monkeypatch, segment_sum=plain_jax(cases.PLATFORM, fused))
 
@@ -535,7 +535,7 @@ def test_operands_that_xla_computes(monkeypatch: pytest.MonkeyPatch, operand: st
 
 
 def test_donated_arguments_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a rule says: plain JAX would rotate into an array of its own, and copy that."""
+    """A kernel runs whatever a rule says: plain JAX would rotate into a new array and copy it."""
     set_rules(monkeypatch, rope=plain_jax(cases.PLATFORM))
     for donated, is_kernel in (((), False), ((0,), True)):
         text = jax.jit(lambda x: jb.rope(x), donate_argnums=donated).lower(X).as_text()
@@ -543,7 +543,7 @@ def test_donated_arguments_are_written_to(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernel_if_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a rule says, but no error where there is none."""
+    """A kernel runs whatever a rule says. A missing kernel is no error."""
     set_rules(monkeypatch, rope=plain_jax(cases.PLATFORM))
 
     def rotate(x: Any) -> Any:
@@ -564,7 +564,7 @@ LARGE_GRAPHS: dict[str, tuple[graph_networks.Model, int, int, list[tuple[int, ..
 
 @pytest.mark.parametrize("name", LARGE_GRAPHS)
 def test_large_graphs_run_by_kernels(users_rules: None, cuda_module: None, name: str) -> None:
-    """On GPUs, training steps that plain JAX takes several times as long for (docs/performance.md)."""
+    """On GPUs, kernels run training steps that take several times as long in plain JAX (docs/performance.md)."""
     model, nodes, edges, weights = LARGE_GRAPHS[name]
     step = graph_networks.training_step(model, graph_networks.Ours(nodes))
     ids = jax.ShapeDtypeStruct((edges,), jnp.int32)
@@ -583,7 +583,7 @@ def test_large_graphs_run_by_kernels(users_rules: None, cuda_module: None, name:
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Relative to the element or to the root mean square of the array, whatever is more."""
+    """Tolerances are relative to the element or to the root mean square of the array, whichever is larger."""
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         np.testing.assert_array_equal(np.where(np.isfinite(want), 0, got), np.where(np.isfinite(want), 0, want))
@@ -598,7 +598,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
     ["rope", "rope_qk", "where", "write_slice", "write_slices", "causal_conv1d", *REDUCTIONS, *GATHERS, "take_rows"],
 )
 def test_results_agree(rng: np.random.Generator, users_rules: None, name: str, dtype: str) -> None:
-    """Value and gradient of all implementations are within the guarantee of plain JAX in float64, vmapped or not."""
+    """Value and gradient of all implementations agree with float64 within the guarantee, vmapped or not."""
     for example in examples_of(name):
         operands = example.make_operands(rng, dtype, "small")
         program = value_and_gradient(example.call("small"), example.differentiated(dtype))
@@ -627,7 +627,7 @@ ONES_AND_NANS = np.array([[1.0, np.nan, np.inf], [np.nan, 2.0, -np.inf]], np.flo
 
 @pytest.mark.parametrize("asked_for", ["kernel", "xla"])
 def test_zeros_are_exact(asked_for: str) -> None:
-    """What is not selected, and what is overwritten, gets a zero, whatever the cotangent."""
+    """Elements that are not selected, and elements that are overwritten, get zeros, whatever the cotangent."""
     cond = ~np.isfinite(ONES_AND_NANS)
     da, db = jb.where_backward(ONES_AND_NANS, cond, implementation=asked_for)
     np.testing.assert_array_equal(da, np.where(cond, ONES_AND_NANS, 0))
@@ -657,7 +657,7 @@ class TestSharding:
     def test_write_slice(
         self, rng: np.random.Generator, mesh: jax.sharding.Mesh, split: str, mode: str, is_long: bool
     ) -> None:
-        """Windows within a device's part, across several and longer than one, and their gradient."""
+        """Windows may lie within a shard, cross several, or be longer than one. Gradients are right, too."""
         spec = self.SPLITS[split]
         num = len(jax.devices())
         time = 4 * num
@@ -691,7 +691,7 @@ class TestSharding:
     def test_rules_leave_split_reductions_to_kernels(
         self, monkeypatch: pytest.MonkeyPatch, mesh: jax.sharding.Mesh, name: str
     ) -> None:
-        """XLA's partitioner might gather their operands."""
+        """Rules do not apply to them, because XLA's partitioner might gather their operands."""
         set_rules(monkeypatch, **{name: plain_jax(cases.PLATFORM)})
         num = len(jax.devices())
 

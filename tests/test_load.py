@@ -27,13 +27,13 @@ PROGRAMS = tiny_programs(np.random.default_rng(0))
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_program_alone(program: Program) -> None:
-    """What the rounds below compare with: the results of plain JAX, but for the rounding of numbers around 1."""
+    """Each program agrees with plain JAX, up to the rounding of numbers around 1."""
     for actual, expected in zip(program.results(), program.expected(), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_many_rounds_of_many_threads() -> None:
-    """Each thread runs all programs in an order of its own, so that any two meet; each result has its bits."""
+    """Each thread runs all programs in its own order, so that any two overlap. Results always have the same bits."""
     operands = [jax.device_put(program.operands) for program in PROGRAMS]
     calls = [jax.jit(program.function).lower(*x).compile() for program, x in zip(PROGRAMS, operands, strict=True)]
     expected = [[np.asarray(y).tobytes() for y in jax.tree.leaves(c(*x))] for c, x in zip(calls, operands, strict=True)]
@@ -60,13 +60,13 @@ def test_many_rounds_of_many_threads() -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """The resident memory of this process."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def growth_of_memory() -> list[int]:
-    """Bytes of the process and of the device, and arrays, by which many calls grow, the less of two times."""
+    """How many bytes of the process and of the device, and how many arrays, many calls add: the minimum of two runs."""
     operands = [jax.device_put(program.operands) for program in PROGRAMS]
     # Functions that JAX has not traced yet.
     functions = [lambda *x, program=program: program.function(*x) for program in PROGRAMS]
@@ -83,27 +83,27 @@ def growth_of_memory() -> list[int]:
         statistics = jax.devices()[0].memory_stats() or {"bytes_in_use": 0}
         return resident_bytes(), statistics["bytes_in_use"], len(jax.live_arrays())
 
-    # A leak grows every time; a pool of threads that reaches a new peak on a busy machine grows once.
+    # A leak grows in both runs. A thread pool that reaches a new peak on a busy machine grows in one.
     levels = [call(times) for times in (CALLS_OF_WARM_UP, CALLS // 2, CALLS // 2)]
     growths = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(levels)]
     return [min(of_both) for of_both in zip(*growths, strict=True)]
 
 
 def print_growth_of_memory() -> None:
-    """Of the kernels, and of the same programs in plain JAX."""
+    """Prints the growth with kernels, and with the same programs in plain JAX."""
     growth = growth_of_memory()
     with plain_jax():
         print(*growth, *growth_of_memory())
 
 
 def test_memory_does_not_grow() -> None:
-    """Of a fresh process, less than 100 bytes a call more than with plain JAX, whose own is such on some GPUs."""
+    """A fresh process grows by less than 100 bytes a call more than with plain JAX, which grows on some GPUs."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("there is no /proc to read the memory of a process from")
     child = subprocess.run(
         [sys.executable, "-c", "import test_load; test_load.print_growth_of_memory()"],
         env=os.environ
-        # One arena: glibc gives each thread of a busy machine one of its own, which grows to what it needs.
+        # One arena: by default, glibc gives each thread of a busy machine its own arena, which grows.
         | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "MALLOC_ARENA_MAX": "1"},
         capture_output=True,
         text=True,

@@ -1,10 +1,10 @@
-"""Native handlers under random malformed calls: each gives an error that names its op, or is a call that fits.
+"""Native handlers under random malformed calls: each call gives an error that names its op, or is valid.
 
 Variables:
-  JAX_BARACUDA_MALFORMED_CALLS=<int>: how many calls of each target, instead of a few.
+  JAX_BARACUDA_MALFORMED_CALLS=<int>: how many calls of each target (default: 200).
 
-The call that is about to run stands in a file as Python code: if the process dies, its last line is the culprit, and
-`replay` runs it.
+Each call is written to a file as Python code before it runs. If the process dies, the last line of the file is the
+culprit, and `replay` runs it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ DTYPES = (
 )
 
 HUGE = (2**31 - 1, 2**31, 2**32 + 1, 2**40, 2**62, 2**63 - 1)
-"""Extents of arrays without elements, whose products overflow."""
+"""Extents of arrays without elements. Their products overflow."""
 
 EXTREMES = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**32, 2**33 + 2, 2**62, 2**63 - 1)
 
 
 def good_calls(target: str) -> list[Call]:
-    """Calls of the target that fit, of every kind of operands and attributes."""
+    """Valid calls of the target, with every kind of operands and attributes."""
     calls = calls_of_one_batch(target)
     if target.startswith("where"):
         return calls
@@ -134,7 +134,7 @@ def other_extent(rng: np.random.Generator, call: Call) -> Call:
 
 
 def other_extent_everywhere(rng: np.random.Generator, call: Call) -> Call:
-    """One size, of whatever dimension of any array, replaced wherever it occurs."""
+    """Replaces one size wherever it occurs, in any dimension of any array."""
     old = choice(rng, sorted({size for x in call.arrays() for size in x.shape}) or [0])
     new = choice(rng, [0, 1, 2, old + 1, 17])
 
@@ -147,7 +147,7 @@ def other_extent_everywhere(rng: np.random.Generator, call: Call) -> Call:
 
 
 def huge_without_elements(rng: np.random.Generator, call: Call) -> Call:
-    """Extents whose product is 0 only because of the first, which is 0 in all arrays; another size is huge in all."""
+    """Makes the first extent 0 in all arrays, and one other size huge. Only the first extent keeps products small."""
     old = choice(rng, sorted({size for x in call.arrays() for size in x.shape[1:]}) or [0])
     new = choice(rng, HUGE)
 
@@ -204,7 +204,7 @@ def other_attribute(rng: np.random.Generator, call: Call) -> Call:
 
 
 def other_value(rng: np.random.Generator, value: Any) -> Any:
-    """Mostly of the same type, else of any."""
+    """Another value, mostly of the same type, otherwise of any type."""
     if rng.random() < 0.2:
         extreme = choice(rng, EXTREMES)
         anything = (True, 1.5, np.float32(2), np.int64(extreme), np.int32(7), "", "text", np.zeros(0, np.int64))
@@ -251,9 +251,9 @@ def mutated(rng: np.random.Generator, good: Call) -> Call:
 
 
 def small_or_empty(x: Array) -> Array:
-    """Of extents that several mutations have made huge, not more than memory can hold, and XLA's shapes.
+    """Limits extents to what memory and XLA's shapes can hold. Several mutations may have made them huge.
 
-    XLA counts up to a 0 that is not the first one, for minutes.
+    If a 0 follows huge extents, XLA counts through these for minutes.
     """
     shape = [min(size, 2**63 - 1) for size in x.shape]
     if math.prod(shape) < 2**20 and (max(shape, default=0) < 2**31 - 1 or shape[0] == 0):
@@ -262,13 +262,13 @@ def small_or_empty(x: Array) -> Array:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What may be accepted.
+# Calls that may be accepted.
 
 
 def why_not(call: Call) -> str | None:
-    """Why the call does not fit the definition of its op, by the names of dimensions and the dtypes; None if it does.
+    """Why the call's dimensions or dtypes violate the definition of its op; None if they do not.
 
-    Widths of filters, windows and broadcasting are not looked at.
+    Filter widths, windows and broadcasting are not checked.
     """
     op, attributes = OPS[call.target], dict(call.attributes)
     if call.target.startswith("write_slice"):
@@ -306,7 +306,7 @@ def why_not(call: Call) -> str | None:
     dtype = call.operands[0].dtype
     is_selection = (
         call.target.startswith("where") and dtype not in windows.SUB_BYTE
-    )  # of whole bytes, whatever they are
+    )  # any dtype that consists of whole bytes
     return None if is_selection or dtype in op.dtypes else f"{dtype} has no kernel"
 
 
@@ -322,7 +322,7 @@ def replay(code: str) -> None:
 
 
 def operand(rng: np.random.Generator, x: Array) -> np.ndarray:
-    """Any bits, except where a kernel made the operand: then it is trusted."""
+    """Random bits, except for operands that a kernel made: handlers trust these."""
     if x.name in ("winner", "order", "count", "mantissa", "packed"):
         return np.zeros(x.shape, jnp.dtype(x.dtype))
     return windows.random_bits(rng, x.shape, x.dtype)
@@ -330,7 +330,7 @@ def operand(rng: np.random.Generator, x: Array) -> np.ndarray:
 
 def run(rng: np.random.Generator, call: Call) -> str | None:
     """The error of the call, or None."""
-    empty = [0 in x.shape for x in call.operands]  # perhaps of more dimensions than NumPy can count
+    empty = [0 in x.shape for x in call.operands]  # other extents may be too large for NumPy
     operands = [operand(rng, x) for x, is_empty in zip(call.operands, empty, strict=True) if not is_empty]
     before = [x.tobytes() for x in operands]
 
@@ -352,7 +352,7 @@ BY_XLA = re.compile(
     r"Wrong number of (arguments|results|attributes): |Unexpected attribute: |Attribute name mismatch: "
     r"|Wrong (scalar|array) data type: expected |Wrong attribute type: expected |Unsupported array element type for "
 )
-"""What XLA says of calls that it does not hand to the handler."""
+"""XLA's own errors, for calls that never reach the handler."""
 
 
 @pytest.mark.parametrize("target", sorted(NATIVE_MODULES[cases.PLATFORM].targets))

@@ -32,9 +32,9 @@ assert matrix
 SEED = int(os.environ.get("JAX_BARACUDA_TEST_SEED", "0"))
 CHUNK = 12
 STRIDE = int(os.environ.get("JAX_BARACUDA_MATRIX_STRIDE", "4"))
-"""Beside the bare calls every so many of the cases run; ``make matrix`` runs all of them."""
+"""Beside the bare calls, one in this many cases runs. ``make matrix`` runs all of them."""
 BARE_STRIDE = max(STRIDE // 4, 1)
-"""Of bare calls on one device, which the tests of each op make, too."""
+"""The stride of bare calls on one device, which the tests of each op make, too."""
 LINEAR = {"take_rows"}  # a primitive, whose transpose is the backward kernel
 CONSTANTS = {"DISABLE_JAX_EXPORT_CHECKS"}
 TYPES = {
@@ -63,7 +63,7 @@ def test_every_public_function_is_declared() -> None:
 
 @each_op
 def test_forward_mode_avoids_custom_vjp(op: str) -> None:
-    """Differentiable functions are bound to a backward kernel; their twins are not, and have their docstrings."""
+    """Differentiable functions are bound to a backward kernel. Their twins are not, but have the same docstrings."""
     example = examples_of(op)[0]
     operands = example.make_operands(np.random.default_rng(SEED), "float32", "small")
     twin = getattr(forward_mode, op, None)
@@ -82,7 +82,7 @@ def test_forward_mode_avoids_custom_vjp(op: str) -> None:
 
 @each_op
 def test_operands_are_those_of_the_examples(op: str) -> None:
-    """With the same names, and in all examples with dimensions that cases have."""
+    """Operands have the same names. Their dimensions in examples all occur in cases."""
     call = load_all()[op]
     declared: dict[str, set[Dims]] = {}
     for case in cover(op, False, SEED):
@@ -95,7 +95,7 @@ def test_operands_are_those_of_the_examples(op: str) -> None:
 
 
 def _named(dims: Dims) -> Dims:
-    """Dimensions of size 1 have names of their own."""
+    """The dimensions, with one common name for all dimensions of size 1."""
     return tuple("1" if name.startswith("1") else name for name in dims)
 
 
@@ -143,7 +143,7 @@ def test_combinations(op: str, chunk: int) -> None:
     for case in _cases(op)[chunk * CHUNK : (chunk + 1) * CHUNK]:
         try:
             check(case)
-        except Exception as error:  # the other cases of the chunk run all the same
+        except Exception as error:  # the other cases of the chunk still run
             what = "".join(traceback.format_exception_only(error)).strip()
             failures.append(f"{what[:1500]}\n{case.recipe()}")
     assert not failures, f"{len(failures)} cases failed:\n\n" + "\n\n".join(failures)

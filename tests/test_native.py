@@ -1,4 +1,4 @@
-"""The native modules: what they export, what happens where one is missing, broken or too new, and a silent import."""
+"""The native modules: their exports; missing, broken and too new modules; an import without side effects."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ffi_api_version(platform: str) -> None:
 
 
 def test_device_problem() -> None:
-    """What the CUDA module finds wrong with a GPU is asked once, when somebody wants to know; CPUs have no problem."""
+    """The CUDA module is asked for problems of a GPU once, and only on demand. CPUs have no problem."""
     answers = ["the GPU is too old; buy another", "", "never asked for"]
     module = SimpleNamespace(device_problem=lambda: answers.pop(0))
     bad, good = (native.NativeModule("cuda", module, frozenset(), None) for _ in range(2))
@@ -95,7 +95,7 @@ ASK_FOR_PROBLEMS = """
 
 @pytest.mark.skipif(cases.PLATFORM != "cuda", reason="there is no GPU")
 def test_device_problem_of_gpus() -> None:
-    """GPUs that a build does not serve are named, and no CUDA context is made on any to find out."""
+    """The problem names a GPU that a build does not support. No CUDA context is made on any GPU to find out."""
     child = run_python(ASK_FOR_PROBLEMS)
     assert child.returncode == 0, child.stderr
     problems, own_problem, *contexts = child.stdout.splitlines()
@@ -135,7 +135,7 @@ int main() {
 
 
 def test_exceptions_of_handlers_are_errors(tmp_path: Path) -> None:
-    """No exception crosses XLA's C interface, whatever it is."""
+    """No exception of any type crosses XLA's C interface."""
     root = Path(__file__).parents[1]
     if (compiler := shutil.which("c++")) is None:
         pytest.skip("there is no C++ compiler")
@@ -356,7 +356,7 @@ def test_missing_cpu_module(tmp_path: Path) -> None:
 def test_broken_cpu_module(tmp_path: Path, content: bytes) -> None:
     """With a CPU module that does not load, the import warns, says why, and the ops run as plain JAX."""
     copy_of_package(tmp_path, content)
-    # That every op does, garbage shows; it takes long.
+    # Only garbage is tested with every op, because that takes long.
     child = run_python(USE_THE_OPS if content else USE_AN_OP, tmp_path, JAX_PLATFORMS="cpu")
     assert child.returncode == 0, child.stderr
     problem = "the native module jax_baracuda._core._cpu does not load ("
@@ -388,7 +388,7 @@ def test_import_has_no_side_effects() -> None:
 
 @pytest.mark.versions
 def test_import_adds_little_to_that_of_jax() -> None:
-    """Neither tools nor examples, and of other packages' modules few and small ones: of JAX, what splits programs."""
+    """The import loads neither tools nor examples. From other packages, it loads only small modules of JAX."""
     child = run_python(
         """
         import sys
@@ -406,7 +406,7 @@ def test_import_adds_little_to_that_of_jax() -> None:
 
 @pytest.mark.versions
 def test_import_needs_no_private_name_of_jax() -> None:
-    """A new JAX that renames one breaks what needs it, not the import."""
+    """If a new JAX renames a private name, features that need the name break, but not the import."""
     child = run_python(
         """
         import builtins
@@ -423,7 +423,7 @@ def test_import_needs_no_private_name_of_jax() -> None:
 
 
 def test_public_names() -> None:
-    """All public names exist and are documented, but for aliases of types, which cannot be."""
+    """All public names exist and are documented, except type aliases, which cannot have docstrings."""
     assert sorted(jax_baracuda.__all__) == list(jax_baracuda.__all__)
     for name in jax_baracuda.__all__:
         value = getattr(jax_baracuda, name)

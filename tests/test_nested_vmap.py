@@ -1,4 +1,4 @@
-"""``vmap`` of ``vmap``: the two batches stay two dimensions, so that one which is split over devices stays split."""
+"""``vmap`` of ``vmap``: the two batches stay two dimensions, so a batch that is split over devices stays split."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ ROUNDED = ("segment_mean", "segment_softmax", "causal_conv1d", "rope")
 
 
 def assert_same(name: str, got: np.ndarray, want: Any) -> None:
-    """The bits of the call without a batch."""
+    """Asserts the bits of the call without a batch. On GPUs, some calls may round differently."""
     if PLATFORM == "cpu" or not any(rounded in name for rounded in ROUNDED):
         assert_same_bits(got, np.asarray(want), name)
     else:
@@ -126,7 +126,7 @@ def assert_same(name: str, got: np.ndarray, want: Any) -> None:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_split_inner_batch(rng: np.random.Generator, axis_type: AxisType, name: str, shared: str) -> None:
-    """The right values, split as the operands are, and nothing is exchanged."""
+    """Values are right and split like the operands, without a collective."""
     if jax.__version_info__ < (0, 9) and axis_type == AxisType.Explicit and name.startswith("second"):
         pytest.skip("JAX 0.8 loses the sharding of cotangents that are mapped through jax.sharding.auto_axes")
     function, names = CALLS[name]
@@ -159,7 +159,7 @@ def test_split_inner_batch(rng: np.random.Generator, axis_type: AxisType, name: 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_three_batches(rng: np.random.Generator, name: str) -> None:
-    """Every operand shares another one of the three."""
+    """Values are right if each of several operands is shared by another one of three batches."""
     function, names = CALLS[name]
     sizes = (2, 3, 2)
     arrays, axes = [], []

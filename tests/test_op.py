@@ -1,4 +1,4 @@
-"""What the definition of an op refuses, and how one runs that the native modules do not know."""
+"""Errors in definitions of ops, and ops that are missing in the native modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_baracuda._core.op import OPS, Op
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> dict[str, Op]:
-    """A copy of the table of all ops, which definitions of the test enter."""
+    """A copy of the table of all ops. Definitions of the test are added to it."""
     monkeypatch.setattr(op_module, "OPS", dict(OPS))
     return op_module.OPS
 
@@ -52,7 +52,7 @@ def test_names_are_unique(ops: dict[str, Op]) -> None:
 
 
 def test_op_without_a_native_target_runs_as_plain_jax(ops: dict[str, Op], rng: np.random.Generator) -> None:
-    """As after an update of the Python files alone."""
+    """That happens after an update of the Python files alone."""
     double = doubling("double")
     problem = f"the {cases.PLATFORM} module has no target of this name"
     assert missing_target(cases.PLATFORM, double.name) == problem

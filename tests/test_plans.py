@@ -1,4 +1,4 @@
-"""Every call has a strategy that can be asked for, and the calls here reach every strategy of every kernel."""
+"""The native modules name a strategy for every call, and the calls here reach every strategy of every kernel."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Call(NamedTuple):
         return "batch 1" if sizes <= {1} else "shared operands" if 1 in sizes else "own operands"
 
     def strategy(self, platform: str) -> str | None:
-        """None where the platform has no kernel for the call."""
+        """The name of the strategy, or None if the platform has no kernel for the call."""
         call = OpCall(self.op, self.operands, self.params)
         return call.plan(platform).strategy if call.unsupported_reason(platform) is None else None
 
     def batched(self) -> Iterator[Call]:
-        """With a batch of one; with one of two, which shares no operand, one of them, or all but one.
+        """The call with a batch of one, and with batches of two that share no operand, one, or all but one.
 
-        What is not broadcast where others are has the whole batch.
+        If the op broadcasts only some operands, the other operands have the whole batch.
         """
         numbers = range(len(self.operands))
         whole = set(numbers).difference(self.op.broadcasts or numbers)
@@ -114,7 +114,7 @@ def updates() -> Iterator[Call]:
 
 
 def rotations() -> Iterator[Call]:
-    # Few positions and many; rows that are made of 16 bytes, of 8, or of less.
+    # Few and many positions; rows that consist of units of 16 bytes, of 8, or of less.
     choices = itertools.product([0, 1, 3, 8192], [64, 40, 6], *[[False, True]] * 2)
     for length, features, heads_first, interleaved in choices:
         x = ((4, 32, length, features) if heads_first else (4, length, 32, features)), "bfloat16"
@@ -149,7 +149,7 @@ SELECTIONS = [
     ((0, 3), (0, 3), (1, 3)),
 ]
 
-# Shapes of d_output, and those of them along which sums are taken.
+# Shapes of d_output, and the axes that are summed.
 SUMS = [
     *[((6, n), (1,)) for n in (5, 8, 100, 3000, 40_000, 40_001)],
     *[((n,), (0,)) for n in (3, 4, 20_000, 20_001)],
@@ -198,7 +198,7 @@ def windows() -> Iterator[Call]:
 
 
 def moves(arrays: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> Iterator[Call]:
-    """The write of windows, and that of zeros."""
+    """The write of windows, and its gradient, which writes zeros."""
     dests, sources, starts = [], [], []
     parts: list[Window] = []
     for i, (dest, window, dtype) in enumerate(arrays):
@@ -217,12 +217,12 @@ def moves(arrays: Sequence[tuple[Sequence[int], Sequence[int], str]]) -> Iterato
 TABLES = (convolutions, updates, rotations, selections, windows)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Asking for plans.
+# Plans of the calls.
 
 
 @functools.cache
 def met() -> dict[tuple[str, str, str], set[str]]:
-    """The strategies that the calls of the tables have, by platform, op, and whether there is a batch."""
+    """The strategies of the calls in the tables, by platform, op and kind of batch."""
     strategies: dict[tuple[str, str, str], set[str]] = {}
     for in_table in itertools.chain.from_iterable(table() for table in TABLES):
         for one, platform in itertools.product(in_table.batched(), LOADED):
@@ -235,7 +235,7 @@ def met() -> dict[tuple[str, str, str], set[str]]:
 SUMS_WITH_TAIL = {f"sum_{what}_with_tail{parts}" for what in ("numbers", "short_rows") for parts in ("", "_in_parts")}
 
 UNREACHABLE = {
-    # An array that is repeated along one row of the output, or shared by it, is another one in a batch.
+    # A batch changes how arrays repeat along the output: less if operands have the batch, more if they are shared.
     ("cpu", "where", "own operands"): {"periodic"},
     ("cpu", "where", "shared operands"): {"dense"},
     ("cpu", "where_backward", "own operands"): {"periodic"},
@@ -244,10 +244,10 @@ UNREACHABLE = {
         f"scalar_{of}{tail}" for of in ("a", "b", "b_repeated_cond") for tail in ("", "_with_tail")
     },
     ("cuda", "where", "shared operands"): {"dense", "dense_with_tail"},
-    # A tail is that of one sum; in a batch there are several.
+    # Only a single sum has a tail, and a batch has several sums.
     ("cuda", "where_backward", "own operands"): SUMS_WITH_TAIL,
     ("cuda", "where_backward", "shared operands"): SUMS_WITH_TAIL | {"dense", "dense_with_tail"},
-    # Rows are read one element at a time where the batch shares signals whose size is no multiple of 32 bytes.
+    # Rows are read by element only if the batch shares signals, and their size is not a multiple of 32 bytes.
     **{
         ("cuda", op, batch): {
             f"rows_by_element{ids}{states}" for ids in ("", "_with_segment_ids") for states in all_states
@@ -255,7 +255,7 @@ UNREACHABLE = {
         for op, all_states in (("causal_conv1d", ("",)), ("causal_conv1d_backward", ("", "_and_states")))
         for batch in ("batch 1", "own operands")
     },
-    # What covers a whole array has no start, and a batch that shares the source has two axes.
+    # A window that covers a whole array has no start. If the batch shares the source, the window has two axes.
     ("cuda", "write_slice", "shared operands"): {"small_windows_of_1_axis"},
 }
 """The strategies that no call with such a batch has, by platform, op and batch."""
@@ -272,7 +272,7 @@ def test_every_op_has_strategies(platform: str) -> None:
 @pytest.mark.parametrize("batch", ["batch 1", "own operands", "shared operands"])
 @pytest.mark.parametrize("op", sorted({in_table.name for table in TABLES for in_table in table()}))
 def test_calls_reach_every_strategy(platform: str, op: str, batch: str) -> None:
-    """A strategy that is new must be reached by a call of the tables, or be said to be unreachable."""
+    """Calls of the tables reach all strategies, except those that are listed as unreachable."""
     if op not in NATIVE_MODULES[platform].targets:
         pytest.fail(f"the {platform} module lacks {op}")
     strategies = set(NATIVE_MODULES[platform].strategies()[op])
@@ -295,7 +295,7 @@ def calls_of_ops(jaxpr: Any) -> Iterator[Call]:
 @each_platform
 @pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
 def test_calls_of_public_functions_have_a_strategy(platform: str, example: Example) -> None:
-    """With their gradients, and mapped over a batch."""
+    """Calls with their gradients, alone and mapped over a batch, have a strategy that the native module names."""
     operands = example.make_operands(np.random.default_rng(0), "float32", "check")
     call = example.call("check")
     names = example.differentiated("float32")

@@ -33,7 +33,7 @@ UPDATES = ("add", "multiply", "max", "min")
 
 
 def problem(rng: np.random.Generator, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-    """Rows, and ids of which some are out of range."""
+    """Rows and ids. Some ids are out of range."""
     return (3 * rng.normal(size=(12, 3))).astype(dtype), rng.integers(-1, NUM_SEGMENTS + 1, 12)
 
 
@@ -43,7 +43,7 @@ def kernels(function: Callable[..., jax.Array], *operands: np.ndarray) -> list[s
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_values_and_both_modes(rng: np.random.Generator, name: str) -> None:
-    """As JAX has them outside, in float64 where it has them."""
+    """Values and derivatives in both modes agree with JAX in float64. For products, they agree with NumPy."""
     data, ids = problem(rng)
     tangent = rng.normal(size=data.shape).astype(np.float32)
 
@@ -139,7 +139,7 @@ def test_gradients_of_gathers(rng: np.random.Generator, name: str) -> None:
 
 
 def test_gradients_of_indexed_updates(rng: np.random.Generator) -> None:
-    """Those of maxima, whose ties JAX shares equally with the row, are left to it."""
+    """Gradients of additions are redirected. Maxima are left to JAX, whose gradient shares ties with the row."""
     rows, ids = problem(rng)
     x = rng.normal(size=(NUM_SEGMENTS, 3)).astype(np.float32)
 
@@ -171,7 +171,7 @@ SLICE_UPDATES: dict[str, Callable[..., jax.Array]] = {
 
 @pytest.mark.parametrize("name", SLICE_UPDATES)
 def test_slice_updates(rng: np.random.Generator, name: str) -> None:
-    """At starts inside and outside, by themselves and mapped: the same bits, and the same derivatives in both modes."""
+    """Values and derivatives in both modes equal JAX's, for starts in and out of range, alone and mapped."""
     x, update = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 6, 4, 5), (4, 2, 3, 2)))
     starts = jnp.asarray(rng.integers([-9, -5, 0, 5], [-5, 0, 5, 9], dtype=np.int32))
     function = jax.vmap(SLICE_UPDATES[name])
@@ -208,7 +208,7 @@ def test_slice_updates_of_all_dtypes(rng: np.random.Generator, dtype: str) -> No
 
 
 def test_slices_that_a_loop_carries(rng: np.random.Generator) -> None:
-    """In place where the caches are donated. The loop's own stack of results is JAX's, as is all that it lowers."""
+    """Updates of donated caches are in place. The loop's own updates, which stack its results, are left to JAX."""
     rows = rng.normal(size=(6, 3)).astype(np.float32)
 
     def fill(cache: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -234,8 +234,8 @@ def test_slice_updates_that_are_left_to_jax() -> None:
     x, start = jnp.zeros((200, 3)), jnp.int8(-1)
     keys = jax.random.split(jax.random.key(0), 4)
     with redirect(slice_updates=True) as report:
-        imported_update(x, x[:2], (start, start))  # where JAX adds 200 in 8 bits
-        imported_update(x, x[:2], (2**40, 0))  # which JAX takes modulo 2^32
+        imported_update(x, x[:2], (start, start))  # JAX adds 200 in 8 bits
+        imported_update(x, x[:2], (2**40, 0))  # JAX takes the start modulo 2^32
         imported_update(keys, keys[:1], (2,))
         imported_update(jnp.asarray(0.0), 1.0, ())
         imported_update(jnp.zeros([1] * 9), jnp.ones([1] * 9), [0] * 9)
@@ -340,7 +340,7 @@ REFUSED: dict[str, Callable[[jax.Array], object]] = {
     "start before the first": lambda x: imported_update(x, x[:1], (-1, 0), allow_negative_indices=False),
     "start of no axis": lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:1], 0, axis=5),
 }
-"""Calls with an argument that JAX takes in no function of its own, or in one alone."""
+"""Calls with an argument that at most one function of JAX accepts."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -352,7 +352,7 @@ def test_errors_of_arguments_are_those_of_jax(name: str) -> None:
             with warnings.catch_warnings(action="ignore"):
                 return None, str(REFUSED[name](x))
         except Exception as error:
-            return type(error), str(error).partition("\n")[0]  # what follows tells where values were traced
+            return type(error), str(error).partition("\n")[0]  # the rest says where values were traced
 
     expected = outcome()
     with EVERYTHING() as report:
@@ -383,7 +383,7 @@ def test_errors_of_our_functions_are_raised(monkeypatch: pytest.MonkeyPatch, kin
 
 
 def test_traces_belong_to_their_context(rng: np.random.Generator) -> None:
-    """Inner programs that were traced before are reached, by a name that was imported before, and not used outside."""
+    """A context redirects names imported before it, in programs traced before it. Its traces are not used outside."""
     data, ids = problem(rng)
     traces = []
 
@@ -437,7 +437,7 @@ def inside(context: contextlib.AbstractContextManager[object]) -> Iterator[bool]
 
 
 def test_contexts_left_in_the_order_of_entering() -> None:
-    """As tasks and generators that take turns do."""
+    """Tasks and generators that take turns do this."""
     first, second = redirect(), redirect(segments=False, gather_gradients=False)
     generators = inside(first), inside(second)
     assert [next(generator) for generator in generators] == [True, False]
@@ -467,7 +467,7 @@ def test_leaving_too_often_is_an_error() -> None:
 
 
 def places_in_jax() -> list[object]:
-    """What stands where calls are redirected."""
+    """The objects in JAX that ``redirect`` replaces."""
     from jax._src.interpreters import ad, mlir
     from jax._src.ops import scatter
 
@@ -520,7 +520,7 @@ def test_jax_is_as_it_was_outside_of_contexts() -> None:
 
 
 def test_jax_is_as_it_was_after_tasks_and_threads(rng: np.random.Generator) -> None:
-    """Those that are inside see their own calls redirected all the time, others never."""
+    """Tasks and threads inside a context always see their own calls redirected. Others never do."""
     own = places_in_jax()
     x = rng.normal(size=(4, 3)).astype(np.float32)
 
@@ -623,7 +623,7 @@ def test_a_whole_process() -> None:
 
 
 def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
-    """What a redirected call ends in is plain JAX where there is no kernel, and is not redirected again."""
+    """Without a kernel, a redirected call runs as plain JAX, which is not redirected again."""
     data, ids = problem(rng)
     with redirect(indexed_updates=True, slice_updates=True), jax_baracuda.implementation("xla"):
         actual = jax.jit(lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS))(data)
@@ -664,7 +664,7 @@ WIDE, NARROW = ((1 << 20, 64), "float32"), ((1 << 20, 4), "float32")
 def test_sums_that_xla_fuses_are_left_to_it(
     monkeypatch: pytest.MonkeyPatch, backend: str, rows: Any, num_segments: int, is_left: bool
 ) -> None:
-    """On GPUs, where the rules of the op say so of rows that XLA computes; unless a kernel is asked for."""
+    """On GPUs, sums are left to JAX if the op's rules for computed rows say so, unless a kernel is requested."""
     cases.use_rules(monkeypatch)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Operands split over the devices of two processes: the answer of one."""
+"""Operands split over the devices of two processes: results equal those of one device."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ def test_two_processes() -> None:
     }
     with ThreadPoolExecutor() as executor:
         processes = [executor.submit(run_python, PROGRAM, port, i, **variables) for i in range(2)]
-        for process in as_completed(processes):  # the first that fails tells why the other one waits for it
+        for process in as_completed(processes):  # the first failure is raised, while the other process waits
             compared = set(process.result().splitlines())
             assert {"segment_max", "segment_prod", "causal_conv1d", "gather_segment_sum"} <= compared

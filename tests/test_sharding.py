@@ -1,4 +1,4 @@
-"""Ops on several devices: the answer of one device, sharded results, and no gathering of the operands."""
+"""Ops on several devices: results equal those of one device and are sharded, and no operand is gathered."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def rounding_of_sums(num_terms: int) -> float:
-    """What sums of so many terms may differ by, relative to the sum of their magnitudes."""
+    """How much sums of this many terms may differ, relative to the sum of their magnitudes."""
     return (4 + 4 * math.sqrt(num_terms)) * EPS
 
 
 def assert_same(
     reduction: Reduction, actual: Sequence[jax.Array], expected: Sequence[jax.Array], *operands: jax.Array
 ) -> None:
-    """The answer of one device: exactly, where all arithmetic is exact; XLA may round a quotient to the next number.
+    """Asserts the results of one device, exactly if all arithmetic is exact. XLA may round a quotient differently.
 
     Args:
       operands: data, ids and cotangent, or batches of some of them.
@@ -108,7 +108,7 @@ def assert_same(
 
 
 def cells_or_rows(reduction: Reduction, spec: P) -> P:
-    """How the result is split where rows and features of the data are split like this."""
+    """The spec of the result, for this spec of the data."""
     return spec if reduction.result_has_rows else P(None, *spec[1:])
 
 
@@ -120,8 +120,8 @@ SPLITS = {
     "rows over both axes": P(("rows", "features"), None),
 }
 
-# How many arrays of cells are added up over devices where rows are split, in half arrays: of the value, and of both the
-# value and the gradient.
+# How many arrays of cells devices add up if rows are split, in half arrays: for the value, and for both value and
+# gradient.
 HALVES = {
     "segment_max": (2, 4),
     "segment_min": (2, 4),
@@ -147,7 +147,7 @@ HALVES = {
 def test_sharded_operands_give_the_single_device_answer(
     reduction: Reduction, options: Options, axis_type: AxisType, split: str
 ) -> None:
-    """Results are right and sharded, and no operand is gathered: few collectives, all of cells."""
+    """Results are right and sharded. There are few collectives, all of cells, so no operand is gathered."""
     data, ids, cotangent = make_operands(reduction, seed=0)
     function = functools.partial(value_and_gradient, reduction, options)
     expected = jax.jit(function)(data, ids, cotangent)
@@ -180,7 +180,7 @@ def test_sharded_operands_give_the_single_device_answer(
 @pytest.mark.parametrize("dtype", cases.FLOATING)
 @pytest.mark.parametrize("kind", ["large", "small", "far apart", "special"])
 def test_softmax_of_logits_beyond_exponentials(rng: np.random.Generator, dtype: str, kind: str) -> None:
-    """Where exponentials overflow, or are all zero, devices find maxima first, and every segment is right."""
+    """If exponentials overflow or are all zero, devices find maxima first. Every segment is right."""
     logits, ids, _ = make_operands(SOFTMAX, seed=1)
     logits = np.asarray(logits, np.float64)
     if kind == "special":
@@ -201,7 +201,7 @@ def test_softmax_of_logits_beyond_exponentials(rng: np.random.Generator, dtype: 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "bfloat16", "float16"])
 def test_row_sharded_results_of_narrow_dtypes(dtype: str) -> None:
-    """Exact results of narrow dtypes, whose sums and products over the devices need a wide accumulator or wrap."""
+    """Results of narrow dtypes are exact. Their sums and products over devices need a wide accumulator, or wrap."""
     rng, num_devices = np.random.default_rng(1), math.prod(MESH_SHAPE)
     for reduction in REDUCTIONS:
         if dtype == "bool" and reduction in (SUM, PROD) or reduction is SOFTMAX:
@@ -227,7 +227,7 @@ def test_row_sharded_results_of_narrow_dtypes(dtype: str) -> None:
 
 
 def test_row_sharded_sums_need_no_16_bit_collective() -> None:
-    """Sums, means and products of float16 that only the whole is in range of."""
+    """Sums, means and products are right if they are in range, but the partial results of devices are not."""
     data = jnp.asarray(np.tile([[6e4], [-6e4]], (32, 1)).repeat(2, axis=1)).astype(jnp.float16)
     data = jnp.concatenate([data[::2], data[1::2]])  # each device has numbers of one sign
     ids = jnp.zeros(64, jnp.int32)
@@ -297,7 +297,7 @@ def test_shard_map_over_features(reduction: Reduction, options: Options, check_v
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @each_differentiable
 def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> None:
-    """Also where XLA's maximum over devices would lose a NaN: they are those of one device, which exchange cells."""
+    """Tangents equal those of one device, also with NaN, which XLA's maximum may lose. Devices exchange only cells."""
     data, ids, _ = make_operands(reduction, seed=11)
     tangent = jnp.asarray(np.random.default_rng(0).integers(-9, 10, data.shape).astype(np.float32))
     function = getattr(forward_mode, reduction.name)
@@ -326,7 +326,7 @@ def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> No
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_differentiable
 def test_transposed_gradient_in_shard_map(reduction: Reduction, check_vma: bool) -> None:
-    """Gradients are linear in the cotangent; what transposes them has the varying axes of the cotangent."""
+    """Gradients are linear in the cotangent. Their transpose has the varying axes of the cotangent."""
     data, ids, cotangent = make_operands(reduction, seed=10)
     data = jnp.where(jnp.isfinite(data), data, 1)
 
@@ -344,7 +344,7 @@ def test_transposed_gradient_in_shard_map(reduction: Reduction, check_vma: bool)
     actual, expected = jax.jit(mapped)(*operands), np.asarray(jax.jit(transposed)(*operands))
     if cases.PLATFORM == "cpu":
         cases.assert_same_bits(actual, expected)
-    else:  # XLA adds what ties in the order in which threads come
+    else:  # XLA adds ties in the order in which threads arrive
         magnitude = np.asarray(transposed(*operands[:2], jnp.abs(operands[2])))
         Expected(expected, np.float32, rounding_of_sums(len(data)) * np.abs(magnitude)).check(actual)
 
@@ -352,7 +352,7 @@ def test_transposed_gradient_in_shard_map(reduction: Reduction, check_vma: bool)
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_differentiable
 def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, check_vma: bool) -> None:
-    """Data that all devices share, ids that differ: the gradient is the sum over the devices."""
+    """If data are replicated and ids differ between devices, the gradient is the sum over the devices."""
     data, ids, _ = make_operands(reduction, seed=4)
     data = jnp.where(jnp.isfinite(data), data, 0.5)
     mesh = make_mesh(AxisType.Auto)
@@ -370,14 +370,14 @@ def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, che
     actual = jax.jit(jax.grad(loss, argnums=1))(all_ids, data)
 
     def error_of(ids: jax.Array) -> Any:
-        """Of the gradient of one device, whose cotangent is a cosine: at most 1."""
+        """The error of one device's gradient. Its cotangent is a cosine, so at most 1."""
         if reduction is SOFTMAX:
             ones = np.ones(data.shape, np.float32)
             return 2 * errors_of_softmax(np.asarray(data), np.asarray(ids), ones, NUM_SEGMENTS)[1]
         ones = jnp.ones((NUM_SEGMENTS, data.shape[1]), data.dtype)
         return rounding_of_sums(MESH_SHAPE[0]) * np.abs(reduction.pullback(data, ids, NUM_SEGMENTS, ones)[1])
 
-    # Independent errors, one a device.
+    # The errors of the devices are independent.
     error = np.sqrt(sum(np.square(error_of(ids)) for ids in all_ids))
     Expected(np.asarray(expected), np.float32, error).check(actual)
 
@@ -399,7 +399,7 @@ def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
 @pytest.mark.versions
 @each_reduction
 def test_shard_map_over_one_of_two_axes(reduction: Reduction) -> None:
-    """The other axis stays with the partitioner; the answer is right."""
+    """The results are right, although the other axis is left to the partitioner."""
     data, ids, cotangent = make_operands(reduction, seed=6)
     mesh = make_mesh(AxisType.Auto)
     mapped = functools.partial(value_and_gradient, reduction, reduction.options[0])
@@ -418,7 +418,7 @@ def test_shard_map_over_one_of_two_axes(reduction: Reduction) -> None:
 @pytest.mark.parametrize("of_rows", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
 @each_reduction
 def test_shard_map_that_leaves_two_axes(reduction: Reduction, of_rows: str | tuple[str, ...]) -> None:
-    """The answer is right whichever splits the rows: the partitioner does not tell its axes apart."""
+    """The results are right whichever axes split the rows. The partitioner does not tell its axes apart."""
     if len(jax.devices()) < 8:
         pytest.skip("three axes of two devices each need 8")
     data, ids, cotangent = make_operands(reduction, seed=12)
@@ -487,7 +487,7 @@ def test_out_sharding(reduction: Reduction) -> None:
 def test_program_is_split_under_the_settings_of_its_lowering(
     example: an_example.Example, rng: np.random.Generator
 ) -> None:
-    """XLA asks for the program of a shard when it compiles: here, after the context of 64-bit types."""
+    """XLA requests the program of a shard when it compiles: here, after the context of 64-bit types has ended."""
     call = example.call("small")
     run = an_example.value_and_gradient(call, example.differentiated("float64"))
 
@@ -515,7 +515,7 @@ def test_program_is_split_under_the_settings_of_its_lowering(
 
 @pytest.mark.versions
 def test_partitioner_leaves_settings_as_they_were(rng: np.random.Generator) -> None:
-    """Settings at the lowering differ from those where the program is compiled, and stay apart."""
+    """Compilation leaves JAX's settings unchanged, although the lowering had different ones."""
     data, ids, _ = make_operands(SUM, seed=13)
     placed = jax.device_put((data, ids), NamedSharding(make_mesh(AxisType.Auto), P("rows")))
     with jax.numpy_dtype_promotion("strict"):

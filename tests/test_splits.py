@@ -1,7 +1,7 @@
-"""What splitting a dimension costs: the tables of docs/many_devices.md, each cell against compiled programs.
+"""The cost of splitting a dimension: compiled programs agree with each cell of the tables in docs/many_devices.md.
 
-The plainest call of each function, under ``jit`` with shardings for its arguments: nothing but this one dimension is
-split. A cell says what devices exchange; units are multiplied by the sizes of their dimensions.
+Each function is called under ``jit`` with shardings for its arguments. Only one dimension is split. A cell says what
+devices exchange; units are multiplied by the sizes of their dimensions.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ pytestmark = pytest.mark.skipif(
 SIZES = {"row": 128, "node": 56, "segment": 16, "feature": 24, "feature1": 40}
 SIZES |= {"example": 16, "channel": 32, "time": 64, "tap": 4, "state": 3, "new": 40, "head": 32}
 SIZES |= {"q_head": 32, "k_head": 56, "sequence": 40, "query": 56, "key": 72, "batch": 8}
-"""Within one example they differ, so that a size tells which dimension of a result it is."""
+"""Sizes differ within an example, so that a size identifies a dimension of a result."""
 
 TOO_SHORT = {"tap", "state"}
-"""Dimensions that nobody splits: a few taps of a filter."""
+"""Dimensions that are too short to split: a few taps of a filter."""
 
 
 def dims_of_heading(heading: str, example: Example) -> set[str]:
@@ -65,11 +65,11 @@ def dims_of_heading(heading: str, example: Example) -> set[str]:
 
 
 Key = tuple[str, str, bool]
-"""Of a row of a table: the name of a function, the variant of its example, and whether its gradient is taken, too."""
+"""The key of a table row: a function, the variant of its example, and whether the row includes the gradient."""
 
 
 def rows_of_tables() -> Iterator[tuple[Key, str, str]]:
-    """Each cell of the tables: its row, its column, and what it says."""
+    """Each cell of the tables: its row, its column, and its text."""
     text = (Path(__file__).parents[1] / "docs" / "many_devices.md").read_text()
     headings: list[str] = []
     for line in text.splitlines():
@@ -101,7 +101,7 @@ def of_test_sizes(example: Example, **changes: Any) -> Example:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A program, and the one dimension of it that is split."""
+    """A program, and its only split dimension."""
 
     key: Key
     dim: str
@@ -129,7 +129,7 @@ MAX_DERIVED = [key for key in CELLS if not key[1] and (key[2] or key[0].endswith
 
 
 def test_every_function_is_in_the_tables() -> None:
-    """With its gradient, where it has one."""
+    """The tables list every function, with its gradient if it has one."""
     missing = []
     for function in {name for name, _ in EXAMPLES}:
         variants = [variant for name, variant, _ in CELLS if name == function]
@@ -168,7 +168,7 @@ Program = tuple[Example, Callable[..., Any], dict[str, np.ndarray], Any]
 
 
 def program_of(example: Example, with_gradient: bool) -> Program:
-    """A function of operands and cotangents, and these."""
+    """An example, its function of operands and cotangents, and the arguments of this function."""
     rng = np.random.default_rng(0)
     operands, call = example.make_operands(rng, "float32", "split"), example.call("split")
     results = jax.eval_shape(lambda operands: call(**operands), operands)
@@ -204,7 +204,7 @@ def units(example: Example) -> dict[str, tuple[str, ...]]:
 
 
 def bytes_of(text: str, example: Example) -> float:
-    """Of a sum like "2 cells + counts"; elements have 32 bits."""
+    """The bytes of a sum like "2 cells + counts", with elements of 32 bits."""
     total = 0.0
     for term in text.split(" + "):
         factor, unit = re.fullmatch(r"([\d.]+)? ?(.+)", term).groups()
@@ -214,7 +214,7 @@ def bytes_of(text: str, example: Example) -> float:
 
 
 def compiled(function: Callable[..., Any], split: Split, mesh: Mesh, is_mapped: bool = False) -> Any:
-    """The program of a function of operands and cotangents, where every array with this dimension is split."""
+    """The compiled function of operands and cotangents. Every array that has the dimension is split."""
     example, _, operands, cotangents = program(split.key, is_mapped)
     front = () if example.mapped is None else (example.mapped,)
     of_operands = {name: split_dim(mesh, (*front, *x.dims), split.dim) for name, x in example.operands.items()}
@@ -238,7 +238,7 @@ def test_split_of_one_dimension(split: Split) -> None:
 
 @pytest.mark.parametrize("split", [x for x in SPLITS if x.key in MAX_DERIVED and x.cell != "free"], ids=str)
 def test_split_over_an_automatic_axis(split: Split) -> None:
-    """Inside of a shard_map over another axis, devices exchange the same along the one that it leaves to JAX."""
+    """Inside a shard_map over another axis, devices exchange the same along an automatic axis."""
     _, function, operands, cotangents = program(split.key, False)
     mesh = mesh_of(manual=2, x=NUM_DEVICES // 2)
     options = {"in_specs": P(), "out_specs": P(), "axis_names": {"manual"}, "check_vma": False}
@@ -249,7 +249,7 @@ def test_split_over_an_automatic_axis(split: Split) -> None:
 
 @pytest.mark.parametrize("key", MAX_DERIVED, ids=str)
 def test_sizes_that_do_not_divide(key: Key) -> None:
-    """All arrays are split over both axes of a mesh, along their two longest dimensions."""
+    """Results are right if both axes of a mesh split the two longest dimensions unevenly."""
     odd = {dim: size + 3 for dim, size in SIZES.items() if dim not in TOO_SHORT} | {"feature": 26}
     example = EXAMPLES[key[:2]]
     example = dataclasses.replace(example, sizes={"split": {**example.sizes["small"], **odd}})
@@ -273,7 +273,7 @@ def test_sizes_that_do_not_divide(key: Key) -> None:
 
 @pytest.mark.parametrize("key", MAX_DERIVED, ids=str)
 def test_spmd_axis_name(key: Key) -> None:
-    """A batch of ``vmap`` that is said to be split is split, without a collective."""
+    """A ``vmap`` with ``spmd_axis_name`` splits its batch, without a collective."""
     _, function, operands, cotangents = program(key, is_mapped=False)
     mesh, num = mesh_of(x=NUM_DEVICES), NUM_DEVICES
     operands, cotangents = jax.tree.map(
@@ -313,7 +313,7 @@ def check_results(results: Any, split: Split, is_mapped: bool) -> None:
 
 
 def compare(results: Any, expected: Any, example: Example) -> None:
-    """Values and gradients with those of one device."""
+    """Compares values and gradients with those of one device."""
     for got_all, want_all, tolerance in zip(results, expected, example.tolerance["float32"], strict=True):
         for got, want in zip(jax.tree.leaves(got_all), jax.tree.leaves(want_all), strict=True):
             scale = np.sqrt(np.mean(np.square(want[np.isfinite(want)])))
@@ -321,18 +321,18 @@ def compare(results: Any, expected: Any, example: Example) -> None:
 
 
 def halo(example: Example) -> int:
-    """The inputs before a shard's first that the taps reach."""
+    """The number of inputs before its first one that a shard needs."""
     x, sizes = example.operands["x"].dims, example.sizes["split"]
     return math.prod(sizes[dim] for dim in x) // sizes["time"] * (sizes["tap"] - 1)
 
 
 OF_VALUE_ALONE = {("segment_sum", "row"), ("gather_segment_sum", "node"), ("gather_segment_mean", "node")}
 OF_VALUE_ALONE |= {("take_rows", "node"), ("write_slice", "new"), ("write_slices", "new")}
-"""Functions and dimensions that the value has to exchange something for, and the gradient nothing."""
+"""Functions and dimensions for which the value needs exchanges, and the gradient needs none."""
 
 EXCHANGES_MORE = {"segment_prod", "segment_softmax", "segment_attention"}
-"""Plain JAX divides a product by what may be zero; here, the exponents of products are exchanged too. A softmax has two
-branches, and one array of cells is exchanged in one of them, two in the other."""
+"""Functions that exchange more than plain JAX. Products also exchange exponents; plain JAX divides by factors, even by
+zero. A softmax has two branches: one exchanges one array of cells, the other two."""
 
 
 GRADIENTS = [split for split in SPLITS if split.key[1:] == ("", True)]
@@ -342,7 +342,7 @@ GRADIENTS = [split for split in SPLITS if split.key[1:] == ("", True)]
     "split", [x for x in GRADIENTS if x.dim == "row" or (x.key[0], x.dim) in OF_VALUE_ALONE], ids=str
 )
 def test_gradient_alone(split: Split) -> None:
-    """A program that does not ask for the value exchanges nothing for it, and no more than in plain JAX."""
+    """A program that needs only the gradient exchanges nothing for the value, and no more than plain JAX."""
     example, *_ = program(split.key, False)
     names = example.differentiated("float32")
 

@@ -23,8 +23,8 @@ each_function = pytest.mark.parametrize("example", FIRST, ids=lambda x: x.name)
 
 
 def programs_of(example: Example) -> dict[str, Callable[[Arrays, Arrays], Any]]:
-    """``(differentiated operands, other operands) -> results``: second derivatives, of which the function and its
-    gradient are parts, and a batch of gradients; where there are no derivatives, the function and a batch of it."""
+    """``(differentiated operands, other operands) -> results``: second derivatives, which contain the function and its
+    gradient, and a batch of gradients. Without derivatives: the function and a batch of it."""
 
     def value(chosen: Arrays, others: Arrays) -> Any:
         return example.call("small")(**chosen, **others)
@@ -61,7 +61,7 @@ def differentiated_operands(example: Example) -> list[str]:
 
 
 def operands_of(rng: np.random.Generator, example: Example, program: str) -> tuple[Arrays, Arrays]:
-    """Those that are differentiated, and the others, on a device."""
+    """The differentiated operands and the others, on a device."""
     operands = example.make_operands(rng, "float32", "small")
     if program.startswith("vmap"):
         operands = {name: np.stack([x, x]) for name, x in operands.items()}
@@ -94,20 +94,20 @@ def failures_of(
             try:
                 with jb.implementation(asked_for):
                     run(program, operands)
-            except Exception as error:  # the other programs run all the same
+            except Exception as error:  # the other programs still run
                 failures.append(f"{name}, implementation={asked_for}: {type(error).__name__}: {str(error)[:300]}")
     return failures
 
 
 @each_example
 def test_ranks_dtypes_and_leaks(rng: np.random.Generator, example: Example) -> None:
-    """Programs are traced and lowered without a promotion that the user did not write, and no tracer leaks."""
+    """Tracing and lowering need no implicit promotion, and leak no tracer."""
 
     def lower(program: Callable[..., Any], operands: tuple[Arrays, Arrays]) -> None:
         with strict_about_programs():
             jax.jit(program).lower(*operands)
 
-    # What only tracing is about is the same in all examples of a function but for the operations of plain JAX.
+    # Examples of a function are traced alike, except in plain JAX.
     implementations = (None, "kernel", "xla") if example in FIRST else ("xla",)
     assert not (failures := failures_of(rng, example, implementations, lower)), "\n".join(failures)
 
@@ -115,7 +115,7 @@ def test_ranks_dtypes_and_leaks(rng: np.random.Generator, example: Example) -> N
 @each_function
 @pytest.mark.parametrize("asked_for", ["kernel", "xla"])
 def test_transfers_and_nans(rng: np.random.Generator, example: Example, asked_for: str) -> None:
-    """A program brings nothing to the device that is not there, and makes no NaN of finite numbers."""
+    """A program transfers nothing to the device, and makes no NaN from finite numbers."""
     programs = programs_of(example)
     operands = {name: operands_of(rng, example, name) for name in programs}
     call_all = jax.jit(lambda operands: {name: programs[name](*operands[name]) for name in programs})
@@ -124,7 +124,7 @@ def test_transfers_and_nans(rng: np.random.Generator, example: Example, asked_fo
 
 
 def test_debug_nans_finds_those_of_kernels() -> None:
-    """Eagerly, under jit and vmap, and in a gradient: the error names the primitive."""
+    """The error names the primitive: eagerly, under jit and vmap, and in a gradient."""
     data, ids = jnp.array([1.0, -jnp.inf, jnp.inf]), jnp.zeros(3, int)
     of_sum = {"eager": jb.segment_sum, "jit": jax.jit(jb.segment_sum, static_argnums=2)}
     with jb.implementation("kernel"), jax.debug_nans(True):
@@ -138,8 +138,8 @@ def test_debug_nans_finds_those_of_kernels() -> None:
 
 
 def test_automatic_checks_of_checkify_leave_results_alone() -> None:
-    """They see neither a NaN nor an id out of range inside our functions, as the documentation says; checks of one's
-    own are seen, and programs run as without them."""
+    """As documented, they see neither NaN nor ids out of range inside our functions. A user's own checks work, and
+    results are the same."""
     data, ids = jnp.array([1.0, -jnp.inf, jnp.inf]), jnp.array([0, 0, 0])
 
     def loss(data: jax.Array, ids: jax.Array) -> jax.Array:

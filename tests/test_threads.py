@@ -47,7 +47,7 @@ def call_from_many_threads() -> None:
     d_output = rng.normal(size=(segments, features)).astype(np.float32)
 
     def convolve(x: Any, i: Any) -> jax.Array:
-        """The change from row to row, where both have one id."""
+        """The difference from the previous row, if both have the same id."""
         weight = np.tile(np.array([-1, 1], np.float32), (features, 1))
         return causal_conv1d(x[None], weight, channels_last=True, segment_ids=i[None])[0]
 
@@ -56,7 +56,7 @@ def call_from_many_threads() -> None:
         return cases.Expected(x - before, x.dtype)
 
     def rotate(x: Any, i: Any) -> jax.Array:
-        """By the ids as positions."""
+        """A rotation with the ids as positions."""
         return rope(x[None, None], i)[0, 0]
 
     def expected_rotation(x: np.ndarray, i: np.ndarray, s: int) -> cases.Expected:
@@ -70,7 +70,7 @@ def call_from_many_threads() -> None:
     def expected_shift(x: np.ndarray, i: np.ndarray, s: int) -> cases.Expected:
         return cases.Expected(reference_write(x, x[::-1], (int(i[0]), 0), "drop"), x.dtype)
 
-    # Data are small integers, whose sums are exact; so are the products of their signs.
+    # Data are small integers: their sums and the products of their signs are exact.
     calls: list[tuple[Callable[..., jax.Array], Callable[..., cases.Expected]]] = [
         (lambda x, i: segment_max(x, i, segments), MAX.value),
         (
@@ -124,7 +124,7 @@ def call_from_many_threads() -> None:
 @pytest.mark.parametrize("cores", ["one core", "all cores"])
 @pytest.mark.parametrize("devices", [1, 8])
 def test_many_threads(devices: int, cores: str) -> None:
-    """All results are right, and nothing waits for ever: a child process, so that a hang fails and does not spread."""
+    """All results are right, and nothing hangs. They run in a child process, so that a hang fails only this test."""
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); " if cores == "one core" else ""
     code = f"{pin}import test_threads; test_threads.call_from_many_threads()"
@@ -133,7 +133,7 @@ def test_many_threads(devices: int, cores: str) -> None:
 
 
 def test_two_threads_with_tables_of_two_sizes() -> None:
-    """One kernel with little shared memory in one thread and with much in another, at the same time."""
+    """Two threads may run one kernel at the same time, one with little shared memory and one with much."""
     rounds = 2000 if cases.PLATFORM == "cuda" else 20
     rng = np.random.default_rng(0)
     data = rng.integers(-50, 50, (180_000, 4)).astype(np.float32)
@@ -162,15 +162,15 @@ def test_two_threads_with_tables_of_two_sizes() -> None:
 
 
 def exact_convolution(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Of integers, along the last axis."""
+    """The convolution of integers along the last axis."""
     width, length = weight.shape[-1], x.shape[-1]
     padded = np.pad(x, ((0, 0), (0, 0), (width - 1, 0)))
     return sum(weight[:, k, None] * padded[..., k : k + length] for k in range(width))
 
 
 def test_different_programs_on_every_device(rng: np.random.Generator) -> None:
-    """Two threads a device and one for all devices together: gradients of a batch whose rows are sorted as one, sums
-    with little and with much shared memory, and a convolution without a state, split over the devices."""
+    """Two threads for each device and one for all devices: gradients of a batch that is sorted as one, sums with little
+    and with much shared memory, and a convolution without a state that is split over the devices."""
     devices = jax.devices()[:4]
     rows, segments, rounds = (100_000, 5000, 50) if cases.PLATFORM == "cuda" else (2000, 100, 5)
     data = rng.integers(-20, 20, (3, rows, 32)).astype(np.float32)

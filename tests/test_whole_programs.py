@@ -1,4 +1,4 @@
-"""What XLA makes of whole programs around our ops: it moves no operand first, and no cache that it would not anyway."""
+"""Whole programs with our ops: XLA copies or transposes no operand first, and no more caches than in plain JAX."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from jax_baracuda._examples.graph_networks import Model, gat, sage, training_ste
 # Compiled programs, as XLA prints them.
 
 FREE = ("bitcast", "reshape", "get-tuple-element", "optimization-barrier", "copy-done")
-"""What passes an array on."""
+"""Opcodes that pass an array on unchanged."""
 MOVING = ("copy", "copy-start", "transpose")
 MIN_ELEMENTS = 1024
-"""Less than that is no array that a model is slowed down by; XLA copies counters that a loop carries, for instance."""
+"""Moves of smaller arrays do not slow a model down. For instance, XLA copies counters that a loop carries."""
 
 INSTRUCTION = re.compile(
     r"\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<type>\((?:[^()]|\([^()]*\))*\)|\S+) (?P<opcode>[\w\-]+)\((?P<rest>.*)"
@@ -40,17 +40,17 @@ SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """Of a computation."""
+    """An instruction of a computation."""
 
     name: str
     opcode: str
     elements: int
-    """Of the result; of several results, those of the largest."""
+    """The number of elements of the result, or of the largest result."""
     operands: tuple[str, ...]
     text: str
 
     def called(self) -> str:
-        """The computation that a fusion consists of."""
+        """The computation of a fusion."""
         match = re.search(r"calls=%([\w.\-]+)", self.text)
         assert match is not None, self.text
         return match[1]
@@ -75,7 +75,7 @@ def parsed(text: str) -> dict[str, Computation]:
 
 
 def only_moves(computation: Computation) -> bool:
-    """Whether what is fused is nothing but a change of layout."""
+    """Whether a fusion only changes the layout."""
     opcodes = {instruction.opcode for instruction in computation.values()}
     return bool(opcodes & {*MOVING}) and opcodes <= {*MOVING, *FREE, "parameter", "tuple"}
 
@@ -95,7 +95,7 @@ def is_move(instruction: Instruction, computations: dict[str, Computation]) -> b
 
 
 def moved_operands(computations: dict[str, Computation]) -> Iterator[str]:
-    """Of our ops: those that XLA writes in another layout, or copies, for them alone."""
+    """The operands of our ops that XLA copies, or writes in another layout, for our ops alone."""
     for computation in computations.values():
         for call in our_calls(computation):
             for operand in call.operands:
@@ -105,7 +105,7 @@ def moved_operands(computations: dict[str, Computation]) -> Iterator[str]:
 
 
 def source_of(name: str, computation: Computation, computations: dict[str, Computation]) -> Instruction:
-    """What makes an array. XLA fuses slices of operands with a call of ours: that goes on outside of the fusion."""
+    """The instruction that makes an array. XLA fuses slices of operands with our call; then look outside the fusion."""
     source = computation[name]
     while source.opcode in FREE:
         source = computation[source.operands[0]]
@@ -136,7 +136,7 @@ def compiled(program: Callable[..., Any], *operands: Any, donated: Sequence[int]
 
 @pytest.fixture(autouse=True)
 def only_windows_have_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of windows are about layouts. Others would leave small arrays to XLA."""
+    """Keeps only the rules of windows, which concern layouts. Other rules would leave small arrays to XLA."""
     windows = ("write_slice", "write_slice_backward")
     cases.use_rules(monkeypatch, lambda op: op.xla_rules if op.name in windows else ())
 
@@ -164,7 +164,7 @@ def graph_program(model: Model, weights: Sequence[tuple[int, ...]], with_plan: b
 
 
 def gradient_program(model: Callable[..., jax.Array], *operands: Any) -> dict[str, Computation]:
-    """Of the first operand."""
+    """The program of the value and of the gradient by the first operand."""
     return compiled(jax.value_and_grad(lambda *x: (model(*x) ** 2).sum()), *operands)
 
 
@@ -182,7 +182,7 @@ def mamba_program() -> dict[str, Computation]:
 
 
 def attention(weights: dict[str, jax.Array], x: jax.Array, layout: str) -> jax.Array:
-    """Causal, with rotated queries and keys; x is ``[example, position, feature]``."""
+    """Causal attention with rotated queries and keys; x is ``[example, position, feature]``."""
     axes = "bshd" if layout == "BSHD" else "bhsd"
     q, k, v = (jnp.einsum(f"bsf,fhd->{axes}", x, weights[name]) for name in ("q", "k", "v"))
     q, k = jb.rope_qk(q, k, layout=layout)
@@ -222,9 +222,9 @@ PROGRAMS: dict[str, Callable[[], dict[str, Computation]]] = {
 
 
 OWN_MOVES = {f"attention, {layout}": 2 for layout in DECODERS}
-"""Operands whose axes a program itself puts into another order. Products over heads have the order BHSD and projections
-BSHD: in BSHD the cotangents of queries and keys change it before the gradient of the rotation, in BHSD they themselves
-before the rotation."""
+"""How many operands a program itself reorders. Products over heads have the order BHSD, and projections have BSHD. With
+BSHD, the cotangents of queries and keys are reordered before the gradient of the rotation. With BHSD, queries and keys
+are reordered before the rotation."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -246,7 +246,7 @@ def test_no_cache_is_copied_that_plain_jax_leaves_alone(layout: str) -> None:
 
 
 def test_final_state_leaves_the_signal_in_order() -> None:
-    """A state has its axes in another order than a signal with channels last: that shall not reorder the signal."""
+    """A state and a channels-last signal order their axes differently. That must not reorder the signal."""
 
     def prefill(x: jax.Array, weight: jax.Array, taps: jax.Array) -> Any:
         u, gate = jnp.split(x @ weight, 2, axis=-1)
@@ -263,7 +263,7 @@ def test_final_state_leaves_the_signal_in_order() -> None:
 
 
 def test_moves_are_found() -> None:
-    """An operand in another order of its axes, alone and in a loop, and an array that is written but needed again."""
+    """These functions find an operand with reordered axes, alone and in a loop, and an array copied for a write."""
     x = jax.ShapeDtypeStruct((4, 50, 6, 32), np.float32)
 
     def rotate(x: Any) -> Any:
@@ -288,7 +288,7 @@ def test_moves_are_found() -> None:
     ids=["GraphSAGE-max", "GraphSAGE-sum", "GAT"],
 )
 def test_graph_networks_learn_as_in_plain_jax(rng: np.random.Generator, model: Model) -> None:
-    """Loss and gradients of the two sides that benchmarks compare, on a graph without edges to its last node."""
+    """Loss and gradients of the models in benchmarks agree with plain JAX. The last node has no incoming edges."""
     nodes, edges, width, heads = 40, 300, 12, 3
     graph = {"gather_ids": rng.integers(0, nodes, edges), "segment_ids": rng.integers(0, nodes - 1, edges)}
     shapes = [(width, width), (heads, 4), (heads, 4)] if model is gat else [(2 * width, width)] * 2

@@ -15,16 +15,16 @@ BATCH, NODES, EDGES, SEGMENTS, HEADS, FEATURES = 3, 5, 4, 2, 3, 6
 
 
 def gathered(data: np.ndarray, gather_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``data[gather_ids]`` as jax.numpy has it, and which rows that is, -1 for those that pass no gradient."""
+    """``data[gather_ids]`` as in jax.numpy, and the row of each edge, or -1 if the edge passes no gradient."""
     wrapped = np.array([i + len(data) if i < 0 else i for i in gather_ids.astype(object)], object)
     nearest = np.clip(wrapped, 0, len(data) - 1).astype(np.int64)
     return data[nearest], np.where(wrapped == nearest, nearest, -1)
 
 
 def sum_of_edges(terms: np.ndarray, ids: np.ndarray, segments: int, dtype: np.dtype) -> Expected:
-    """The sum of float64 terms, each of them a product that is rounded or not before it is added."""
+    """The sum of float64 terms. Kernels may round each term, which is a product, before they add it."""
     magnitude = cases.segment_sum(np.abs(terms), ids, segments)
-    # Many terms are alike, so that errors of rounding are, too: they add up.
+    # Many terms are equal. So are their rounding errors, and these add up.
     count = cases.counts(ids, segments).reshape(-1, *(1 for _ in terms.shape[1:]))
     error = (1 + count / 2) * cases.eps_of(dtype) * magnitude
     return Expected(cases.segment_sum(terms, ids, segments), dtype, error)
@@ -77,7 +77,7 @@ def make_graph(
     ids_dtype: str = "int32",
     is_sorted: bool = False,
 ) -> Graph:
-    """With ids of all kinds that are out of range."""
+    """A random graph, with out-of-range ids of all kinds."""
     data = cases.cotangent(rng, (nodes, *row_shape), dtype)
     segment_ids = cases.make_ids(rng, edges, segments, ids_dtype, is_sorted=is_sorted)
     gather_ids = cases.make_ids(rng, edges, nodes, ids_dtype)
@@ -86,7 +86,7 @@ def make_graph(
 
 
 def hot_graph(rng: np.random.Generator, row_shape: tuple[int, ...], form: str) -> Graph:
-    """Where three quarters of the edges have one segment, and gather one row."""
+    """A graph in which three quarters of the edges have the same segment, and three quarters gather the same row."""
     graph = make_graph(rng, 90, 6000, 200, row_shape)
     is_hot = rng.random((2, 6000)) < 0.75
     segment_ids = np.where(is_hot[0], 7, graph.segment_ids).astype(np.int32)
@@ -97,7 +97,7 @@ def hot_graph(rng: np.random.Generator, row_shape: tuple[int, ...], form: str) -
 
 
 def good_dot_call(*, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:
-    """The same of the gradient of weights."""
+    """A valid call for the gradient of weights. The batch shares the operands at the positions `shared`."""
     operands = [
         Array("d_output", (BATCH, SEGMENTS, HEADS, FEATURES)),
         Array("data", (BATCH, NODES, HEADS, FEATURES)),
@@ -114,7 +114,7 @@ def good_dot_call(*, has_edge_order: bool = False, shared: Collection[int] = ())
 
 
 def good_extremum_call(target: str, *, has_plan: bool = False, shared: Collection[int] = ()) -> Call:
-    """The same of a maximum or minimum, of its twin with winners, or of its gradient."""
+    """A valid call for an extremum, its twin with winners, or its gradient. The batch shares the operands `shared`."""
     cells, rows = (BATCH, SEGMENTS, FEATURES), (BATCH, NODES, FEATURES)
 
     def of_edges(*names: str) -> list[Array]:
@@ -143,7 +143,7 @@ def good_extremum_call(target: str, *, has_plan: bool = False, shared: Collectio
 
 
 def good_call(*, has_weights: bool = True, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:
-    """A call of the handler that fits, in which the operands at these positions are shared by the batch."""
+    """A valid call for the sum. The batch shares the operands at the positions `shared`."""
     row_shape = (HEADS, FEATURES) if has_weights else (FEATURES,)
     operands = [
         Array("data", (BATCH, NODES, *row_shape)),

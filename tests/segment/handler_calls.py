@@ -1,4 +1,4 @@
-"""Direct calls of the native targets of all segment ops, as the definitions of the ops have them."""
+"""Direct calls of the native targets of all segment ops, built from the ops' definitions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TARGETS = {target: arrays_of(target) for target in OPS if target.startswith("seg
 
 
 def good_call(target: str, shared: tuple[int, ...] = (), batch: int = BATCH) -> Call:
-    """A call that fits, in which the operands at these positions are shared by the batch."""
+    """A valid call. The batch shares the operands at the positions `shared`."""
     operands, results = (
         [dataclasses.replace(x, shape=(batch, *x.shape[1:])) for x in arrays] for arrays in TARGETS[target]
     )

@@ -43,17 +43,17 @@ Sizes = Mapping[str, Any]
 
 
 def _ordered_bits(x: Any) -> Any:
-    """Integers in the order of floating numbers, -0 below +0."""
+    """Integers that sort as the floating-point numbers do, -0 below +0."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int64)
     return jnp.where(bits < 0, bits ^ np.int64(np.iinfo(np.int64).max), bits)
 
 
 def _equal(x: Any, y: Any) -> Any:
-    """Whether numbers are equal. XLA's comparisons of floating numbers take subnormal ones for zeros on CPUs."""
+    """Whether numbers are equal. On CPUs, XLA's floating-point comparisons treat subnormal numbers as zeros."""
     if not is_floating(x.dtype):
         return x == y
     bits_of_x, bits_of_y = (jax.lax.bitcast_convert_type(z, jnp.int64) for z in (x, y))
-    # Of both together: the bits of one alone LLVM compares as a floating number, too.
+    # Test the bits of both together: LLVM turns a test of one number's bits into a floating-point comparison.
     are_zeros = (bits_of_x | bits_of_y) << 1 == 0
     return ~jnp.isnan(x) & ~jnp.isnan(y) & ((bits_of_x == bits_of_y) | are_zeros)
 
@@ -70,7 +70,7 @@ def _identity(dtype: Any) -> Any:
 
 
 def _plain_max(data: Any, ids: Any, num_segments: int) -> Any:
-    """The maximum by a total order of integers, whatever the order in which XLA scatters."""
+    """The maximum by a total order of integers. It does not depend on the order in which XLA scatters."""
     is_float = is_floating(data.dtype)
     keys = _ordered_bits(jnp.where(jnp.isnan(data), 0, data)) if is_float else data.astype(jnp.int64)
     if data.dtype == jnp.uint64:
@@ -121,7 +121,7 @@ def _reversed(x: Any) -> Any:
 
 
 def _in_buckets(reduce: Callable[..., Any], over: Callable[..., Any], bucket_size: int | None) -> Callable[..., Any]:
-    """``(data, ids, num_segments)``: reduced in buckets first, where these make a difference."""
+    """``(data, ids, num_segments)``: reduces in buckets first if there is a `bucket_size`."""
     if bucket_size is None:
         return reduce
 
@@ -177,7 +177,7 @@ def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
     ids = wide_ids(ids)
     is_member = ids[None] == jnp.arange(num_segments)[:, None]
     terms = jnp.where(is_member.reshape(*is_member.shape, *[1] * (data.ndim - 1)), data[None], 1)
-    # Halving, because the product of JAX has no second derivative by zeros.
+    # Pairwise products, because JAX's product has no second derivative at zeros.
     while terms.shape[1] > 1:
         if terms.shape[1] % 2:
             terms = jnp.concatenate([terms, jnp.ones_like(terms[:, :1])], axis=1)
@@ -207,7 +207,7 @@ def _inverse_power_jvp(k: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 @jax.custom_jvp
 def _log(x: Any) -> Any:
-    """With positive derivatives of any order."""
+    """The logarithm, with positive derivatives of every order."""
     return jnp.log(x)
 
 
@@ -215,7 +215,7 @@ _log.defjvp(lambda primals, tangents: (_log(*primals), _inverse_power(1, *primal
 
 
 def majorant_prod(data: Any, ids: Any, num_segments: int) -> Any:
-    """The product of magnitudes, whose derivatives of any order have no difference in them."""
+    """The product of magnitudes. Its derivatives of every order are free of subtractions."""
     data = _magnitude(data)
     if num_segments * math.prod(data.shape) > MAX_DENSE_ELEMENTS:
         return jnp.exp(segment_sum(_log(data), ids, num_segments))
@@ -233,7 +233,7 @@ def reference_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def majorant_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
-    """The probabilities times what rounding of the exponent adds to their relative error."""
+    """The probabilities, times the factor by which a rounded exponent increases their relative error."""
     maxima = take_cells(_plain_max(logits, ids, num_segments), ids)
     distance = jnp.where(jnp.isfinite(logits) & jnp.isfinite(maxima), maxima - logits, 0)
     return reference_softmax(logits, ids, num_segments) * (1 + jnp.abs(distance))
@@ -258,13 +258,13 @@ def _softmax_gradient(sign: int, d_p: Any, p: Any, ids: Any, num_segments: int) 
 
 
 MOST_EXTREME_FACTORS = 24
-"""Whose product the float64 of the reference holds."""
+"""The product of this many extreme factors is in the range of the reference's float64."""
 
 
 def factors(num_rows: int, extreme: bool = False) -> Draw:
-    """Of so many rows, the same or not, whose product neither overflows nor underflows; some zeros in small arrays.
+    """Factors for `num_rows` rows, shared or not. Products neither overflow nor underflow. Small arrays have zeros.
 
-    With `extreme`, products of small arrays leave the range of their dtype on the way, or in the end.
+    With `extreme`, partial or final products of small arrays leave the range of the dtype.
     """
     widest = min(0.22, 20 / math.sqrt(max(num_rows, 1)))
 
@@ -297,7 +297,7 @@ def probabilities(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dt
 
 
 def ids_of(num_segments: int, is_sorted: bool) -> Draw:
-    """About one in ten out of range, in either direction, as far as the dtype goes."""
+    """Random ids. About one in ten is out of range, in either direction, up to the limits of the dtype."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         info = np.iinfo(dtype)
@@ -311,7 +311,7 @@ def ids_of(num_segments: int, is_sorted: bool) -> Draw:
 
 
 def row_numbers_of(num_rows: int) -> Draw:
-    """From the front or, below 0, from the end. Other numbers are no rows, and JAX's derivatives by those disagree: the
+    """Random row numbers; negative ones count from the end. None is out of range: JAX's derivatives disagree there. The
     tangent is that of the nearest row, the gradient is dropped, and the second gradient is not."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -322,7 +322,7 @@ def row_numbers_of(num_rows: int) -> Draw:
 
 
 def sorted_row_numbers_of(num_rows: int) -> Draw:
-    """In ascending order from the front."""
+    """Ascending row numbers, none of them negative."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         numbers = rng.integers(0, min(num_rows, int(np.iinfo(dtype).max) + 1), shape)
@@ -332,7 +332,7 @@ def sorted_row_numbers_of(num_rows: int) -> Draw:
 
 
 def near_ids(num_segments: int) -> Draw:
-    """For calls that take the number of segments from the ids."""
+    """Random ids for calls that take the number of segments from the ids."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return rng.integers(-1 if np.iinfo(dtype).min < 0 else 0, max(num_segments, 1), shape).astype(dtype)
@@ -491,11 +491,11 @@ def _ids(options: Options, sizes: Sizes) -> Operand:
 def _call_of_rows(
     options: Options, num_segments: int, function: Callable[..., Any], arrays: Sequence[Any], keywords: Sequence[str]
 ) -> Any:
-    """With the ids of rows, which come last of the arrays, or with their plan."""
+    """Calls `function` with the ids, the last of `arrays`, or with a plan made from them."""
     *others, ids = arrays
     if options["plan"]:
         keywords = [key for key in keywords if key != "mode"]
-        # What edges gather is nothing to functions of rows.
+        # Functions of rows ignore the gather ids of a plan.
         num_rows = ids.shape[0]
         gather = (jnp.arange(num_rows)[::-1], num_rows) if options["plan"] == "of edges" else ()
         plan = jax_baracuda.segment_plan(ids, num_segments, *gather)
@@ -505,7 +505,7 @@ def _call_of_rows(
 
 
 def _clipped(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
-    """The reference with ids as the mode has them."""
+    """The reference, with ids clipped if the mode is 'clip'."""
     if mode != "clip":
         return function
 
@@ -698,7 +698,7 @@ def _declare_gradient(
     exact_value: bool = False,
     rules: tuple[Rule, ...] = (),
 ) -> None:
-    """A gradient ``(d_output, [data,] ids)``; its reference ``(d_output, data or None, ids, num_segments)``."""
+    """A gradient ``(d_output, [data,] ids)``. Its reference is ``(d_output, [data,] ids, num_segments)``."""
     keywords = tuple(key for key in options if key not in ("values", "ids_dtype", "mode", "plan"))
 
     def problem(dtype: str, chosen: Options, sizes: Sizes) -> Problem:
@@ -726,7 +726,7 @@ def _declare_gradient(
 
             return call
 
-        # Infinities that meet zeros are no part of the definition of what is not linear.
+        # Nonlinear functions do not define the product of an infinite cotangent and zero.
         draw = numbers if majorant_of is None else finite_numbers
         return Problem(
             operands=(Operand("d_output", ("segment", *features), draw), *data, _ids(chosen, sizes)),
@@ -870,7 +870,7 @@ declare(
 def _call_by_edges(
     options: Options, num_segments: int, function: Callable[..., Any], arrays: Sequence[Any], ids: Any, **weighted: Any
 ) -> Any:
-    """With the ids of edges, or with their plan."""
+    """Calls `function` with the ids of edges, or with a plan made from them."""
     gather_ids, segment_ids = ids
     own = [name for name in ("tie_break", "deterministic") if name in options]
     if options["plan"]:
@@ -953,7 +953,7 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 def _with_nodes(sizes: Mapping[str, Sizes]) -> dict[str, Sizes]:
-    """As many nodes as segments where these are few, so that gradients have few rows, too."""
+    """Adds a number of nodes: as many as segments if these are few, so that gradients have few rows, too."""
     return {
         name: {**of_name, "node": of_name["segment"] if "few segments" in name else max(of_name["row"] // 4, 1)}
         for name, of_name in sizes.items()
@@ -1020,7 +1020,7 @@ for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", Fals
         {"tie_break": (ABSENT, "first"), "deterministic": (ABSENT, True), **VALUES},
         ({}, {"indices_are_sorted": True}, {"tie_break": "first"}, {"plan": True}),
     )
-# Probabilities of 16 bits are rounded before they weight rows, which bounds of float32 arithmetic do not hold.
+# No 16-bit dtypes: their rounded probabilities weight the rows, and exceed the error bounds of float32 arithmetic.
 _declare_gathered(
     "segment_attention",
     _attention_problem,

@@ -1,4 +1,4 @@
-"""The table of segment reductions: data, references with their errors, kernels, and what each is in plain JAX."""
+"""The table of segment reductions: data, references with error bounds, kernels, and formulas in plain JAX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def value_and_pullback(function: Callable[..., Any], x: Any, cotangent: Any) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Data. Each maker's results are exact but for one rounding, so that any mistake shows in the bits.
+# Data. Results for it are exact except for one rounding, so that any mistake shows in the bits.
 
 
 def _sprinkled(rng: np.random.Generator, data: np.ndarray, specials: Sequence[float], rate: float) -> np.ndarray:
@@ -42,7 +42,7 @@ def _sprinkled(rng: np.random.Generator, data: np.ndarray, specials: Sequence[fl
 
 
 def _rate(shape: Shape) -> float:
-    """So rare that most segments have none of a kind of special values, and some have one, two or more."""
+    """The rate of special values: most segments have none of a kind, and some have one, two or more."""
     return min(0.1, 0.3 * shape.segments / max(shape.rows, 1))
 
 
@@ -51,7 +51,7 @@ def extremum_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndar
 
 
 def sum_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndarray:
-    """Integers that use all bits of narrow dtypes, so that their sums need a wider accumulator, and suffice for it."""
+    """Integers that use all bits of narrow dtypes. Their sums need a wider accumulator, and are exact in it."""
     size, dtype = (shape.rows, *shape.row_shape), jnp.dtype(dtype)
     if not cases.is_floating(dtype):
         return cases.make_data(rng, size, dtype)
@@ -61,7 +61,7 @@ def sum_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndarray:
 
 
 def prod_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndarray:
-    """Powers of two, of which the products reach far beyond the range of the dtype, and into its subnormal numbers."""
+    """Powers of two. Their products reach far beyond the range of the dtype, and into its subnormal numbers."""
     size, dtype = (shape.rows, *shape.row_shape), jnp.dtype(dtype)
     if not cases.is_floating(dtype):
         return cases.make_data(rng, size, dtype) | np.asarray(rng.random(size) < 0.9, dtype)
@@ -85,10 +85,10 @@ def softmax_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndarr
 
 
 def exact_problem(rng: np.random.Generator, values: Literal["distinct", "ties"]) -> tuple[np.ndarray, np.ndarray]:
-    """Finite float64 data ``[10, 2]`` in 3 segments, all of them with rows; some rows dropped.
+    """Finite float64 data ``[10, 2]`` in 3 segments, none of them empty. Some rows are dropped.
 
-    Numbers of rows and of ties are powers of two, and data have few bits: polynomials of means, extrema and products
-    of them, and the derivatives of these, are exact.
+    The numbers of rows and of ties are powers of two, and data have few bits. So means, extrema, products, polynomials
+    of these, and their derivatives are exact.
     """
     ids = np.array([0, 0, 0, 0, 1, 1, 2, 2, -1, 3])
     if values == "distinct":
@@ -107,16 +107,16 @@ def exact_problem(rng: np.random.Generator, values: Literal["distinct", "ties"])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reduction:
-    """A function of (data, segment_ids, num_segments, ...), and all that a test needs to know of it."""
+    """A function of (data, segment_ids, num_segments, ...), and what tests need to know about it."""
 
     name: str
     dtypes: tuple[str, ...]
-    """Those with kernels."""
+    """The dtypes that have kernels."""
     make_data: Callable[[np.random.Generator, Shape, Any], np.ndarray]
     value: Callable[[np.ndarray, np.ndarray, int], Expected]
     """``(data, ids, segments)``"""
     gradient: Callable[..., Expected] | None = None
-    """``(cotangent, data, ids, segments, options)``, and for softmax the probabilities in place of the data."""
+    """``(cotangent, data, ids, segments, options)``. Softmax takes the probabilities in place of the data."""
     options: tuple[Options, ...] = ({},)
     """Keyword arguments that choose between ways to compute the value or the gradient."""
     kernels: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class Reduction:
         return getattr(jax_baracuda, self.name)(*args, **options)
 
     def in_forward_mode(self, *args: Any, **options: Any) -> jax.Array:
-        # What has an integer result needs no twin: its derivative is zero in either mode.
+        # A function with an integer result needs no twin: its derivative is zero in both modes.
         return getattr(jax_baracuda.forward_mode if self.gradient else jax_baracuda, self.name)(*args, **options)
 
     def pullback(
@@ -154,7 +154,7 @@ class Reduction:
         return (shape.rows if self.result_has_rows else shape.segments, *shape.row_shape)
 
     def residual(self, data: np.ndarray, output: Any) -> np.ndarray:
-        """What the reference of the gradient takes: data, or the result as it was rounded."""
+        """The argument of `gradient` after the cotangent: the data, or the rounded result."""
         return np.asarray(output) if self.result_has_rows else data
 
 
@@ -280,7 +280,7 @@ ARGMIN = _arg_extremum("min")
 DIFFERENTIABLE = (MAX, MIN, SUM, MEAN, PROD, SOFTMAX)
 REDUCTIONS = (*DIFFERENTIABLE, ARGMAX, ARGMIN)
 LIKE_JAX = (MAX, MIN, SUM, PROD)
-"""Those that jax.ops has too."""
+"""The reductions that jax.ops has, too."""
 
 
 def options_id(options: Options) -> str:
@@ -293,7 +293,7 @@ def each_option(reductions: Sequence[Reduction]) -> list[tuple[Reduction, Option
 
 @dataclasses.dataclass
 class Batch:
-    """Many calls in one compiled program, each with a check of its results: compilation dominates the tests' time."""
+    """Many calls in one program, because compilation dominates the tests' time. Each call has a check of its result."""
 
     calls: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
     operands: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
@@ -318,7 +318,7 @@ class Batch:
 def extremum_gradient_of_rows(
     extremum: Reduction, d_output: np.ndarray, data: np.ndarray, ids: np.ndarray
 ) -> np.ndarray:
-    """In float64, ties shared; for more rows than the other references take."""
+    """The gradient in float64; ties share it. It takes more rows than the other references can."""
     order = np.argsort(ids, kind="stable")
     order = order[(ids[order] >= 0) & (ids[order] < len(d_output))]
     present, starts, counts = np.unique(ids[order], return_index=True, return_counts=True)
@@ -331,7 +331,7 @@ def extremum_gradient_of_rows(
 
 
 def errors_of_softmax(data: np.ndarray, ids: np.ndarray, cotangent: np.ndarray, segments: int) -> list[np.ndarray]:
-    """What rounding may add to the probabilities, and to the gradient that comes of such probabilities."""
+    """Bounds of the rounding errors of the probabilities, and of the gradient computed from them."""
     value = SOFTMAX.value(data, ids, segments)
     p, error = value.exact, value.error
     own = cases.reference_softmax_gradient(cotangent, p.astype(data.dtype), ids, segments).error

@@ -1,4 +1,4 @@
-"""Graphs that gather from the same rows, under ``vmap``: one gradient of the rows, and what must hold besides."""
+"""Graphs under ``vmap`` that gather from the same rows: the rows have one gradient for all graphs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 def plain(name: str, data: Any, weights: Any, gather_ids: Any, segment_ids: Any, num_segments: int) -> jax.Array:
-    """Ids of any dtype must be in range here, or negative to be dropped."""
+    """The function in plain JAX. Ids must be in range, or negative to be dropped."""
     rows, kind = jnp.asarray(data)[gather_ids], name.split()[-1]
     if kind in ("max", "min"):
         return getattr(jax.ops, f"segment_{kind}")(rows, segment_ids, num_segments)
@@ -72,7 +72,7 @@ def plain(name: str, data: Any, weights: Any, gather_ids: Any, segment_ids: Any,
 
 
 def make_arrays(rng: np.random.Generator, *batch: int, nodes: int = NODES) -> tuple[np.ndarray, ...]:
-    """Data without ties, weights and ids: sums, quotients by up to 5 and products of these are exact."""
+    """Data without ties, weights and ids. Their sums, products and quotients by up to 5 are exact."""
     data = 60 * rng.permutation(nodes * 6).reshape(nodes, 6).astype(np.float32)
     weights = rng.integers(-2, 3, (*batch, EDGES)).astype(np.float32)
     gather_ids = rng.integers(0, nodes, (*batch, EDGES)).astype(np.int32)
@@ -82,7 +82,7 @@ def make_arrays(rng: np.random.Generator, *batch: int, nodes: int = NODES) -> tu
 
 
 def value_and_gradients(function: Function, num_segments: int = SEGMENTS) -> Function:
-    """Of data and weights, for the cotangent given last."""
+    """``(data, weights, gather_ids, segment_ids, d_output)``: the value, and the gradients of data and weights."""
 
     def run(data: Any, weights: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
         output, vjp = jax.vjp(lambda x, w: function(x, w, gather_ids, segment_ids), data, weights)
@@ -92,7 +92,7 @@ def value_and_gradients(function: Function, num_segments: int = SEGMENTS) -> Fun
 
 
 def call_of(name: str, form: str = "ids") -> Function:
-    """One graph."""
+    """A call on one graph."""
 
     def call(data: Any, weights: Any, gather_ids: Any, segment_ids: Any) -> jax.Array:
         if form == "plan":
@@ -114,7 +114,7 @@ def mapped(function: Function) -> Function:
 @pytest.mark.parametrize("form", ["ids", "plan", "sorted"])
 @each_function
 def test_gradient_of_shared_rows(rng: np.random.Generator, name: str, form: str) -> None:
-    """Values with the bits of single calls; gradients as those of plain JAX."""
+    """Values have the bits of single calls, and gradients agree with plain JAX."""
     data, weights, gather_ids, segment_ids = make_arrays(rng, BATCH)
     if form == "sorted":
         segment_ids = np.sort(segment_ids)
@@ -135,7 +135,7 @@ def test_gradient_of_shared_rows(rng: np.random.Generator, name: str, form: str)
 @pytest.mark.parametrize("form", ["ids", "plan"])
 @each_function
 def test_memory(rng: np.random.Generator, name: str, form: str) -> None:
-    """Neither a gradient for each graph nor an array of edges times features."""
+    """A gradient allocates neither one gradient for each graph nor an array of edges times features."""
     nodes, edges, features, batch = 2000, 2000, 32, 16
     data = rng.normal(size=(nodes, features)).astype(np.float32)
     weights = rng.normal(size=(batch, edges)).astype(np.float32)
@@ -157,12 +157,12 @@ def test_memory(rng: np.random.Generator, name: str, form: str) -> None:
     launches = re.findall(rf"@jax_baracuda\.{kernel}(_with_winner|_backward|)\(", text)
     gradient = re.findall(rf"@jax_baracuda\.{kernel}[a-z_]*\(.*", text)[-1]
     if cases.PLATFORM == "cpu":  # on GPUs the kernel comes after a sort of all graphs' edges
-        # The orders of the graphs make none together.
+        # The orders of several graphs cannot be merged.
         assert not re.search("(has_plan|indices_are_sorted) = true", gradient)
     assert launches == (["_with_winner", "_backward"] if kernel[-3:] in ("max", "min") else ["", ""])
     of_edges = 4 * batch * edges  # a number for each edge: ids, probabilities, orders
     assert 8 * of_edges < 4 * nodes * features * batch / 3
-    if cases.PLATFORM == "cpu":  # scratch memory of GPUs is for sorts as well
+    if cases.PLATFORM == "cpu":  # on GPUs, sorts need scratch memory, too
         assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * of_edges
 
 
@@ -170,7 +170,7 @@ def test_memory(rng: np.random.Generator, name: str, form: str) -> None:
 @pytest.mark.parametrize("form", ["ids", "plan"])
 @pytest.mark.parametrize("name", ["weighted sum", "max"])
 def test_ids_of_every_dtype(rng: np.random.Generator, name: str, form: str, ids_dtype: str) -> None:
-    """Ids out of range stay out of range: they name no segment of the next graph, however many segments there are."""
+    """Ids out of range stay out of range: they never become a segment of the next graph."""
     nodes, segments = 120, 127
     data, weights, *_ = make_arrays(rng, BATCH, nodes=nodes)
     info = np.iinfo(ids_dtype)
@@ -221,7 +221,7 @@ def test_ids_of_every_dtype(rng: np.random.Generator, name: str, form: str, ids_
 )
 @pytest.mark.parametrize("name", ["weighted sum", "max"])
 def test_nested_vmap(rng: np.random.Generator, name: str, inner: tuple[Any, ...], outer: tuple[Any, ...]) -> None:
-    """Whichever of the two batches shares the rows; with the bits of plain JAX."""
+    """Either of two batches may share the rows. Results equal those of plain JAX."""
     sizes = [[size for size, axes in ((2, outer), (3, inner)) if axes[i] == 0] for i in range(4)]
     data = 60 * rng.permutation(int(np.prod(sizes[0])) * NODES * 6).reshape(*sizes[0], NODES, 6).astype(np.float32)
     _, weights, gather_ids, segment_ids = make_arrays(rng, 2, 3)
@@ -244,7 +244,7 @@ def sum_of_squares(output: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("name", ["weighted sum", "weighted mean", "max", "first max"])
 def test_transformations(rng: np.random.Generator, name: str) -> None:
-    """A gradient for each graph where that is asked for; loops, checkpoints, and both orders of derivatives."""
+    """Gradients for each graph, gradients of loops and checkpoints, and second derivatives agree with plain JAX."""
     data, weights, gather_ids, segment_ids = make_arrays(rng, BATCH)
     data /= 60
 
@@ -284,7 +284,7 @@ def test_transformations(rng: np.random.Generator, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["weighted sum", "mean", "first max"])
 def test_forward_mode(rng: np.random.Generator, name: str) -> None:
-    """The function itself refuses it, with JAX's own words, and its twin does not."""
+    """The function raises JAX's own error in forward mode. Its twin has a tangent."""
     data, *edges = make_arrays(rng, BATCH)
     with pytest.raises(TypeError, match="can't apply forward-mode"):
         jax.jvp(lambda x: mapped(call_of(name))(x, *edges), (data,), (data,))
@@ -311,7 +311,7 @@ def test_empty_and_single(rng: np.random.Generator, name: str, batch: int, edges
         return jax.jit(value_and_gradients(mapped(lambda *arrays: function(*arrays, segments))))(*arrays)
 
     actual = run(FUNCTIONS[name])
-    if segments == 0:  # where jax.ops fails
+    if segments == 0:  # jax.ops fails here
         expected = arrays[-1], np.zeros_like(data), np.zeros_like(weights)
     else:
         expected = run(functools.partial(plain, name))
@@ -321,7 +321,7 @@ def test_empty_and_single(rng: np.random.Generator, name: str, batch: int, edges
 
 @each_function
 def test_any_plan_is_safe(rng: np.random.Generator, name: str) -> None:
-    """Arrays that are no orders give some result, and read nothing out of bounds."""
+    """A plan of arbitrary integers gives some result, and reads nothing out of bounds."""
     data, weights = rng.normal(size=(20, 6)).astype(np.float32), rng.normal(size=(BATCH, 400)).astype(np.float32)
     arrays = [rng.integers(-(2**31), 2**31, (BATCH, 400)).astype(np.int32) for _ in range(8)]
     plans = SegmentPlan(*map(jnp.asarray, arrays), num_segments=10, num_rows=20)
@@ -336,7 +336,7 @@ def test_any_plan_is_safe(rng: np.random.Generator, name: str) -> None:
 @pytest.mark.parametrize("name", ["sum", "max"])
 @pytest.mark.parametrize(("segments", "is_joined"), [(2**30 - 1, True), (2**30, False)])
 def test_more_segments_than_32_bits_number(name: str, segments: int, is_joined: bool) -> None:
-    """Those of two graphs together: then each graph has a gradient of its own."""
+    """If 32 bits cannot number the segments of two graphs together, each graph has its own gradient."""
 
     def gradient(data: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
         def call(data: Any) -> jax.Array:
@@ -366,7 +366,7 @@ KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y")], ids=["graphs", "edges", "both"])
 @pytest.mark.parametrize("name", ["weighted sum", "mean", "max"])
 def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: AxisType) -> None:
-    """Graphs that are split over devices stay there: what is exchanged is one gradient of the rows."""
+    """Graphs that are split over devices stay there. Devices exchange one gradient of the rows."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:4])
     data, *edges = make_arrays(rng, 4)
     arrays = data, *edges, 60 * rng.integers(-9, 9, (4, SEGMENTS, 6)).astype(np.float32)
@@ -378,7 +378,7 @@ def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: 
         program = run.lower(*placed).compile()
         jax.tree.map(np.testing.assert_array_equal, program(*placed), expected)
     exchanged = re.findall(rf" = ([^=]*?) ({KINDS})(?:-start)?\(", program.as_text())
-    # Extrema and winners of split edges are merged in parts, each by one device.
+    # If edges are split, each device merges a part of the extrema and winners.
     merges = {"all-to-all", "all-gather"} if name == "max" and spec != P("x") else set()
     assert {kind for _, kind in exchanged} == {"all-reduce"} | merges
     shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(types for types, _ in exchanged))
@@ -391,7 +391,7 @@ def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["weighted sum", "max"])
 def test_shard_map_over_graphs(rng: np.random.Generator, name: str, check_vma: bool) -> None:
-    """Rows are the same on all devices: their gradient is the sum over them."""
+    """Rows are replicated, so their gradient is the sum over devices."""
     mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
     data, *edges = make_arrays(rng, 8)
     sharded = jax.shard_map(

@@ -1,4 +1,4 @@
-"""Derivatives of all segment functions: the modes in which they are taken, and every way to give the ids."""
+"""Derivatives of all segment functions, for every form of the ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SENDERS, RECEIVERS = np.array([4, 0, 1, 0, 3, 2, 4]), np.array([2, 0, 2, 0, 1, -
 
 
 def plain_max(data: jax.Array, ids: np.ndarray, segments: int) -> jax.Array:
-    """Without ties and empty segments."""
+    """The maximum, for data without ties and without empty segments."""
     return jnp.stack([data[ids == segment].max(axis=0) for segment in range(segments)])
 
 
@@ -43,7 +43,7 @@ Function = Callable[..., jax.Array]
 
 
 def functions_of(name: str, form: str, module: Any = jax_baracuda, **options: Any) -> tuple[Function, Function]:
-    """The function ``(data [EDGES or NODES, 2], logits [EDGES, 2])`` with ids given in this form, and in plain JAX."""
+    """The function ``(data [EDGES or NODES, 2], logits [EDGES, 2])`` with this form of ids, and its plain JAX."""
     senders, receivers = SENDERS, RECEIVERS
     if form == "sorted ids":
         order = np.argsort(receivers, kind="stable")
@@ -90,7 +90,7 @@ def problem_of(rng: np.random.Generator, name: str) -> tuple[np.ndarray, np.ndar
 @each_form
 @each_function
 def test_forward_over_reverse(rng: np.random.Generator, name: str, form: str) -> None:
-    """Hessians, and their products with tangents, alone and in a batch, against reverse over reverse of plain JAX."""
+    """Hessians and their products with tangents, alone and in a batch, agree with reverse over reverse of plain JAX."""
     ours, plain = functions_of(name, form)
     arrays = problem_of(rng, name)
     tangents = tuple(rng.normal(size=x.shape).astype(x.dtype) for x in arrays)
@@ -135,12 +135,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 @pytest.mark.parametrize("form", ["ids", "plan of a graph"])
 @each_function
 def test_strict_promotion(name: str, form: str, implementation: Implementation) -> None:
-    """No derivative mixes dtypes or ranks, which JAX can be told to refuse."""
+    """No derivative needs implicit promotion of dtypes or ranks."""
     rows = NODES if name == "segment_attention" or name.startswith("gather") else EDGES
     arrays = jax.ShapeDtypeStruct((rows, 2), jnp.bfloat16), jax.ShapeDtypeStruct((EDGES, 2), jnp.bfloat16)
     for options in OPTIONS.get(name, ({},)):
         if form == "plan of a graph" and "bucket_size" in options:
-            continue  # which plans refuse
+            continue  # plans refuse buckets
         function, twin = (
             functions_of(name, form, module, **options, implementation=implementation)[0]
             for module in (jax_baracuda, forward_mode)

@@ -41,7 +41,7 @@ GRAPHS = (
     (40, 3000, 50, (1100,)),
 )
 SMALL_GRAPHS = GRAPHS[:7]
-"""Of every dtype; the others of two."""
+"""Graphs to test with every dtype. The others are tested with two dtypes."""
 GRAPHS_AND_DTYPES = [
     (sizes, dtype)
     for sizes in GRAPHS
@@ -69,7 +69,7 @@ def call_of(kind: str, graph: Graph, form: str, **options: Any) -> Callable[[Any
 
 
 def run_twice(call: Callable[[Graph], Callable[[Any], jax.Array]], graph: Graph, d_output: np.ndarray) -> Any:
-    """Value and gradient, which have the same bits in two runs."""
+    """Value and gradient. Checks that two runs give the same bits."""
 
     @jax.jit
     def run(data: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
@@ -85,7 +85,7 @@ def run_twice(call: Callable[[Graph], Callable[[Any], jax.Array]], graph: Graph,
 
 
 def extremum_gradient(kind: str, graph: Graph, d_output: np.ndarray, tie_break: str) -> Expected:
-    """Each row's sum of what its edges won."""
+    """The gradient of data: each row's sum of the cotangents that its edges receive."""
     rows, row = gathered(graph.data, graph.gather_ids)
     of_edges = getattr(cases, f"reference_{kind}_gradient")(d_output, rows, graph.segment_ids, tie_break)
     terms = np.asarray(of_edges, d_output.dtype).astype(np.float64)
@@ -96,7 +96,7 @@ def extremum_gradient(kind: str, graph: Graph, d_output: np.ndarray, tie_break: 
 def test_extremum(
     rng: np.random.Generator, graph_and_dtype: tuple[Any, str], form: str, kind_and_tie_break: tuple[str, str]
 ) -> None:
-    """Exact values, also with NaN, infinities, zeros of both signs and ties; gradients of every size and dtype."""
+    """Values are exact, also with NaN, infinities, zeros of both signs and ties. Gradients are within rounding."""
     (*counts, row_shape), dtype = graph_and_dtype
     kind, tie_break = kind_and_tie_break
     graph = make_graph(rng, *counts, row_shape, dtype, is_sorted=form == "sorted")
@@ -113,7 +113,7 @@ def test_extremum(
 @pytest.mark.parametrize("tie_break", ["split", "first"])
 @each_kind
 def test_plan_in_plain_jax(rng: np.random.Generator, kind: str, tie_break: str) -> None:
-    """The gradient of plain JAX counts the rows of a plan's edges, some of which are out of range, as the ids do."""
+    """In plain JAX, a plan gives the right value and gradient, also if some of its ids are out of range."""
     graph = make_graph(rng, 50, 400, 41, (3,), "float32", is_sorted=False)
     graph = dataclasses.replace(graph, data=rng.integers(-3, 4, graph.data.shape).astype(np.float32))
     d_output = small_integers(rng, (41, 3), "float32")
@@ -131,7 +131,7 @@ def test_plan_in_plain_jax(rng: np.random.Generator, kind: str, tie_break: str) 
 def test_subnormal_numbers(
     rng: np.random.Generator, kind: str, tie_break: str, form: str, implementation: Implementation | None
 ) -> None:
-    """Value and derivatives tell subnormal numbers from zeros, also where each runs as what was faster."""
+    """Value and derivatives tell subnormal numbers from zeros, also if their implementations are chosen separately."""
     graph = make_graph(rng, 30, 90, 20, (3,), "float32", is_sorted=form == "sorted")
     magnitudes = rng.integers(0, 3, graph.data.shape).astype(np.uint32).view(np.float32)
     graph = dataclasses.replace(graph, data=np.where(rng.random(magnitudes.shape) < 0.4, -magnitudes, magnitudes))
@@ -141,7 +141,7 @@ def test_subnormal_numbers(
     rows, _ = gathered(graph.data, graph.gather_ids)
     cases.assert_same_bits(output, getattr(cases, f"reference_{kind}")(rows, graph.segment_ids, 20))
     extremum_gradient(kind, graph, d_output, tie_break).check(pull_back(d_output)[0], "gradient")
-    # The gradient is linear: pushed forward along a tangent, its transpose.
+    # The pushforward is the transpose of the pullback.
     tangent = rng.normal(size=graph.data.shape)
     twin = functools.partial(getattr(forward_mode, f"gather_segment_{kind}"), tie_break=tie_break)
     ids = graph.gather_ids, graph.segment_ids, 20
@@ -186,7 +186,7 @@ def test_mean(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> No
 
 
 def test_mean_with_weights(rng: np.random.Generator) -> None:
-    """Divided by the number of edges, whatever their weights; exact, as these numbers are powers of two."""
+    """The mean divides by the number of edges, whatever their weights. Powers of two make it exact."""
     data, weights = small_integers(rng, (50, 2, 6), "float32"), small_integers(rng, (900, 2), "float32")
     d_output = small_integers(rng, (30, 2, 6), "float32")
     segment_ids = rng.permutation(np.concatenate([np.arange(896) % 28, np.full(4, 28)]))  # none in the last segment
@@ -211,7 +211,7 @@ def test_mean_with_weights(rng: np.random.Generator) -> None:
 
 
 def exact_data(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Different numbers of which quotients by 2, 3, 4 and 5, and sums of these, are exact."""
+    """Distinct numbers. Their quotients by 2, 3, 4 and 5, and sums of these, are exact."""
     return 120 * rng.permutation(int(np.prod(shape))).reshape(shape).astype(np.float32)
 
 
@@ -222,7 +222,7 @@ def plain(kind: str, data: Any, gather_ids: Any, segment_ids: Any, num_segments:
 @pytest.mark.parametrize("mapped", [m for m in itertools.product((None, 0), repeat=3) if any(x == 0 for x in m)])
 @each_kind
 def test_vmap(rng: np.random.Generator, kind: str, mapped: tuple[int | None, ...]) -> None:
-    """One launch, whatever the batch shares; value and gradient as those of plain JAX."""
+    """Whatever the batch shares, each kernel is launched once, and value and gradient equal those of plain JAX."""
     batch, nodes, edges, segments = 3, 40, 60, 30
     front = [(batch,) if axis == 0 else () for axis in mapped]
     data = exact_data(rng, *front[0], nodes, 6)
@@ -249,10 +249,10 @@ def test_vmap(rng: np.random.Generator, kind: str, mapped: tuple[int | None, ...
 @pytest.mark.parametrize("form", ["ids", "plan"])
 @each_kind
 def test_derivatives_of_higher_order(rng: np.random.Generator, kind: str, form: str) -> None:
-    """Forward over reverse, reverse over reverse, and both modes of the twin."""
+    """Forward over reverse, reverse over reverse, and both modes of the twin equal plain JAX."""
     nodes, segments = 7, 12
     data = exact_data(rng, nodes, 3) / 120
-    # All segments have an edge, and no node more than two of one segment: shares are 1 or 1/2.
+    # Every segment has an edge, and no node has more than two edges to one segment: shares are 1 or 1/2.
     pairs = rng.permutation(np.argwhere(np.ones((nodes, segments))))
     pairs = np.concatenate([np.stack([rng.integers(0, nodes, segments), np.arange(segments)], axis=1), pairs[:9]])
     ids = tuple(pairs.T)
@@ -294,7 +294,7 @@ def sum_of_cubes(call: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Array]
 @pytest.mark.parametrize("tie_break", ["split", "first"])
 @each_kind
 def test_second_derivatives(rng: np.random.Generator, kind: str, tie_break: str, form: str) -> None:
-    """With ties, NaN, ids out of range and segments without edges: winners and shares are constants."""
+    """Winners and shares are constants, also with ties, NaN, ids out of range and segments without edges."""
     graph = make_graph(rng, 20, 90, 30, (3,), is_sorted=form == "sorted")
     data = rng.integers(-2, 3, (20, 3)).astype(np.float32)
     data[4, 1] = np.nan
@@ -323,7 +323,7 @@ def test_second_derivatives(rng: np.random.Generator, kind: str, tie_break: str,
 def test_no_array_of_edges_times_features_in_second_derivatives(
     rng: np.random.Generator, mapped: bool, form: str
 ) -> None:
-    """Where the first of equal edges wins."""
+    """If the first of equal edges wins, second derivatives need no such array."""
     nodes, edges, segments, features = 100, 50_000, 100, 64
     batch = (2,) if mapped else ()
     data, vector = rng.normal(size=(2, nodes, features)).astype(np.float32)
@@ -339,7 +339,7 @@ def test_no_array_of_edges_times_features_in_second_derivatives(
         return [t(sum_of_cubes(lambda x: call(x, *ids)))(data, vector) for t in SECOND_DERIVATIVES.values()]
 
     program = jax.jit(product).lower(data, vector, *ids).compile()
-    part = 4 if cases.PLATFORM == "cpu" else 2  # scratch memory of GPUs is for sorts as well
+    part = 4 if cases.PLATFORM == "cpu" else 2  # on GPUs, sorts need scratch memory, too
     messages = 4 * edges * features * math.prod(batch)
     assert program.memory_analysis().temp_size_in_bytes < messages / part
 
@@ -358,7 +358,7 @@ def test_no_array_of_edges_times_features(rng: np.random.Generator, kind: str) -
 
 @each_kind
 def test_any_plan_is_safe(rng: np.random.Generator, kind: str) -> None:
-    """Arrays that are no orders give some result, and read nothing out of bounds."""
+    """A plan of arbitrary integers gives some result, and reads nothing out of bounds."""
     data = rng.normal(size=(20, 6)).astype(np.float32)
     for _ in range(5):
         arrays = [rng.integers(-(2**31), 2**31, 400).astype(np.int32) for _ in range(8)]
@@ -377,7 +377,7 @@ def test_any_plan_is_safe(rng: np.random.Generator, kind: str) -> None:
 @pytest.mark.parametrize("tie_break", ["split", "first"])
 @each_kind
 def test_sharding(rng: np.random.Generator, kind: str, tie_break: str, split: str, axis_type: AxisType) -> None:
-    """Where edges are split, cells and winners are exchanged, and the gradient's rows; where features are, nothing."""
+    """If edges are split, devices exchange cells, winners and gradient rows. If features are split, nothing."""
     nodes, edges, segments = 30, 64, 20
     mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
     specs = {"edges": (P(), P("x"), P("x")), "features": (P(None, "x"), P(), P())}[split]
@@ -409,7 +409,7 @@ def test_sharding(rng: np.random.Generator, kind: str, tie_break: str, split: st
 @pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map", "shard_map without check_vma"])
 @pytest.mark.parametrize("tie_break", ["split", "first"])
 def test_second_derivatives_of_split_graphs(rng: np.random.Generator, tie_break: str, mode: str) -> None:
-    """Edges in parts under ``jit``, features under ``shard_map``."""
+    """Second derivatives agree with one device if ``jit`` splits edges, and if ``shard_map`` splits features."""
     axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
     data, vector = rng.integers(-2, 3, (2, 20, 4)).astype(np.float32)

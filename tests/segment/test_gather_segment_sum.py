@@ -78,7 +78,7 @@ def call_of(graph: Graph, form: str) -> Callable[..., jax.Array]:
 
 @cases.each_pair(sizes=GRAPHS, dtype=cases.FLOATING, form=FORMS)
 def test_value_and_gradients(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
-    """Of every size and dtype, unsorted, sorted and by a plan; and once more with the same bits."""
+    """Every size, dtype and form of ids gives the right value and gradients, and the same bits again."""
     *counts, row_shape, weight_dims = sizes
     graph = make_graph(rng, *counts, row_shape, dtype, weight_dims, is_sorted=form == "sorted")
     d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)
@@ -104,7 +104,7 @@ def test_value_and_gradients(rng: np.random.Generator, sizes: Any, dtype: str, f
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("features", [1, 33, 64, 300])
 def test_hot_segment_among_few_edges(rng: np.random.Generator, features: int, form: str) -> None:
-    """Most edges have one segment and gather one row: on GPUs, these are more than a block takes at once."""
+    """Most edges have one segment and gather one row: on GPUs, more edges than a block takes at once."""
     graph = hot_graph(rng, (features,), form)
     d_output = cases.cotangent(rng, (graph.num_segments, features), "float32")
     output, vjp = jax.vjp(jax.jit(call_of(graph, form)), graph.data)
@@ -115,7 +115,7 @@ def test_hot_segment_among_few_edges(rng: np.random.Generator, features: int, fo
 @pytest.mark.parametrize("ids_dtype", cases.INTEGERS)
 @pytest.mark.parametrize("form", ["ids", "plan"])
 def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str, form: str) -> None:
-    """Up to the ends of their range."""
+    """Ids may be any numbers of their dtype, up to its limits."""
     graph = make_graph(rng, 40, 3000, 30, (5,), ids_dtype=ids_dtype)
     d_output = cases.cotangent(rng, (30, 5), "float32")
     with cases.x64_for(ids_dtype):
@@ -154,7 +154,7 @@ def plain(data: Any, gather_ids: Any, segment_ids: Any, num_segments: int, weigh
 
 @pytest.mark.parametrize("mapped", [m for m in itertools.product((None, 0), repeat=4) if any(x == 0 for x in m)])
 def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, ...]) -> None:
-    """One launch, whatever the batch shares; value and gradients as those of plain JAX."""
+    """Whatever the batch shares, value and gradient take one launch each, and equal those of plain JAX."""
     batch, nodes, edges, segments = 3, 40, 900, 30
     front = [(batch,) if axis == 0 else () for axis in mapped]
     data, weights = small_integers(rng, *front[0], nodes, 2, 6), small_integers(rng, *front[3], edges, 2)
@@ -176,7 +176,7 @@ def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, ...]) -> None:
 
 @pytest.mark.thorough
 def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
-    """Forward over reverse, reverse over reverse, and both modes of the twin."""
+    """Forward over reverse, reverse over reverse, and both modes of the twin equal plain JAX."""
     nodes, edges, segments = 7, 30, 5
     data, weights = small_integers(rng, nodes, 2, 3), small_integers(rng, edges, 2)
     ids = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
@@ -198,7 +198,7 @@ def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
 
 
 def test_no_array_of_edges_times_features(rng: np.random.Generator) -> None:
-    """Neither in the forward pass nor in the gradient of data, on any back end."""
+    """Neither the forward pass nor the gradient of data allocates such an array, on any back end."""
     nodes, edges, segments, features = 100, 50_000, 100, 256
     graph = make_graph(rng, nodes, edges, segments, (features,))
 
@@ -242,7 +242,7 @@ def test_plan_holds_stable_orders(rng: np.random.Generator) -> None:
 
 
 def test_plan_passes_through_transformations(rng: np.random.Generator) -> None:
-    """As an argument of jit, donated, in a loop, under grad, vmap and checkpoint."""
+    """A plan may be an argument of jit, beside donated data, in a loop, and under grad, vmap and checkpoint."""
     nodes, edges, segments = 30, 500, 30
     data = small_integers(rng, nodes, 8)
     ids = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
@@ -269,9 +269,9 @@ def test_plan_passes_through_transformations(rng: np.random.Generator) -> None:
 
 
 def test_weights_and_a_plan_in_plain_jax(rng: np.random.Generator) -> None:
-    """Weights, and their gradient, are in the order of the ids that the plan was made of."""
+    """Weights and their gradient are in the order of the ids, not in the order of the plan."""
     data, weights = small_integers(rng, 20, 3), small_integers(rng, 400)
-    gather_ids, segment_ids = rng.integers(0, 20, 400), rng.integers(0, 11, 400)  # those of 10 are out of range
+    gather_ids, segment_ids = rng.integers(0, 20, 400), rng.integers(0, 11, 400)  # id 10 is out of range
     cotangent = small_integers(rng, 10, 3)
     plan = segment_plan(segment_ids, 10, gather_ids, 20)
     output, pull_back = jax.vjp(
@@ -288,7 +288,7 @@ def test_weights_and_a_plan_in_plain_jax(rng: np.random.Generator) -> None:
 
 
 def test_any_plan_is_safe(rng: np.random.Generator) -> None:
-    """Arrays that are no orders give some result, and read nothing out of bounds."""
+    """A plan of arbitrary integers gives some result, and reads nothing out of bounds."""
     data, weights = small_integers(rng, 20, 2, 3), small_integers(rng, 400, 2)
     for _ in range(5):
         arrays = [rng.integers(-(2**31), 2**31, 400).astype(np.int32) for _ in range(8)]
@@ -305,7 +305,7 @@ def test_any_plan_is_safe(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @pytest.mark.parametrize("split", ["edges", "heads", "features"])
 def test_sharding(rng: np.random.Generator, split: str, axis_type: AxisType) -> None:
-    """Edges are split with one all-reduce; heads and features with nothing."""
+    """Split edges need one all-reduce. Split heads and features need no collective."""
     nodes, edges, segments = 30, 64, 20
     mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
     specs = {
@@ -435,7 +435,7 @@ GOOD_CALLS = {
         f"{target}{' with plan' if has_plan else ''}": functools.partial(good_extremum_call, target, has_plan=has_plan)
         for target in ("gather_segment_max", "gather_segment_min_with_winner", "gather_segment_max_backward")
         for has_plan in (False, True)
-        # On GPUs, edges are brought into order by an op of its own.
+        # On GPUs, a separate op sorts the edges.
         if has_plan or cases.PLATFORM == "cpu" or not target.endswith("_backward")
     },
 }
@@ -444,13 +444,13 @@ each_call = pytest.mark.parametrize("make", GOOD_CALLS.values(), ids=GOOD_CALLS)
 
 @each_call
 def test_valid_calls_succeed(make: Callable[..., Call]) -> None:
-    """With any of the operands shared by the batch."""
+    """The batch may share any of the operands."""
     num_operands = len(make().operands)
     for count in range(num_operands + 1) if num_operands < 8 else (0, 1, 2, num_operands - 1, num_operands):
         for shared in itertools.combinations(range(num_operands), count):
             call = make(shared=shared)
             of_cells = [x.shape[0] for x in call.operands if x.name in ("winner", "output")]
-            if len(set(of_cells)) <= 1:  # these are shared together
+            if len(set(of_cells)) <= 1:  # winner and output are shared together
                 call.run()
 
 
@@ -512,7 +512,7 @@ NO_PERMUTATIONS = ([0] * EDGES, [-1, 2**31 - 1, *range(2, EDGES)])
 
 @pytest.mark.parametrize("order", NO_PERMUTATIONS, ids=("one edge", "out of range"))
 def test_products_of_edges_that_no_order_names(rng: np.random.Generator, order: list[int]) -> None:
-    """They are 0; those of edges that it names are of one place that names them, the nearest edge if out of range."""
+    """They are 0. Each other edge has the product of one place that names it. Numbers out of range are clipped."""
     call = good_dot_call(has_edge_order=True)
     operands = {x.name: rng.normal(size=x.shape).astype(np.float32) for x in call.operands}
     operands["gather_ids"] = rng.integers(0, NODES, (BATCH, EDGES)).astype(np.int32)
@@ -529,7 +529,7 @@ def test_products_of_edges_that_no_order_names(rng: np.random.Generator, order: 
 @pytest.mark.skipif(cases.PLATFORM != "cpu", reason="on GPUs, no kernel notes what edges won")
 @pytest.mark.parametrize("order", NO_PERMUTATIONS, ids=("one edge", "out of range"))
 def test_edges_that_no_order_names_win_nothing(rng: np.random.Generator, order: list[int]) -> None:
-    """Whatever the memory for what edges won held before."""
+    """Their gradient is 0, whatever the scratch memory held before."""
     call = good_extremum_call("gather_segment_max_backward", has_plan=True)
     operands = {x.name: np.zeros(x.shape, x.dtype) for x in call.operands}
     operands["d_winner"] = rng.normal(size=operands["d_winner"].shape).astype(np.float32)

@@ -21,19 +21,19 @@ EDGE_FEATURES = 3
 LAYERS = 3
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Graphs: what layers ask of them, by our functions and by those of JAX.
+# Graphs: the aggregations that layers need, by our functions and by JAX's.
 
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """By the ids of edges in any order, promised to be sorted, or by a plan."""
+    """A graph on our functions: by the ids of edges in any order, by sorted ids, or by a plan."""
 
     senders: Any
     receivers: Any
     num_nodes: int
     form: str = "ids"
     dtype: Any = None
-    """That of the rows which are aggregated; None: that of the features."""
+    """The dtype of aggregated rows. None: the dtype of the features."""
 
     def _edges(self) -> dict[str, Any]:
         if self.form == "plan":
@@ -119,7 +119,7 @@ Layer = Callable[[Weights, Graph, jax.Array, jax.Array], jax.Array]
 
 
 def or_zero(x: jax.Array) -> jax.Array:
-    """Nodes without edges."""
+    """Replaces the infinities of nodes without edges."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
@@ -162,7 +162,7 @@ def pna(w: Weights, graph: Graph, x: jax.Array, _: jax.Array) -> jax.Array:
 
 
 def edge_conditioned(w: Weights, graph: Graph, x: jax.Array, edge_features: jax.Array) -> jax.Array:
-    """As Simonovsky and Komodakis, https://arxiv.org/abs/1704.02901, with a diagonal matrix of each edge's heads."""
+    """Simonovsky and Komodakis, https://arxiv.org/abs/1704.02901, with a diagonal matrix: one factor for each head."""
     factors = jnp.tanh(edge_features @ w["e0"]) @ w["e1"]
     return (graph.sum(x.reshape(-1, HEADS, WIDTH), factors).reshape(x.shape) + x) @ w["w"] + w["b"]
 
@@ -194,7 +194,7 @@ def make_weights(rng: np.random.Generator, *layers: int) -> dict[str, np.ndarray
 
 
 def make_edges(rng: np.random.Generator, num_padding: int = 10) -> tuple[np.ndarray, np.ndarray]:
-    """With self loops, edges that are there twice, nodes without edges, and padding, whose receiver is no node."""
+    """Random edges: with self loops, duplicates, nodes without edges, and padding with an out-of-range receiver."""
     senders, receivers = rng.integers(0, NODES, EDGES), rng.integers(3, NODES, EDGES)
     senders[:3] = receivers[:3]
     senders[3:6], receivers[3:6] = senders[6:9], receivers[6:9]
@@ -223,7 +223,7 @@ def products_in_float32() -> Iterator[None]:
 
 
 def value_and_gradients(network: Callable[..., jax.Array], arrays: Any, d_output: Any, *others: Any) -> Any:
-    """Of all of `arrays`."""
+    """The value, and the gradients of all `arrays`."""
 
     @jax.jit
     def run(arrays: Any, d_output: Any, *others: Any) -> Any:
@@ -240,22 +240,22 @@ def in_float64(network: Callable[..., jax.Array], arrays: Any, d_output: Any, *o
 
 
 def check(actual: Any, expected: Any, roundings: int, eps: float = float(np.finfo(np.float32).eps)) -> None:
-    """Each number within that many roundings of the largest, which bounds the terms that it is the sum of."""
+    """Checks that each error is at most `roundings` roundings of the largest number, which bounds the terms of sums."""
     for (path, x), y in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         assert x.shape == y.shape and np.isfinite(y).all()
         atol = roundings * eps * np.abs(y).max(initial=0)
         np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=atol, err_msg=str(path))
 
 
-# A layer is two products, whose sums have at most 8 * FEATURES terms, around a sum of at most EDGES terms; in the
-# gradient of weights, of NODES terms. A sum of n terms is rounded n times, the square root of the variance magnifies by
-# no more than 1 / (2 * sqrt(0.01)) = 5, and other functions are rounded a few times.
+# A layer is two matrix products around a sum of at most EDGES terms. The products sum at most 8 * FEATURES terms; those
+# for gradients of weights sum NODES terms. A sum of n terms is rounded n times. The square root of the variance
+# magnifies errors by no more than 1 / (2 * sqrt(0.01)) = 5. Other functions are rounded a few times.
 ROUNDINGS = 2 * 8 * FEATURES + EDGES + NODES + 5 * 8
 
 
 @each_layer
 def test_layer(rng: np.random.Generator, name: str) -> None:
-    """Of edges in any order, sorted, and by a plan; gradients of features, edge features and all weights."""
+    """Output and all gradients agree with float64, for edges in any order, sorted edges and a plan."""
     senders, receivers = make_edges(rng)
     layer = ALL_LAYERS[name]
     d_output = make_features(rng)
@@ -287,7 +287,7 @@ def test_layer(rng: np.random.Generator, name: str) -> None:
 
 @each_layer
 def test_bfloat16(rng: np.random.Generator, name: str) -> None:
-    """Rows of 16 bits, added up in 32: rounded are the row, the result, its cotangent, the shares and the gradient."""
+    """Sums of 16-bit rows have 32 bits. Only the row, result, cotangent, shares and gradient are rounded to 16 bits."""
     senders, receivers = make_edges(rng, num_padding=0)
     layer = ALL_LAYERS[name]
     x, d_output = (np.asarray(jnp.asarray(make_features(rng), jnp.bfloat16), np.float32) for _ in range(2))
@@ -299,13 +299,13 @@ def test_bfloat16(rng: np.random.Generator, name: str) -> None:
     arrays = make_weights(rng), x, edge_features
     actual = value_and_gradients(functools.partial(network, Ours, dtype=jnp.bfloat16), arrays, d_output)
     expected = in_float64(functools.partial(network, Plain), arrays, d_output)
-    # Half of an eps each; the standard deviation magnifies those of two means by 5.
+    # Each is rounded by half of an eps. The standard deviation magnifies the errors of two means by 5.
     check(actual, expected, 5 * (5 if name == "PNA" else 1), float(jnp.finfo(jnp.bfloat16).eps) / 2)
 
 
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE-max", "GIN", "GAT", "PNA", "edge-conditioned"])
 def test_network(rng: np.random.Generator, name: str) -> None:
-    """Layers in a loop, each a checkpoint, over a plan."""
+    """Layers in a loop agree with float64, each a checkpoint with a plan."""
     senders, receivers = make_edges(rng, num_padding=0)
     layer = ALL_LAYERS[name]
     arrays = make_weights(rng, LAYERS), make_features(rng), rng.normal(size=(EDGES, EDGE_FEATURES)).astype(np.float32)
@@ -330,7 +330,7 @@ def test_network(rng: np.random.Generator, name: str) -> None:
     ("name", "shares_features"), [*((name, True) for name in ALL_LAYERS), ("GAT", False), ("PNA", False)]
 )
 def test_batch_of_graphs(rng: np.random.Generator, name: str, shares_features: bool) -> None:
-    """Padded to one number of edges each, on features of their own or on the same."""
+    """Graphs are padded to the same number of edges. They have features of their own, or share them."""
     batch = 3
     edges = [make_edges(rng, num_padding) for num_padding in (0, 10, 30)]
     layer = ALL_LAYERS[name]
@@ -366,7 +366,7 @@ def test_batch_of_graphs(rng: np.random.Generator, name: str, shares_features: b
 @pytest.mark.parametrize("form", ["ids", "plan"])
 @pytest.mark.parametrize("nodes", [0, NODES])
 def test_empty_graph(rng: np.random.Generator, nodes: int, form: str) -> None:
-    """Without edges, and without nodes: all layers."""
+    """All layers accept graphs without edges, and graphs without nodes."""
     none = np.zeros(0, np.int32)
     x, edge_features = make_features(rng)[:nodes], np.zeros((0, EDGE_FEATURES), np.float32)
     weights, d_output = make_weights(rng), make_features(rng)[:nodes]

@@ -1,4 +1,4 @@
-"""Rows that edges gather on GPUs, made longer for vectors to fit."""
+"""Padding of gathered rows on GPUs, so that vector loads fit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_longer_rows(
 
 
 def _values(rng: np.random.Generator, aval: Any) -> jax.Array:
-    """Small integers, which add up exactly; ids and winners in the range of both or out of it."""
+    """Small integers, which add up exactly. Some ids and winners are out of range."""
     low, high = (-2, ROWS + 2) if aval.dtype == np.int32 else (-2, 3)
     return jnp.asarray(np.sort(rng.integers(low, high, aval.shape), axis=0), aval.dtype)
 

@@ -1,4 +1,4 @@
-"""What all segment reductions have in common: values, gradients, arguments, transformations, derivatives, errors."""
+"""Tests of all segment reductions: values, gradients, arguments, transformations, derivatives, errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def add_calls(
     ids: np.ndarray,
     is_sorted: bool,
 ) -> collections.Counter[str]:
-    """Adds value and, if there is one, gradient, computed in every way; returns the kernels that these calls take."""
+    """Adds the value and any gradient, for all options of the reduction. Returns the kernels that these calls run."""
     data = reduction.make_data(rng, shape, dtype)
     cotangent = cases.cotangent(rng, reduction.result_shape(shape), dtype) if cases.is_floating(data.dtype) else None
     kernels: collections.Counter[str] = collections.Counter()
@@ -114,14 +114,14 @@ def add_calls(
 
 @each_reduction_and_dtype(REDUCTIONS)
 def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Kernels' values and gradients are the NumPy reference's, for every dtype, size and order of ids."""
+    """Kernels agree with the NumPy reference in values and gradients, for every dtype, size and order of ids."""
     batch, kernels = Batch(), collections.Counter()
     for shape, is_sorted in itertools.product(SHAPES, (False, True)):
         ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
         kernels += add_calls(batch, rng, reduction, dtype, shape, ids, is_sorted)
     with cases.x64_for(dtype):
         called = batch.run()
-    # How often, depends on what JAX does about gradients of arrays without elements.
+    # Their counts depend on how JAX treats gradients of empty arrays.
     assert called.keys() == kernels.keys()
 
 
@@ -135,7 +135,7 @@ UNEVEN = {
 @pytest.mark.parametrize("name", UNEVEN)
 @each_reduction
 def test_uneven_segments(rng: np.random.Generator, reduction: Reduction, name: str, dtype: str) -> None:
-    """As test_value_and_gradient, where most segments have few rows or none."""
+    """Like test_value_and_gradient, if most segments have few rows or none."""
     batch = Batch()
     shapes, make_ids = UNEVEN[name]
     for shape, is_sorted in itertools.product(shapes, (False, True)):
@@ -149,7 +149,7 @@ BIG = [(r, "float32") for r in REDUCTIONS] + [(r, "bfloat16") for r in (MAX, SUM
 
 @pytest.mark.parametrize(("reduction", "dtype"), BIG, ids=str)
 def test_big(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """As test_value_and_gradient, for more rows, in an order that takes the rows of a segment from everywhere."""
+    """Like test_value_and_gradient, for more rows, with the rows of each segment scattered over the whole array."""
     ids = cases.make_ids(rng, BIG_SHAPE.rows, BIG_SHAPE.segments)
     with cases.x64_for(dtype):
         add_calls(batch := Batch(), rng, reduction, dtype, BIG_SHAPE, ids, False)
@@ -158,7 +158,7 @@ def test_big(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None
 
 @each_reduction_and_dtype(LIKE_JAX)
 def test_value_equals_jax(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Eagerly, the answer is that of jax.ops: exactly, where its accumulator is wide enough."""
+    """Eager values equal those of jax.ops exactly, if the accumulator of jax.ops is wide enough."""
     if dtype in ("float16", "bfloat16") and reduction is SUM:
         pytest.skip("jax.ops accumulates in 16 bits")
     data, ids = reduction.make_data(rng, shape := Shape(200, (6,), 30), dtype), cases.make_ids(rng, 200, 30)
@@ -172,7 +172,7 @@ def test_value_equals_jax(rng: np.random.Generator, reduction: Reduction, dtype:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @each_differentiable
 def test_gradient_equals_plain_jax(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """On ordinary finite data, value and gradient are those of plain JAX up to rounding."""
+    """On ordinary finite data, value and gradient equal plain JAX up to rounding."""
     data, ids, options = rng.normal(size=(60, 4)).astype(dtype), rng.integers(-1, 9, 60), reduction.options[0]
     cotangent = rng.normal(size=reduction.result_shape(Shape(60, (4,), 8))).astype(dtype)
     with cases.x64_for(dtype):
@@ -188,13 +188,13 @@ def test_gradient_equals_plain_jax(rng: np.random.Generator, reduction: Reductio
             np.asarray(reduction.gradient(cotangent, data, ids, 8, **options).error),
         ]
     for actual, expected, error in zip(ours, map(np.asarray, plain), errors, strict=True):
-        # Both have this error; and a quotient of XLA is rounded twice, as it may multiply with a reciprocal.
+        # Both have this error. XLA may also round a quotient twice: it multiplies by a rounded reciprocal.
         Expected(expected, expected.dtype, 2 * error + cases.eps_of(dtype) * np.abs(expected)).check(actual)
 
 
 @each_reduction
 def test_ids_dtypes(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Ids of every integer dtype; those out of range are dropped and never wrap, up to the ends of their dtype."""
+    """Ids may have any integer dtype. Ids out of range are dropped and never wrap, up to the limits of the dtype."""
     shape = Shape(300, (5,), 6)
     for x64 in (True, False):
         batch = Batch()
@@ -212,7 +212,7 @@ def test_ids_dtypes(rng: np.random.Generator, reduction: Reduction) -> None:
 )
 @each_reduction
 def test_mode(rng: np.random.Generator, reduction: Reduction, mode: Any) -> None:
-    """Mode "clip" clamps ids, every other mode drops what is out of range; value, gradient, and backward function."""
+    """Mode "clip" clamps ids. Every other mode drops ids out of range, in value, gradient and backward function."""
     shape = Shape(100, (3,), 8)
     data, ids = reduction.make_data(rng, shape, "float32"), cases.make_ids(rng, 100, 8)
     effective_ids = cases.in_mode(ids, 8, "clip" if mode in ("clip", GatherScatterMode.CLIP) else None)
@@ -231,7 +231,7 @@ def test_mode(rng: np.random.Generator, reduction: Reduction, mode: Any) -> None
 
 @each_reduction
 def test_clip_clamps_by_value(reduction: Reduction) -> None:
-    """Clipping looks at the id's value in its own dtype: the greatest uint64 is the last segment, not the first."""
+    """Clipping compares ids in their own dtype: the greatest uint64 becomes the last segment, not the first."""
     data = np.array([1, 2, 4, 8], np.float32)
     for ids_dtype, segments in itertools.product(("int8", "uint8", "int32", "uint32", "int64", "uint64"), (1, 3, 300)):
         info = np.iinfo(ids_dtype)
@@ -247,7 +247,7 @@ EMPTY_VALUES = {MAX: -np.inf, MIN: np.inf, SUM: 0, MEAN: 0, PROD: 1, ARGMAX: 2, 
 
 @pytest.mark.parametrize("reduction", EMPTY_VALUES, ids=str)
 def test_empty_segments(reduction: Reduction) -> None:
-    """Segments without rows hold the identity of the reduction; of argmax and argmin, the number of rows."""
+    """Empty segments have the identity of the reduction. For argmax and argmin, they have the number of rows."""
     for dtype in reduction.dtypes:
         dtype = jnp.dtype(dtype)
         empty = EMPTY_VALUES[reduction]
@@ -263,7 +263,7 @@ def test_empty_segments(reduction: Reduction) -> None:
 
 @each_reduction
 def test_no_data(reduction: Reduction) -> None:
-    """No rows, no features, no segments: value and gradient have the right shape and the identity's value."""
+    """Without rows, features or segments, value and gradient have the right shape and hold the identity."""
     for rows, row_shape, segments in itertools.product((0, 3), ((), (0,), (2,)), (0, 4)):
         shape = Shape(rows, row_shape, segments)
         data, ids = np.ones((rows, *row_shape), np.float32), np.arange(rows)
@@ -281,7 +281,7 @@ def test_no_data(reduction: Reduction) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r is not SOFTMAX], ids=str)
 def test_many_narrow_sorted_rows(rng: np.random.Generator, reduction: Reduction, width: int, hot: str) -> None:
-    """Threads take whole segments, many of them empty, whatever their rows. Ids are out of range at both ends."""
+    """Narrow sorted rows are reduced right, also with many empty segments, a hot one, and ids out of range."""
     rows, segments = 200_000, 150_000
     ids = np.sort(rng.integers(-segments // 10, segments + segments // 10, rows)).astype(np.int32)
     if hot == "one segment":
@@ -298,7 +298,7 @@ def test_many_narrow_sorted_rows(rng: np.random.Generator, reduction: Reduction,
 
 @each_reduction
 def test_number_of_segments_from_ids(reduction: Reduction) -> None:
-    """num_segments=None takes the greatest id plus one, eagerly; NumPy integers and 0-d arrays are numbers, too."""
+    """Eagerly, num_segments=None means the greatest id plus one. NumPy integers and 0-d arrays are accepted, too."""
     data = np.arange(1, 5, dtype=np.float32)
     cases_of_ids = (
         (np.array([0, 5, 1, 1]), 6),
@@ -315,7 +315,7 @@ def test_number_of_segments_from_ids(reduction: Reduction) -> None:
 
 
 def test_signatures() -> None:
-    """The positional arguments are those of jax.ops, in their order; what is ours comes by keyword."""
+    """Positional arguments are those of jax.ops, in the same order. Additional arguments are keyword-only."""
     flags = ["indices_are_sorted", "unique_indices", "mode", "out_sharding"]
     for reduction in REDUCTIONS:
         for module in (jax_baracuda, jax_baracuda.forward_mode) if reduction.gradient else (jax_baracuda,):
@@ -347,7 +347,7 @@ BROADCAST_CASES = {
 
 @pytest.mark.parametrize("case", BROADCAST_CASES)
 def test_broadcasting(rng: np.random.Generator, case: str) -> None:
-    """Data broadcast over the ids as in jax.ops, which gives the value, and for the maximum the gradient."""
+    """Data broadcast over the ids as in jax.ops. Values and gradients equal those of jax.ops where it has them."""
     data_shape, ids_shape, data = BROADCAST_CASES[case]
     if data is None:
         data = rng.integers(-3, 4, data_shape).astype(np.float32)
@@ -355,7 +355,7 @@ def test_broadcasting(rng: np.random.Generator, case: str) -> None:
     for reduction in LIKE_JAX:
         try:
             expected = reduction.by_jax(data, ids, 3)
-        except ValueError:  # what JAX refuses, so do we
+        except ValueError:  # an error in JAX must be one here
             with pytest.raises(ValueError, match=f"{reduction.name}: data must have one row per id"):
                 reduction(data, ids, 3)
             continue
@@ -369,20 +369,20 @@ def test_broadcasting(rng: np.random.Generator, case: str) -> None:
 
         gradient = jax.grad(loss)(data, reduction)
         assert gradient.shape == np.shape(data)
-        if reduction is not PROD:  # has no gradient in jax.ops
-            # Sums of at most 6 positive shares. Either rounds a share twice and adds 5 times, each by half an eps.
+        if reduction is not PROD:  # jax.ops has no gradient of products
+            # Sums of at most 6 positive shares. Both round a share twice and add 5 times, each time by half an eps.
             by_jax = np.asarray(jax.grad(loss)(data, reduction.by_jax))
             Expected(by_jax, by_jax.dtype, 7 * cases.eps_of(by_jax.dtype) * np.abs(by_jax)).check(gradient)
 
 
 def broadcast_rows(data: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """One row per id, where data broadcast."""
+    """One row per id, from data that broadcast over the ids."""
     return np.broadcast_to(data, (*ids.shape, *data.shape[1:])).reshape(-1, *data.shape[1:])
 
 
 @pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r not in LIKE_JAX], ids=str)
 def test_broadcasting_where_jax_has_no_function(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Reductions that jax.ops lacks broadcast in the same way: as the same rows written out."""
+    """Reductions that jax.ops lacks broadcast the same way: results equal those of the rows written out."""
     for data_shape, ids_shape in (((1,), (4,)), ((1, 3), (4,)), ((4, 1), (4,)), ((2, 3), (2,))):
         data = rng.integers(-3, 4, data_shape).astype(np.float32)
         ids = rng.integers(-1, 4, ids_shape)
@@ -444,7 +444,7 @@ def test_x64(rng: np.random.Generator, reduction: Reduction) -> None:
 
 @pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r.has_buckets], ids=str)
 def test_bucket_size_value(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Buckets of any size change nothing in the value, beyond the rounding of 16-bit sums and products."""
+    """Buckets of any size do not change the value, except for the rounding of 16-bit sums and products."""
     for dtype, bucket_size in itertools.product(("float32", "int32"), (1, 3, 8, 50, 64, 200)):
         data, ids = reduction.make_data(rng, Shape(50, (3,), 6), dtype), cases.make_ids(rng, 50, 6)
         if reduction is PROD and cases.is_floating(data.dtype):
@@ -463,7 +463,7 @@ def test_buckets_without_rows(reduction: Reduction) -> None:
 
 @pytest.mark.parametrize("reduction", [SUM, PROD], ids=str)
 def test_bucket_size_gradient(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Buckets of any size change nothing in the gradient, zeros in the product included."""
+    """Buckets of any size do not change the gradient, also if products have zeros."""
     data, ids = rng.integers(-2, 3, (40, 4)).astype(np.float32), cases.make_ids(rng, 40, 9)
     cotangent = cases.cotangent(rng, (9, 4), "float32")
     for bucket_size in (1, 7, 64):
@@ -502,15 +502,14 @@ def small_data(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> 
 
 @pytest.mark.parametrize("dtype", [*WITHOUT_KERNEL, "int8", "uint16"])
 def test_dtypes_without_kernel(rng: np.random.Generator, dtype: str) -> None:
-    """They run as plain JAX: no custom call, the answer of jax.ops, under jit and vmap too.
-
-    Sums and products of narrow floating numbers have the accumulator of float32 here, too.
+    """They run as plain JAX, except sums and products of narrow integers. Results equal jax.ops, also under vmap.
+    Sums and products of narrow floating-point numbers accumulate in float32 here, too.
     """
     if jax.__version_info__ < (0, 9) and dtype.lstrip("u") in ("int2", "int4", "float4_e2m1fn"):
         pytest.skip("XLA of jaxlib 0.8 scatters packed numbers wrongly, or crashes")
     data, ids = small_data(rng, (3, 40, 2), dtype), rng.integers(-1, 9, 40)
     for reduction in LIKE_JAX:
-        if dtype in reduction.dtypes or (dtype == "float8_e8m0fnu" and reduction is SUM):  # which has no zero
+        if dtype in reduction.dtypes or (dtype == "float8_e8m0fnu" and reduction is SUM):  # e8m0 has no zero
             continue
         with cases.x64_for("float64" if dtype == "complex128" else dtype):
             data = jnp.asarray(data)
@@ -525,7 +524,7 @@ def test_dtypes_without_kernel(rng: np.random.Generator, dtype: str) -> None:
             expected = np.stack([np.asarray(by_jax(x)).astype(data.dtype) for x in wide])
             of_one, of_all = both(data)
             if kernels_in(text):
-                # A sum or product of narrow integers is that of wide ones, modulo its size.
+                # Sums and products of narrow integers run as those of wide ones and are then truncated.
                 assert reduction in (SUM, PROD) and jnp.issubdtype(data.dtype, jnp.integer)
             assert_same_bits(of_one, expected[0], str(reduction))
             assert_same_bits(of_all, expected, str(reduction))
@@ -534,7 +533,7 @@ def test_dtypes_without_kernel(rng: np.random.Generator, dtype: str) -> None:
 @each_reduction
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64", "float8_e4m3fn", "float8_e5m2"])
 def test_values_of_other_dtypes(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Means of integers are floating, softmax refuses them; narrow numbers are combined in float32, rounded once."""
+    """Means of integers are floating. Softmax refuses integers. Narrow floats accumulate in float32 and round once."""
     ids = np.concatenate([np.arange(5), rng.integers(-1, 6, 40)])  # no segment is empty
     data = rng.random((45, 2)) < 0.5 if dtype == "bool" else small_data(rng, (45, 2), dtype)
     if (reduction is SOFTMAX and not dtype.startswith("float8")) or (reduction in (SUM, PROD) and dtype == "bool"):
@@ -542,7 +541,7 @@ def test_values_of_other_dtypes(rng: np.random.Generator, reduction: Reduction, 
             reduction(data, ids, 5)
         return
     if dtype == "float8_e4m3fn" and reduction in (MAX, MIN):
-        # It has no infinity for a maximum to begin with: NaN, as jax.ops gives.
+        # The dtype has no infinity to start a maximum with, so results are NaN, as in jax.ops.
         expected = cases.Expected(np.full((5, 2), np.nan, np.float32), data.dtype)
     elif dtype.startswith("float8"):
         expected = reduction.value(data.astype(np.float32), ids, 5)
@@ -563,7 +562,7 @@ def test_no_sums_of_booleans(reduction: Reduction) -> None:
 
 @pytest.mark.parametrize("reduction", [MAX, MIN, SUM, MEAN, PROD], ids=str)
 def test_gradient_of_integers(reduction: Reduction) -> None:
-    """Integers have no tangent space: float0 for data and for ids."""
+    """Gradients of integer data and of ids are float0."""
     ids = np.array([0, 1, 1, 0])
     loss = lambda data, ids: reduction(data, ids, 2).astype(jnp.float32).sum()  # noqa: E731
     for dtype in ("int8", "uint32"):
@@ -575,7 +574,7 @@ def test_gradient_of_integers(reduction: Reduction) -> None:
 
 @pytest.mark.parametrize("reduction", [ARGMAX, ARGMIN], ids=str)
 def test_rows_of_winners_have_no_derivative(reduction: Reduction) -> None:
-    """They are integers: gradients through them are exact zeros, in reverse and in forward mode."""
+    """Winning rows are integers: derivatives through them are exact zeros, in reverse and forward mode."""
     data, ids = jnp.arange(4.0), np.array([0, 1, 1, 0])
     gradient = jax.grad(lambda x: (x[reduction(x, ids, 2)] ** 2).sum())(data)
     expected = np.zeros(4, np.float32)
@@ -596,7 +595,7 @@ def test_rows_of_winners_have_no_derivative(reduction: Reduction) -> None:
     ids=lambda x: str(x) if isinstance(x, Reduction) else options_id(x),
 )
 def test_backward(rng: np.random.Generator, reduction: Reduction, options: Options) -> None:
-    """The public backward functions give the gradient, eagerly and under jit, for every dtype, sorted ids and not."""
+    """Public backward functions give the gradient, eagerly and under jit, for every dtype and order of ids."""
     shape = Shape(150, (7,), 20)
     for dtype in FLOATING:
         data, ids = reduction.make_data(rng, shape, dtype), cases.make_ids(rng, 150, 20)
@@ -623,9 +622,9 @@ def backward_function(reduction: Reduction) -> Callable[..., jax.Array]:
 
 @each_differentiable
 def test_derivatives_of_backward(rng: np.random.Generator, reduction: Reduction) -> None:
-    """The backward function has derivatives by everything that moves it: those of the plain gradient, exactly.
+    """The backward function has derivatives by the cotangent and the residual. They equal those of plain JAX exactly.
 
-    All numbers are integers or, in place of probabilities, eighths; the segments have two or four rows.
+    All numbers are integers; probabilities are eighths. Segments have two or four rows.
     """
     rows, segments = 12, 3
     data = rng.permutation(24).reshape(rows, 2) - 11.0
@@ -704,11 +703,11 @@ TRANSFORMATIONS: dict[str, Callable[[Reduce], Reduce]] = {
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @each_reduction
 def test_transformation(rng: np.random.Generator, reduction: Reduction, transformation: str) -> None:
-    """Value and gradient under each transformation are the reference's."""
+    """Value and gradient agree with the reference under each transformation."""
     shape = Shape(40, (3,), 9)
     for dtype, options in zip(("float32", "bfloat16"), reduction.options * 2, strict=False):
         data, ids = reduction.make_data(rng, shape, dtype), cases.make_ids(rng, 40, 9, "int16")
-        if reduction is PROD:  # loops add gradients of what they discard: zeros times the product of other rows
+        if reduction is PROD:  # loops add gradients of discarded results: zeros times the product of other rows
             data = np.where(np.isfinite(data) & (data != 0), np.copysign(2, data), 0.5).astype(data.dtype)
         reduce = TRANSFORMATIONS[transformation](lambda data, ids, options=options: reduction(data, ids, 9, **options))
         expected = reduction.value(data, ids, 9)
@@ -727,7 +726,7 @@ def test_transformation(rng: np.random.Generator, reduction: Reduction, transfor
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @each_reduction
 def test_donated(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Donating operands whose buffers fit the results changes no result."""
+    """Results are the same if operands are donated and their buffers fit the results."""
     shape = Shape(64, (4,), 64)
     data, ids = reduction.make_data(rng, shape, "float32"), cases.make_ids(rng, 64, 64)
     expected = reduction.value(data, ids, 64)
@@ -758,7 +757,7 @@ def add_mapped_calls(
     axes: tuple[int | None, int | None],
     size: int,
 ) -> collections.Counter[str]:
-    """Adds value and gradient mapped over data, ids or both along the given axes; returns the kernels they take."""
+    """Adds value and gradient, mapped over these axes of data and ids. Returns the kernels that these calls run."""
     data_axis, ids_axis = axes
     data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(1 if data_axis is None else size)])
     ids = np.stack([cases.make_ids(rng, shape.rows, shape.segments) for _ in range(1 if ids_axis is None else size)])
@@ -796,7 +795,7 @@ def add_mapped_calls(
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
 @each_reduction
 def test_vmap(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Mapped over data, ids or both, along any axis: one kernel call, one answer per element."""
+    """A vmap over data, ids or both, along any axis, makes one kernel call. Each element has the right result."""
     if dtype not in reduction.dtypes:
         pytest.skip(f"{reduction.name} has no kernel for {dtype}")
     batch, kernels = Batch(), collections.Counter()
@@ -808,7 +807,7 @@ def test_vmap(rng: np.random.Generator, reduction: Reduction, dtype: str) -> Non
 
 @each_reduction
 def test_vmap_of_larger_problems(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Batches of problems each of which several threads or blocks share."""
+    """Batches are right, also if several threads or blocks share an element."""
     batch = Batch()
     shapes = (Shape(2000, (40,), 10), Shape(60, (40,), 300), Shape(2000, (64,), 1500), Shape(5000, (3,), 70))
     for shape, axes in itertools.product(shapes, ((0, None), (None, 0), (0, 0))):
@@ -823,13 +822,13 @@ def test_vmap_over_no_operand() -> None:
 
 @each_reduction
 def test_nested_vmap(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Two levels of vmap, each operand mapped at either level, both or none: still one kernel call."""
+    """Two levels of vmap make one kernel call, if each operand is mapped at either level, both or none."""
     outer, inner, shape = 2, 3, Shape(20, (2,), 4)
     batch, kernels = Batch(), collections.Counter()
     levels = tuple(itertools.product((None, 0), (None, 0)))  # outer, inner
 
     def operand(full: np.ndarray, axes: tuple[int | None, int | None]) -> tuple[np.ndarray, np.ndarray]:
-        """What is passed, and what it stands for."""
+        """The operand to pass, and the same with both batch dimensions."""
         part = full[tuple(slice(None) if axis == 0 else slice(1) for axis in axes)]
         passed = part.reshape(*(n for n, axis in zip(full.shape[:2], axes, strict=True) if axis == 0), *full.shape[2:])
         return passed, np.broadcast_to(part, full.shape)
@@ -872,7 +871,7 @@ def test_nested_vmap(rng: np.random.Generator, reduction: Reduction) -> None:
 
 @each_differentiable
 def test_vmap_over_cotangents_only(rng: np.random.Generator, reduction: Reduction) -> None:
-    """jax.jacrev maps the pullback over cotangents while data, ids and residuals stay shared; out_axes; empty batch."""
+    """jax.jacrev maps the pullback over cotangents alone: data, ids and residuals are shared. Also tests out_axes."""
     data, ids = rng.integers(-2, 3, (12, 2)).astype(np.float32), cases.make_ids(rng, 12, 3)
     for options in reduction.options:
         if reduction is SOFTMAX and not options["deterministic"]:
@@ -893,7 +892,7 @@ def test_vmap_over_cotangents_only(rng: np.random.Generator, reduction: Reductio
 @pytest.mark.parametrize("batch", [0, 1])
 @each_reduction
 def test_vmap_of_empty_and_single_batch(reduction: Reduction, batch: int) -> None:
-    """A mapped axis of size 0 or 1, over data, ids, or both."""
+    """A mapped axis of data, ids or both may have size 0 or 1."""
     data, ids = np.ones((6, 2), np.float32), np.zeros(6, np.int32)
     shape = reduction.result_shape(Shape(6, (2,), 3))
     for axes in ((0, None), (None, 0), (0, 0)):
@@ -913,12 +912,12 @@ def test_vmap_of_empty_and_single_batch(reduction: Reduction, batch: int) -> Non
 
 
 KEPT_FOR_BACKWARD = {SUM: 0, MEAN: 0, PROD: 1, SOFTMAX: 1}
-"""How many floating arrays of the size of the data or more wait for the backward pass: sum and mean keep none."""
+"""The number of residuals that are as large as the data or larger."""
 
 
 @pytest.mark.parametrize("reduction", KEPT_FOR_BACKWARD, ids=str)
 def test_residuals(rng: np.random.Generator, reduction: Reduction) -> None:
-    """What is linear keeps no data for the backward pass, what is not keeps one array of its size."""
+    """Linear reductions keep no residual of the size of the data; nonlinear ones keep one."""
     shape = Shape(500, (6,), 9)
     data, ids = jnp.asarray(reduction.make_data(rng, shape, "float32")), cases.make_ids(rng, 500, 9)
     _, vjp = jax.vjp(lambda x: reduction(x, ids, 9), data)
@@ -929,7 +928,7 @@ def test_residuals(rng: np.random.Generator, reduction: Reduction) -> None:
 
 @each_reduction
 def test_kernels(reduction: Reduction) -> None:
-    """Value and gradient call the kernels, and nothing of XLA's scatters and gathers of rows."""
+    """Value and gradient call the kernels. Their programs have no scatter or gather of XLA."""
     data, ids = np.ones((8, 2), np.float32), np.zeros(8, np.int32)
     for options in reduction.options:
         call = jax.jit(lambda x, options=options: reduction(x, ids, 3, **options))
@@ -950,7 +949,7 @@ def test_kernels(reduction: Reduction) -> None:
 @pytest.mark.parametrize("values", ["distinct", "ties"])
 @each_differentiable
 def test_higher_derivatives(rng: np.random.Generator, reduction: Reduction, values: cases.Values) -> None:
-    """Derivatives of a polynomial up to the third, in every way, are those of plain JAX; zeros in products, too."""
+    """First to third derivatives, in every combination of modes, equal plain JAX, also for products with zeros."""
     data, ids = exact_problem(rng, values)
     u, v = small_integers(rng, (2, *data.shape), "float64")
     weights = small_integers(rng, reduction.result_shape(Shape(10, (2,), 3)), "float64")
@@ -985,7 +984,7 @@ def test_higher_derivatives(rng: np.random.Generator, reduction: Reduction, valu
             return jax.jit(lambda x: {name: f(x) for name, f in named.items()})(x)
 
         def in_every_way(plain: dict[str, Callable[..., jax.Array]], u: np.ndarray, v: np.ndarray) -> dict[str, Any]:
-            """Plain JAX need not go every way: the others have the same values, or products of them."""
+            """The expected derivatives, from three programs of plain JAX: the others equal these or their products."""
             found = evaluated({name: plain[name] for name in ("gradient", "hessian", "third")})
             of_u, of_v = (np.tensordot(found["hessian"], direction) for direction in (u, v))
             found |= dict.fromkeys(("forward over reverse", "reverse over reverse", "checkpointed"), of_v)
@@ -1000,11 +999,11 @@ def test_higher_derivatives(rng: np.random.Generator, reduction: Reduction, valu
         if reduction is SOFTMAX:
             positive = [np.abs(array) for array in (u, v, weights)]
             magnitudes = in_every_way(derivatives(majorant_softmax, *positive), *positive[:2])
-            # In plain JAX and in ours; ours takes no more.
+            # Once for plain JAX and once for ours, which rounds no more often.
             num_roundings = {name: 2 * roundings(plain[name], x) for name in plain}
         for options in reduction.options:
             if options.get("tie_break") == "first" and values == "ties":
-                continue  # has a test of its own
+                continue  # a separate test covers this
             for name, actual in evaluated(derivatives(reduction, **options)).items():
                 where = f"{name} {options}"
                 if reduction is SOFTMAX:
@@ -1016,7 +1015,7 @@ def test_higher_derivatives(rng: np.random.Generator, reduction: Reduction, valu
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @each_differentiable
 def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """jvp, jacfwd, linearize of the forward-mode function, and grad of its jvp, are those of plain JAX in float64."""
+    """jvp, jacfwd and linearize of the forward-mode function, and grad of its jvp, agree with plain JAX in float64."""
     data, ids = exact_problem(rng, "ties")
     data, tangent = data.astype(dtype), small_integers(rng, data.shape, dtype)
 
@@ -1043,14 +1042,14 @@ def test_forward_mode(rng: np.random.Generator, reduction: Reduction, dtype: str
         expected = plain(*wide)
         if reduction is SOFTMAX:
             magnitudes = pushed(majorant_softmax)(wide[0], jnp.abs(wide[1]), ids)
-            num_roundings = 2 * roundings(plain, *wide)  # in plain JAX and in ours, which takes no more
+            num_roundings = 2 * roundings(plain, *wide)  # once for plain JAX, once for ours, which rounds no more
     with cases.x64_for(dtype):
         operands = tuple(jnp.asarray(x) for x in (data, tangent, ids))
         for options in reduction.options:
             if options.get("tie_break") == "first":
-                continue  # has a test of its own
+                continue  # a separate test covers this
             call = pushed(reduction.in_forward_mode, **options)
-            assert kernels_in(call.lower(*operands).as_text())[0].startswith(reduction.name)  # its residuals too
+            assert kernels_in(call.lower(*operands).as_text())[0].startswith(reduction.name)  # maybe with residuals
             for name, actual in call(*operands).items():
                 where = f"{name} {options}"
                 if reduction is SOFTMAX:
@@ -1075,7 +1074,7 @@ KERNELS_OF_TANGENTS = {
     ("reduction", "options"), [(r, r.options[0]) for r in DIFFERENTIABLE] + [(MAX, {"tie_break": "first"})], ids=str
 )
 def test_tangents_are_kernels(rng: np.random.Generator, reduction: Reduction, options: Options) -> None:
-    """Those of a value, and of a gradient where it is linear in all that has a tangent: plain JAX scatters no rows."""
+    """Tangents run as kernels without a scatter. So do tangents of gradients that are linear in all tangents."""
     data, ids = jnp.asarray(rng.normal(size=(2, 30, 3)), jnp.float32), cases.make_ids(rng, 30, 4)
 
     def call(function: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
@@ -1089,10 +1088,10 @@ def test_tangents_are_kernels(rng: np.random.Generator, reduction: Reduction, op
 
     kernels = sorted(kernels_in(lowered(functools.partial(call, reduction.in_forward_mode))))
     if options.get("tie_break") == "first":
-        assert kernels == ["segment_max_with_winner"]  # the winners tell which tangents to take
+        assert kernels == ["segment_max_with_winner"]  # the winners select the tangents
     else:
         assert kernels == KERNELS_OF_TANGENTS[reduction.name]
-    if reduction not in (PROD, SOFTMAX):  # whose gradients are products of what depends on the data
+    if reduction not in (PROD, SOFTMAX):  # their gradients are not linear in the data's tangents
         of_gradient = kernels_in(lowered(jax.grad(lambda x: (call(reduction, x) ** 2).sum())))
         assert set(of_gradient) >= set(reduction.kernels)
 
@@ -1100,11 +1099,11 @@ def test_tangents_are_kernels(rng: np.random.Generator, reduction: Reduction, op
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("reduction", [MAX, MIN, PROD, SOFTMAX], ids=str)
 def test_tangents_against_gradients(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Of any data, in batches, too: sums over rows, weighted by the gradient of ones. Those of losers may be NaN."""
+    """Tangents are sums over rows, weighted by the gradient of ones. Tangents of losing rows may be NaN."""
     shape, batch = Shape(40, (3,), 12), Batch()
     ids = np.stack([cases.make_ids(rng, shape.rows, shape.segments) for _ in range(2)])
     data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(2)])
-    if reduction is PROD:  # with products of others in the range of the dtype
+    if reduction is PROD:  # the product of all other rows must be in range of the dtype
         data = rng.choice([0.5, -1.0, 1.0, 2.0, 0.0, np.inf, np.nan], data.shape, p=[0.2] * 4 + [0.1, 0.05, 0.05])
     data, tangents = data.astype(dtype), small_integers(rng, data.shape, dtype)
 
@@ -1136,7 +1135,7 @@ def test_tangents_against_gradients(rng: np.random.Generator, reduction: Reducti
                     reduction.gradient(t, residual, own_ids, shape.segments, **options).check(actual[i], where)
                     continue
                 weights = weights_of(of_data, options)
-                with np.errstate(invalid="ignore"):  # no tangent of a product that is infinite
+                with np.errstate(invalid="ignore"):  # infinite products have no tangent
                     terms = np.where(weights != 0, weights * t.astype(np.float64), 0)
                 sums = cases.segment_sum(terms, own_ids, shape.segments)
                 Expected(sums, dtype, cases.sum_error(terms, own_ids, shape.segments, dtype)).check(actual[i], where)
@@ -1148,7 +1147,7 @@ def test_tangents_against_gradients(rng: np.random.Generator, reduction: Reducti
     for options in reduction.options:
         add((True, True), options)
         add((False, False), options)
-    if dtype == "float64":  # XLA need not round what it computes on the way in narrower ones, such as probabilities
+    if dtype == "float64":  # in narrower dtypes, XLA may leave intermediate results such as probabilities unrounded
         add((False, False), reduction.options[0], "xla")
     with cases.x64_for(dtype), np.errstate(invalid="ignore"):
         batch.run()
@@ -1156,7 +1155,7 @@ def test_tangents_against_gradients(rng: np.random.Generator, reduction: Reducti
 
 @each_reduction
 def test_forward_mode_values(rng: np.random.Generator, reduction: Reduction) -> None:
-    """The forward-mode function has the plain function's values, for dtypes with and without a tangent space."""
+    """The forward-mode function has the same values, for dtypes with and without a tangent space."""
     ids = cases.make_ids(rng, 30, 4)
     for dtype in ("float32", "bfloat16", "int32"):
         if dtype in reduction.dtypes:
@@ -1166,7 +1165,7 @@ def test_forward_mode_values(rng: np.random.Generator, reduction: Reduction) -> 
 
 @each_reduction
 def test_forward_mode_is_confined(reduction: Reduction) -> None:
-    """Calling a forward-mode function leaves the plain one as it was, even after an error; JAX says what is wrong."""
+    """After a call of a forward-mode function, even a failing one, the plain function still raises JAX's error."""
     data, ids = jnp.ones(3), np.zeros(3, int)
     reduction.in_forward_mode(data, ids, 1)
     with pytest.raises(ValueError, match="mode"):
@@ -1186,7 +1185,7 @@ def test_forward_mode_is_confined(reduction: Reduction) -> None:
 
 @each_differentiable
 def test_check_grads(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Finite differences agree to second order, on data without ties; the ids are constants of jitted functions."""
+    """Derivatives agree with finite differences to second order, on data without ties. Ids are constants."""
     data, ids = exact_problem(rng, "distinct")
     with jax.enable_x64(True):
         x = jnp.asarray(data)
@@ -1204,7 +1203,7 @@ ROWS = np.ones((4, 2), np.float32)
 IDS = np.array([0, 1, 1, 0])
 CELLS = np.ones((2, 2), np.float32)
 
-# What is called, the exception, what the message says after the function's name, and whether it is about buckets.
+# The call, the exception, and the message after the function's name.
 ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "data is a list": (lambda f: f([1.0], IDS, 2), TypeError, "(data|logits) must be an array, got list"),
     "data is None": (lambda f: f(None, IDS, 2), TypeError, "(data|logits) must be an array, got NoneType"),
@@ -1261,11 +1260,11 @@ ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case: str) -> None:
-    """The exception type is that of jax.ops; the message names function, argument and what was given."""
+    """The exception type is that of jax.ops. The message names the function, the argument and its value."""
     call, exception, message = ERRORS[case]
     for reduction in REDUCTIONS:
         if "without rows" in case and reduction in (SUM, PROD):
-            continue  # in jax.ops, as the reduction of no buckets, no error
+            continue  # no error in jax.ops, which reduces no buckets
         if "bucket_size" in case and not reduction.has_buckets:
             with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_size'"):
                 call(reduction)
@@ -1358,7 +1357,7 @@ def test_backward_errors(case: str) -> None:
 
 
 def test_out_sharding_errors() -> None:
-    """What out_sharding cannot be is said before anything runs."""
+    """Buckets cannot be combined with out_sharding."""
     for reduction in REDUCTIONS:
         if reduction.has_buckets:
             with pytest.raises(NotImplementedError, match=f"{reduction.name}: out_sharding cannot be combined"):
@@ -1370,7 +1369,7 @@ def test_out_sharding_errors() -> None:
 def test_sorted_unsigned_ids_beyond_the_signed_ones(
     rng: np.random.Generator, ids_dtype: str, reduction: Reduction
 ) -> None:
-    """Ascending ids stay so on their way into the kernel, which drops those that are too large, in every batch."""
+    """Ascending unsigned ids stay ascending in the kernel, which drops those out of range, in every batch element."""
     rows, segments, batch = 40, 6, 3
     top = np.iinfo(ids_dtype).max
     ids = np.sort(rng.choice(np.array([0, 1, 2, 4, top // 2, top // 2 + 1, top], ids_dtype), (batch, rows)), axis=1)
@@ -1383,6 +1382,6 @@ def test_sorted_unsigned_ids_beyond_the_signed_ones(
 
 @pytest.mark.parametrize("name", ["segment_mean", "segment_softmax", "segment_argmax", "segment_argmin"])
 def test_flags_are_keyword_only(name: str) -> None:
-    """Where jax.ops has no such function, nothing but the number of segments is known by its place."""
+    """If jax.ops has no such function, the flags are keyword-only."""
     with pytest.raises(TypeError, match=f"{name}\\(\\) takes from 1 to 3 positional arguments but 4 were given"):
         getattr(jax_baracuda, name)(np.ones((3, 2), np.float32), np.zeros(3, np.int32), 1, True)

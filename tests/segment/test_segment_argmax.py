@@ -1,4 +1,4 @@
-"""What is special to segment_argmax and segment_argmin: the first winner, NaN, zeros of both signs, integers."""
+"""Properties of segment_argmax and segment_argmin alone: the first winner, NaN, zeros of both signs, integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_arg
 def test_special_values_exhaustively(reduction: Reduction, dtype: str, layout: str) -> None:
-    """Every sequence of one to four special values: NumPy's argmax, so the first NaN, and -0 equal to +0."""
+    """For every sequence of one to four special values, the winner is NumPy's: the first NaN wins, and -0 equals +0."""
     batch = Batch()
     for length in range(1, 5) if layout != "far apart" else (3,):
         columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T.astype(jnp.dtype(dtype))
@@ -30,7 +30,7 @@ def test_special_values_exhaustively(reduction: Reduction, dtype: str, layout: s
             data, ids = columns.reshape(-1), np.tile(np.arange(segments, dtype=np.int32), length)
         elif layout == "wide rows":
             segments, data, ids = 1, columns, np.zeros(length, np.int32)
-        else:  # in different threads or blocks; what lies between does not win
+        else:  # in different threads or blocks; the rows between them never win
             segments, data = (
                 1,
                 np.full((1500, columns.shape[1]), -np.inf if reduction is ARGMAX else np.inf, columns.dtype),
@@ -49,7 +49,7 @@ def test_special_values_exhaustively(reduction: Reduction, dtype: str, layout: s
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
 @each_arg
 def test_first_of_many_ties(rng: np.random.Generator, reduction: Reduction, is_sorted: bool) -> None:
-    """Of equal values, and of values equal to the identity, the lowest row wins, whatever its position."""
+    """The lowest of equal rows wins, whatever its position, also if the rows equal the identity."""
     batch = Batch()
     for dtype in ("float32", "bfloat16", "int32", "uint32", "int8", "uint8", "bool"):
         info_or_none = None if dtype == "bool" else jnp.iinfo(dtype) if "int" in dtype else jnp.finfo(dtype)
@@ -68,7 +68,7 @@ def test_first_of_many_ties(rng: np.random.Generator, reduction: Reduction, is_s
 
 @each_arg
 def test_infinite_data(reduction: Reduction) -> None:
-    """Rows at the identity of the maximum still win over no rows."""
+    """A segment whose rows all equal the identity has a winner."""
     for value in (-np.inf, np.inf, np.nan):
         data = np.full((3, 2), value, np.float32)
         assert_same_bits(
@@ -80,7 +80,7 @@ def test_infinite_data(reduction: Reduction) -> None:
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_arg
 def test_subnormal_numbers(rng: np.random.Generator, reduction: Reduction, dtype: str, implementation: str) -> None:
-    """Numbers below the smallest normal one differ from zero and from each other; zeros of both signs do not."""
+    """Subnormal numbers differ from zero and from each other. Zeros of both signs are equal."""
     magnitudes = rng.integers(0, 4, (60, 5)).astype(f"uint{8 * jnp.dtype(dtype).itemsize}").view(jnp.dtype(dtype))
     data = np.where(rng.random((60, 5)) < 0.5, -magnitudes, magnitudes)
     ids = cases.make_ids(rng, 60, 20)
@@ -90,7 +90,7 @@ def test_subnormal_numbers(rng: np.random.Generator, reduction: Reduction, dtype
 
 @each_arg
 def test_result_is_int32(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Whatever the dtype of data and ids, with 64-bit types on and off, and one kernel serves every dtype."""
+    """The result is int32 for every dtype of data, with 64-bit types on and off. Each runs by the kernel."""
     for dtype in ("bool", *INTEGERS, *FLOATING):
         data, ids = cases.make_data(rng, (30, 2), dtype), cases.make_ids(rng, 30, 4, "int64")
         with cases.x64_for(dtype, ids.dtype):
@@ -101,7 +101,7 @@ def test_result_is_int32(rng: np.random.Generator, reduction: Reduction) -> None
 
 @each_arg
 def test_winners_attain_the_extremum(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Taking the winning rows gives the extremum, in every segment that is not empty."""
+    """The winning rows hold the extremum of every segment that is not empty."""
     data, ids = rng.normal(size=(500, 6)).astype(np.float32), cases.make_ids(rng, 500, 200)
     winner = reduction(data, ids, 200)
     extremum = (MAX if reduction is ARGMAX else MIN)(data, ids, 200)
@@ -119,7 +119,7 @@ def test_no_rows(reduction: Reduction) -> None:
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_dtypes_without_kernel(dtype: str) -> None:
-    """They run as plain JAX, also those that have no infinity."""
+    """Dtypes without a kernel run as plain JAX, also if they have no infinity."""
     data, ids = np.array([1, 3, 3, 2]).astype(jnp.dtype(dtype)), np.array([0, 0, 0, 1])
     assert_same_bits(ARGMAX(data, ids, 3), np.array([1, 3, 4], np.int32))
     assert_same_bits(ARGMIN(data, ids, 3), np.array([0, 3, 4], np.int32))

@@ -25,7 +25,7 @@ SIZES = (
 
 
 def reference(logits: np.ndarray, data: np.ndarray, gather_ids: np.ndarray, ids: np.ndarray, segments: int) -> Any:
-    """In float64, with the probabilities rounded to the dtype of the logits."""
+    """Attention in float64, with the probabilities rounded to the dtype of the logits."""
     output = np.zeros((segments, *data.shape[1:]))
     for segment in np.unique(ids[(ids >= 0) & (ids < segments)]):
         edges = np.flatnonzero(ids == segment)
@@ -48,7 +48,7 @@ def plain(logits: Any, data: Any, gather_ids: Any, ids: Any, segments: int) -> j
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", cases.FLOATING)
 def test_value(rng: np.random.Generator, dtype: str, sizes: Any, form: str) -> None:
-    """Also with edges that are dropped, and the same bits twice where they are promised."""
+    """Values are right, also with dropped edges. Two runs give the same bits if the call promises that."""
     nodes, edges, segments, heads, features = sizes
     logits = (3 * rng.normal(size=(edges, *heads))).astype(jnp.dtype(dtype))
     data = rng.normal(size=(nodes, *heads, *features)).astype(jnp.dtype(dtype))
@@ -65,7 +65,7 @@ def test_value(rng: np.random.Generator, dtype: str, sizes: Any, form: str) -> N
     assert output.dtype == data.dtype
     if form != "ids" or cases.PLATFORM == "cpu":
         assert np.asarray(output).tobytes() == np.asarray(again).tobytes()
-    eps = float(jnp.finfo(data.dtype).eps)  # a probability beside a border may be rounded to its other side
+    eps = float(jnp.finfo(data.dtype).eps)  # a probability near a rounding boundary may be rounded either way
     expected = reference(logits, data, gather_ids, ids, segments)
     bound = 4 * eps * reference(logits, np.abs(data), gather_ids, ids, segments) + 1e-6 * (eps > 1e-4)
     bound += 16 * float(jnp.finfo(jnp.promote_types(data.dtype, jnp.float32)).eps)
@@ -74,7 +74,7 @@ def test_value(rng: np.random.Generator, dtype: str, sizes: Any, form: str) -> N
 
 @pytest.mark.parametrize("form", ["ids", "plan"])
 def test_gradients(rng: np.random.Generator, form: str) -> None:
-    """Of logits and data, in float64, and of a gradient."""
+    """First and second derivatives by logits and data agree with plain JAX in float64."""
     with cases.x64_for("float64"):
         logits, data = rng.normal(size=(40, 2)), rng.normal(size=(9, 2, 3))
         ids = rng.integers(0, 9, 40), rng.integers(0, 7, 40)

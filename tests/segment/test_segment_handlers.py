@@ -1,4 +1,4 @@
-"""The native handlers of all segment ops trust nothing: what does not fit gives an error, never a crash."""
+"""The native handlers of all segment ops check their calls: an invalid call gives an error, never a crash."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def assert_refused(call: Call, what: str) -> None:
 
 
 def segments_are_fixed(call: Call) -> bool:
-    """Whether more than one array says how many segments there are."""
+    """Whether more than one array has a dimension of segments."""
     return sum(x.shape[1] == SEGMENTS for x in call.arrays()) > 1
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_valid_calls_succeed(target: str) -> None:
-    """The calls that the tests below spoil are good as they are, with any of their operands shared by the batch."""
+    """The calls that the tests below change are valid, also if the batch shares any of the operands."""
     good_call(target).run()
     num_operands = len(TARGETS[target][0])
     for count in range(1, num_operands + 1):
         for shared in itertools.combinations(range(num_operands), count):
             names = {TARGETS[target][0][i].name for i in shared}
             if target.endswith(("max_backward", "min_backward")) and len(names & {"winner", "output"}) == 1:
-                continue  # winners and maxima come from one kernel
+                continue  # one kernel makes winners and maxima, so they are shared together
             if {"mantissa", "packed"} & names and not {"mantissa", "packed"} <= names:
-                continue  # likewise
+                continue  # so are both residuals of a product
             if count < 3 or count == num_operands:
                 good_call(target, shared).run()
 
 
 def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
-    """Of what kernels made, that is winners, orders, counts and residuals of products, some that they might make."""
+    """Random operands. Winners, orders, counts and residuals of products have values that kernels might make."""
 
     def random(x: Array) -> np.ndarray:
         if x.name == "order":
@@ -65,9 +65,9 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
 
 
 def assert_same(target: str, actual: np.ndarray, expected: np.ndarray, what: str) -> None:
-    """The same bits, but for softmax, whose sums of at most ROWS terms may be added in another order.
+    """Asserts the same bits, except for softmax: sums of at most ROWS terms may be added in another order.
 
-    The largest terms are at most 1, and those of its gradient at most ROWS.
+    The largest terms are at most 1; for the gradient, at most ROWS.
     """
     magnitude = {
         "segment_softmax": 1,
@@ -80,7 +80,7 @@ def assert_same(target: str, actual: np.ndarray, expected: np.ndarray, what: str
 @pytest.mark.parametrize("sizes", handlers.BATCH_DIMS, ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, sizes: tuple[int, ...]) -> None:
-    """With each of the operands shared, and with none; winners and maxima, and residuals, come from one kernel."""
+    """Several batch dimensions act as one if no operand is shared, or one, or a pair that comes from one kernel."""
     names = [x.name for x in TARGETS[target][0]]
     together = [{"winner", "output"}, {"mantissa", "packed"}]
     for name in (None, *names):
@@ -99,17 +99,17 @@ def test_bad_batch_dims_are_refused(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_bad_shapes_are_refused(target: str) -> None:
-    """Each operand and result with another rank, batch, number of rows, segments or features."""
+    """An operand or result with another rank, batch, number of rows, segments or features is refused."""
     good = good_call(target)
     for how, array, call in good.with_other(with_other_shapes):
         if array.shape[1] == SEGMENTS and how.startswith("dimension 1") and not segments_are_fixed(good):
-            continue  # as good a number of segments as any
+            continue  # any number of segments is valid here
         assert_refused(call, f"{array.name} {how}")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_bad_dtypes_are_refused(target: str) -> None:
-    """Each operand and result with a dtype that has no kernel, or that does not fit to the others."""
+    """An operand or result is refused if its dtype has no kernel or does not match the others."""
     without_kernel = ("int16", "complex64", "int8", "bool", "uint8")
 
     def with_other_dtypes(array: Array) -> dict[str, Array]:
@@ -123,7 +123,7 @@ def test_bad_dtypes_are_refused(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_other_numbers_of_buffers_and_attributes_are_refused(target: str) -> None:
-    """XLA itself refuses them; of maxima, data and output are optional."""
+    """XLA or the handler refuses them. Gradients of extrema take data and output together, or neither."""
     good = good_call(target)
     extra = Array("extra", (BATCH, ROWS), "int32")
     calls = {
@@ -137,7 +137,7 @@ def test_other_numbers_of_buffers_and_attributes_are_refused(target: str) -> Non
     if len(good.results) > 1 or cases.PLATFORM == "cpu":  # on GPUs, XLA removes a call that has no result
         calls["result missing"] = dataclasses.replace(good, results=good.results[:-1])
     for what, call in calls.items():
-        # On GPUs, the scratch may lie in the place of a result that is missing.
+        # On GPUs, the scratch memory may take the place of a missing result.
         names = [result.name for result in good.results]
         handlers.assert_miscount_refused(
             call, what, ["expected both data and output", "scratch", "expected one scratch", *names]
@@ -154,7 +154,7 @@ def test_negative_number_of_segments_is_refused(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["segment_max_with_winner", "segment_min_with_winner"])
 def test_order_without_segments(target: str, rng: np.random.Generator) -> None:
-    """The order of rows is written where no cell is: the gradient goes by it."""
+    """The order of rows is written also without segments, because the gradient follows it."""
     call = good_call(target)
     *cells, order = call.results
     no_cells = (dataclasses.replace(x, shape=(BATCH, 0, FEATURES)) for x in cells)
@@ -165,7 +165,7 @@ def test_order_without_segments(target: str, rng: np.random.Generator) -> None:
 
 
 def of_extremum_gradient(rng: np.random.Generator, target: str) -> tuple[Call, dict[str, np.ndarray]]:
-    """A call with ties, and operands of which each segment attains its maximum in several rows."""
+    """A call of an extremum's gradient, and operands whose winners include ties."""
     call = good_call(target)
     operands = random_operands(rng, call)
     return call, operands | {"winner": rng.integers(-3, ROWS, (BATCH, SEGMENTS, FEATURES)).astype(np.int32)}
@@ -176,7 +176,7 @@ each_extremum_gradient = pytest.mark.parametrize("target", ["segment_max_backwar
 
 @each_extremum_gradient
 def test_tied_winners_without_data_get_nothing(rng: np.random.Generator, target: str) -> None:
-    """Nobody can tell who attains the maximum where data and output are not there."""
+    """Without data and output, a kernel cannot find the tied rows, so they get zeros."""
     call, operands = of_extremum_gradient(rng, target)
     call = dataclasses.replace(call, operands=call.operands[:4])
     winner = np.take_along_axis(operands["winner"], operands["segment_ids"][..., None], axis=1)
@@ -189,7 +189,7 @@ def test_tied_winners_without_data_get_nothing(rng: np.random.Generator, target:
 @pytest.mark.parametrize("order", [[0, 0, 0, 0], [0, 2, 2, 3], [-1, 2**31 - 1, 1, 0], [3, 1, 2, 0]], ids=str)
 @each_extremum_gradient
 def test_orders_of_rows_change_no_gradient(rng: np.random.Generator, target: str, order: list[int], dtype: str) -> None:
-    """Each row is written, whether the order names all of them once or not."""
+    """The gradient of each row is right, also if the order is not a permutation."""
     call, operands = of_extremum_gradient(rng, target)
     operands = {name: x if x.dtype == np.int32 else x.astype(jnp.dtype(dtype)) for name, x in operands.items()}
     arrays = ((kind, getattr(call, kind)) for kind in ("operands", "results"))
@@ -204,7 +204,7 @@ def test_orders_of_rows_change_no_gradient(rng: np.random.Generator, target: str
 
 
 def planned_calls(target: str, rows: int) -> Iterator[tuple[list[jax.ShapeDtypeStruct], dict[str, Any]]]:
-    """Operands and params of calls with so many rows, of all sizes and flags that a plan may depend on."""
+    """Operands and params of calls with this many rows, for all sizes and flags that a plan may depend on."""
     op, dtypes = OPS[target], ("float16", "float32")
     is_of_extremum = target in ("segment_max_backward", "segment_min_backward")
     segment_counts, feature_counts = (0, 1, 3, 40, 900, 5000, 100_000), (0, 1, 2, 3, 4, 8, 33, 64, 128, 1 << 20)
@@ -227,7 +227,7 @@ def planned_calls(target: str, rows: int) -> Iterator[tuple[list[jax.ShapeDtypeS
 @pytest.mark.parametrize("platform", KERNEL_PLATFORMS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_strategy_is_planned(target: str, platform: str) -> None:
-    """The strategies that the native module names are those that calls of some size and flags are run by."""
+    """Each strategy that the native module names runs some call, and no call has any other strategy."""
     native = NATIVE_MODULES[platform]
     if native.module is None:
         cases.skip_for_lack_of(platform, f"{platform}: {native.problem}")

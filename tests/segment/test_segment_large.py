@@ -1,4 +1,4 @@
-"""Arrays of more than 2^31 elements: rows and cells beyond are read and written where they are."""
+"""Arrays of more than 2^31 elements: kernels read and write the elements beyond 2^31 in the right places."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
 
 
 def large_value(row: Any, feature: Any) -> Any:
-    """Small numbers, but for the last two rows of each segment, which lie beyond element 2^31 and hold its maximum."""
+    """Small numbers, but the last two rows of each segment hold its maximum. These rows are beyond element 2^31."""
     is_last = row >= LARGE_ROWS - 2 * LARGE_SEGMENTS
     return np.where(is_last, (row + 3 * feature) % 120, (row * 7 + feature * 13) % 101 - 125).astype(np.int8)
 
@@ -51,7 +51,7 @@ def large_data(dtype: Any) -> jax.Array:
 
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
 def test_more_than_2_31_elements_of_data(is_sorted: bool) -> None:
-    """Rows whose elements have numbers of 2^31 and more are read where they are."""
+    """The maximum includes rows beyond element 2^31."""
     require_memory(12 if cases.PLATFORM == "cpu" else 40)
     assert (LARGE_ROWS - 2 * LARGE_SEGMENTS) * LARGE_FEATURES > 2**31
     data = large_data(jnp.int8)
@@ -67,7 +67,7 @@ def test_more_than_2_31_elements_of_data(is_sorted: bool) -> None:
 
 
 def test_more_than_2_31_elements_of_output() -> None:
-    """Segments whose cells have numbers of 2^31 and more are written where they belong."""
+    """The maxima of segments beyond element 2^31 of the result are written to their cells."""
     require_memory(12 if cases.PLATFORM == "cpu" else 40)
     segments = np.array([0, 1, LARGE_ROWS // 2, LARGE_ROWS - 2, LARGE_ROWS - 1, LARGE_ROWS, LARGE_ROWS])
     data = np.arange(7 * LARGE_FEATURES).reshape(7, LARGE_FEATURES).astype(np.int8)
@@ -78,7 +78,7 @@ def test_more_than_2_31_elements_of_output() -> None:
 
 
 def test_gradient_of_more_than_2_31_elements() -> None:
-    """The gradient of rows beyond element 2^31: the last row of a segment wins a feature, or the last but one."""
+    """The gradient reaches rows beyond element 2^31. One of a segment's last two rows wins each feature."""
     require_gpu_memory(40)
     data = large_data(jnp.bfloat16)
     ids = jnp.arange(LARGE_ROWS, dtype=jnp.int32) % LARGE_SEGMENTS
@@ -95,12 +95,12 @@ def test_gradient_of_more_than_2_31_elements() -> None:
 
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
 def test_sum_of_more_than_2_31_elements(is_sorted: bool) -> None:
-    """Each row is counted in its segment once, those beyond element 2^31 too: sums of ones and of row parities."""
+    """A sum of ones counts each row once, also beyond element 2^31. The last feature counts the last rows alone."""
     require_gpu_memory(20)
     rows = jnp.arange(LARGE_ROWS, dtype=jnp.int32)
     rows_per_segment = -(-LARGE_ROWS // LARGE_SEGMENTS)
     ids = rows // rows_per_segment if is_sorted else rows % LARGE_SEGMENTS
-    # float32 counts to 2^24; a segment has 2^16 rows. The last feature tells rows beyond element 2^31 from the others.
+    # float32 counts to 2^24, and a segment has 2^16 rows. The last feature is 1 only in rows beyond element 2^31.
     data = jnp.ones((LARGE_ROWS, LARGE_FEATURES), jnp.bfloat16)
     is_last = rows >= LARGE_ROWS - 2 * LARGE_SEGMENTS
     data = data.at[:, -1].set(is_last.astype(jnp.bfloat16))
@@ -112,7 +112,7 @@ def test_sum_of_more_than_2_31_elements(is_sorted: bool) -> None:
 
 
 def test_sum_into_more_than_2_31_elements() -> None:
-    """Sums of segments whose cells have numbers of 2^31 and more arrive there, and nowhere else."""
+    """The sums of segments beyond element 2^31 of the result are written to their cells, and nowhere else."""
     require_gpu_memory(20)
     segments = np.array([0, 1, LARGE_ROWS // 2, LARGE_ROWS - 1, LARGE_ROWS - 1, LARGE_ROWS, LARGE_ROWS])
     data = np.arange(1, 1 + 7 * LARGE_FEATURES).reshape(7, LARGE_FEATURES).astype(np.float16)
@@ -141,7 +141,7 @@ def test_gather_of_more_than_2_31_elements() -> None:
 
 @pytest.mark.skipif(cases.PLATFORM != "cuda", reason="CPUs have no grids")
 def test_more_blocks_than_a_grid_can_have_are_an_error() -> None:
-    """A batch of which each element takes a block: a count cut to 32 bits would be 2, and the other results garbage."""
+    """Each batch element takes a block. A count truncated to 32 bits would be 2, and other results would be garbage."""
     require_gpu_memory(10)
     d_output, ids = Array("d_output", (1, 1, 1), "bfloat16"), Array("segment_ids", (1, 1), "int32")
     call = handlers.good_call(
@@ -151,12 +151,12 @@ def test_more_blocks_than_a_grid_can_have_are_an_error() -> None:
 
 
 LARGE_EDGES, WIDE_FEATURES = 1_050_000, 2051
-"""Their product is more than 2^31, and nothing that large is in memory."""
+"""Their product exceeds 2^31. No array of that size is allocated."""
 
 
 @pytest.mark.parametrize("name", ["sum", "max"])
 def test_more_than_2_31_products_of_edges_and_features(rng: np.random.Generator, name: str) -> None:
-    """Small integers, which are added without rounding; no two rows have the same number in a column."""
+    """Value and gradient are exact: data are small integers, and no column has the same number twice."""
     num_rows, num_segments = 67, 61
     gather_ids, segment_ids = rng.integers(0, num_rows, LARGE_EDGES), rng.integers(0, num_segments - 1, LARGE_EDGES)
     data = rng.permuted(np.tile(np.arange(num_rows) - 33.0, (WIDE_FEATURES, 1)), axis=1).T
@@ -212,7 +212,7 @@ SUMS_OF_TENTHS: dict[str, Callable[..., Any]] = {
 def test_sums_of_so_many_terms_that_a_running_sum_loses_digits(
     name: str, implementation: Implementation | None
 ) -> None:
-    """A running sum in float32 is off by some percent, and at 2^24 times the terms does not grow any more."""
+    """A running sum in float32 would be off by some percent. It stops growing at 2^24 times the size of a term."""
     function = functools.partial(SUMS_OF_TENTHS[name], implementation=implementation)
     actual = jax.jit(function)(TENTHS, ONE_SEGMENT)
     np.testing.assert_allclose(actual, [0.1 * NUM_TERMS], rtol=5e-3)  # blocks of 2^16 rows are off by 1e-3
@@ -223,7 +223,7 @@ MODULES = (jax_baracuda, forward_mode)
 
 
 def lowered(function: Callable[..., Any]) -> str:
-    """The program of ``(data [MANY], ids [MANY])``, of which nothing is run."""
+    """The program of ``(data [MANY], ids [MANY])``. It is never run."""
     data, ids = jax.ShapeDtypeStruct((MANY,), np.float32), jax.ShapeDtypeStruct((MANY,), np.int32)
     return jax.jit(function).lower(data, ids).as_text()
 
@@ -278,12 +278,12 @@ NUMBER_ROWS: dict[str, Callable[..., Any]] = {
         for name in ("gather_segment_max", "gather_segment_min", "gather_segment_mean")
     },
 }
-"""Or count them."""
+"""Programs that number or count rows."""
 
 
 @pytest.mark.parametrize("name", [*NUMBER_NO_ROWS, *NUMBER_ROWS])
 def test_programs_of_2_31_rows_and_more(name: str) -> None:
-    """They number rows in 64 bits, which JAX has with x64 alone; without it, they say what to do."""
+    """Programs number rows in 64 bits, which requires x64. Without it, their error says so."""
     call = (NUMBER_NO_ROWS | NUMBER_ROWS)[name]
     of_32_bits = rf"iota.*tensor<{MANY}xi32>"
     with jax.enable_x64(True):
@@ -297,7 +297,7 @@ def test_programs_of_2_31_rows_and_more(name: str) -> None:
 
 
 def test_dtypes_of_row_numbers() -> None:
-    """int32 as long as the number of all rows fits."""
+    """Row numbers are int32 if the number of rows fits, and int64 otherwise."""
     with jax.enable_x64(True):
         for rows, dtype in ((MANY, np.int64), (2**31, np.int64), (2**31 - 1, np.int32)):
             data, ids = jax.ShapeDtypeStruct((rows,), np.int8), jax.ShapeDtypeStruct((rows,), np.int64)
@@ -307,7 +307,7 @@ def test_dtypes_of_row_numbers() -> None:
 
 
 def test_order_of_more_than_2_30_rows() -> None:
-    """Rows are counted in more than 30 bits: their order is ascending, and stable, and has each row once."""
+    """The order of more than 2^30 rows is ascending and stable."""
     require_gpu_memory(40)
     rows, segments = 2**30 + 12345, 1009
 

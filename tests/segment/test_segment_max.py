@@ -1,4 +1,4 @@
-"""What is special to segment_max and segment_min: ties and their winners, special values, the order of rows."""
+"""Properties of segment_max and segment_min alone: ties and their winners, special values, the order of rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ each_tie_break = pytest.mark.parametrize("tie_break", TIE_BREAKS)
 
 
 def flip(extremum: Reduction, data: np.ndarray) -> np.ndarray:
-    """Data whose minima are where these data have their maxima, for the minimum."""
+    """The data or, for the minimum, the data with reversed order: minima are then in the places of the maxima."""
     return data if extremum is MAX else cases.order_reversed(data)
 
 
@@ -50,7 +50,7 @@ def special_columns(length: int) -> np.ndarray:
 def add_value_and_gradients(
     batch: Batch, extremum: Reduction, data: np.ndarray, ids: np.ndarray, segments: int, cotangent: np.ndarray
 ) -> None:
-    """Adds the value alone, and value and gradient for each way to break ties."""
+    """Adds the value alone, and value and gradient for each rule of breaking ties."""
     expected = extremum.value(data, ids, segments)
     batch.add(lambda x: extremum(x, ids, segments), (data,), expected.check)
     for options in extremum.options:
@@ -67,7 +67,7 @@ def add_value_and_gradients(
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_special_values_far_apart(extremum: Reduction, dtype: str, filler: float) -> None:
-    """Sequences of three special values in rows far apart, which different threads or blocks reduce, then merge."""
+    """Three special values in rows far apart give the right extremum: different threads or blocks reduce them."""
     columns = special_columns(3)
     data = np.full((1500, columns.shape[1]), -filler if extremum is MAX else filler, jnp.dtype(dtype))
     data[[10, 700, 1499]] = columns.astype(data.dtype)
@@ -82,7 +82,7 @@ def test_special_values_far_apart(extremum: Reduction, dtype: str, filler: float
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_special_values_exhaustively(extremum: Reduction, dtype: str, layout: str) -> None:
-    """Every sequence of one to four NaN, infinities, zeros and ones of both signs, value and gradient."""
+    """Value and gradient are right for every sequence of one to four special values."""
     batch = Batch()
     for length in range(1, 5):
         columns = special_columns(length)
@@ -111,7 +111,7 @@ def tiny_data(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> n
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_subnormal_numbers(rng: np.random.Generator, extremum: Reduction, dtype: str, implementation: str) -> None:
-    """Numbers below the smallest normal one are neither rounded to zero nor tied with it, in value and derivatives."""
+    """Subnormal numbers are not rounded to zero and do not tie with it, in value and derivatives."""
     data = tiny_data(rng, (40, 6), dtype)
     ids = cases.make_ids(rng, 40, 7)
     cotangent = cases.cotangent(rng, (7, 6), dtype)
@@ -148,7 +148,7 @@ NARROW_ROWS = (
 def test_many_narrow_rows(
     rng: np.random.Generator, extremum: Reduction, dtype: str, row_shape: tuple[int, ...]
 ) -> None:
-    """So many rows of few features that a GPU skips, in the end, most of those that cannot be a maximum."""
+    """With many narrow rows, a GPU skips most rows that cannot be a maximum. Results are right."""
     rows, segments = (1 << 24) + 77, 70_000
     ids = rng.integers(-1, segments + 1, rows, dtype=np.int32)
     ids[ids == 17] = 18  # an empty segment
@@ -156,7 +156,7 @@ def test_many_narrow_rows(
     output = extremum(data, ids, segments)
     wide = np.asarray(data.astype(jnp.float32)) if dtype == "bfloat16" else np.asarray(data)
     is_member = (ids >= 0) & (ids < segments)
-    # Dropped rows go to one segment more. NumPy is quick with one column at a time.
+    # Dropped rows go to an additional segment. NumPy is fast with one column at a time.
     maxima = np.full((*row_shape, segments + 1), cases.identity(jnp.dtype(wide.dtype)), wide.dtype)
     for feature in np.ndindex(row_shape):
         column = np.ascontiguousarray(flip(extremum, wide)[..., *feature])
@@ -182,7 +182,7 @@ def test_many_narrow_rows(
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @each_extremum
 def test_gradient_of_ties_equals_jax(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
-    """On finite data, the gradient of jax.ops, which rounds a share twice and ours once."""
+    """On finite data, the gradient agrees with jax.ops, which rounds a share twice. Ours rounds it once."""
     for values in ("distinct", "ties"):
         data, ids = cases.make_data(rng, (200, 5), dtype, values), cases.make_ids(rng, 200, 12)
         cotangent = cases.cotangent(rng, (12, 5), dtype)
@@ -197,7 +197,7 @@ def test_gradient_of_ties_equals_jax(rng: np.random.Generator, extremum: Reducti
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_losers_get_exact_zeros(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
-    """A cotangent that is not finite reaches the winners and no other row (JAX's own gradient gives NaN there)."""
+    """A cotangent that is not finite reaches only the winners. In JAX's own gradient, the losers get NaN."""
     data, ids = cases.make_data(rng, (60, 4), dtype, "ties"), cases.make_ids(rng, 60, 5)
     for bad, tie_break in itertools.product((np.nan, np.inf, -np.inf), TIE_BREAKS):
         cotangent = np.full((5, 4), bad, jnp.dtype(dtype))
@@ -211,7 +211,7 @@ def test_losers_get_exact_zeros(rng: np.random.Generator, extremum: Reduction, d
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_many_ties(extremum: Reduction, dtype: str) -> None:
-    """The number of ties is an exact integer, also where the dtype cannot count that far."""
+    """The number of ties is an exact integer, also if the dtype cannot hold it."""
     for count in (2, 3, 256, 257, 2049, 70_001):
         data = np.full((count + 2, 2), 5, jnp.dtype(dtype))
         data[0] = data[-1] = 4
@@ -227,7 +227,7 @@ def test_many_ties(extremum: Reduction, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_ties_by_hand(extremum: Reduction, dtype: str) -> None:
-    """-0 and +0 tie; -inf ties with the identity; NaN passes nothing; "first" takes the lowest row."""
+    """-0 and +0 tie. -inf ties with the identity. NaN passes no gradient. "first" takes the lowest row."""
     data = np.array([-0.0, 0.0, -np.inf, -np.inf, -np.inf, np.nan, 7, 3, 3, 1], jnp.dtype(dtype))
     ids = np.array([0, 0, 1, 2, 2, 3, 3, 4, 4, 4])
     ones = np.ones(6, data.dtype)
@@ -247,7 +247,7 @@ def test_ties_by_hand(extremum: Reduction, dtype: str) -> None:
 @pytest.mark.parametrize("bucket_size", [1, 7, 40, 64])
 @each_extremum
 def test_bucket_size_gradient(rng: np.random.Generator, extremum: Reduction, bucket_size: int, unit: float) -> None:
-    """Tied buckets share first, then the rows within; compared with NumPy and with jax.ops. "first" ignores buckets."""
+    """Tied buckets share the gradient first, then the rows within them, as in jax.ops. "first" ignores buckets."""
     rows, segments = 40, 3
     data = rng.integers(0, 3, (rows, 4)).astype(np.float32) * np.float32(unit)
     ids = cases.make_ids(rng, rows, segments)
@@ -275,7 +275,7 @@ def test_bucket_size_gradient(rng: np.random.Generator, extremum: Reduction, buc
     expected_by_jax = jax.jit(lambda x: value_and_pullback(by_jax, x, d_output)[1])(data)
     eps = np.finfo(np.float32).eps
     np.testing.assert_allclose(ours, expected, rtol=2 * eps, atol=0)  # two divisions, and JAX's product by a quotient
-    if unit == 1:  # on CPUs, JAX takes subnormal numbers for zeros
+    if unit == 1:  # on CPUs, JAX treats subnormal numbers as zeros
         np.testing.assert_allclose(ours, expected_by_jax, rtol=3 * eps, atol=0)
     _, first = extremum.pullback(data, ids, segments, d_output, tie_break="first", **options)
     assert_same_bits(first, first_expected)
@@ -284,7 +284,7 @@ def test_bucket_size_gradient(rng: np.random.Generator, extremum: Reduction, buc
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "complex64"])
 @each_extremum
 def test_gradient_of_dtypes_without_kernel(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
-    """Where jax.ops has a gradient, ours is the same: no rounding here, as ties are of 1, 2 or 4 rows."""
+    """The gradient equals that of jax.ops. Ties of 1, 2 or 4 rows make it exact."""
     if not hasattr(jnp, dtype):
         pytest.skip(f"this version of JAX has no {dtype}")
     values = rng.integers(-2, 2, (3, 2)) + (1j * rng.integers(-2, 2, (3, 2)) if "complex" in dtype else 0)
@@ -295,7 +295,7 @@ def test_gradient_of_dtypes_without_kernel(rng: np.random.Generator, extremum: R
         ones = jnp.ones((3, 2), rows.dtype)
         by_jax = functools.partial(extremum.by_jax, segment_ids=ids, num_segments=3)
         expected_output, expected = value_and_pullback(by_jax, rows, ones)
-        has_nan = np.isnan(np.asarray(expected_output).astype(np.complex64)).any()  # kinds without infinities
+        has_nan = np.isnan(np.asarray(expected_output).astype(np.complex64)).any()  # dtypes without infinities
         for tie_break in TIE_BREAKS:
             output, gradient = extremum.pullback(rows, ids, 3, ones, tie_break=tie_break)
             backward = extremum.call_backward(ones, rows, ids, 3, tie_break=tie_break)
@@ -311,18 +311,18 @@ def test_gradient_of_dtypes_without_kernel(rng: np.random.Generator, extremum: R
 
 @each_extremum
 def test_backward_with_broadcast_data(rng: np.random.Generator, extremum: Reduction) -> None:
-    """Where data broadcast over the ids, their cotangent is summed back to their shape."""
+    """The cotangent of data that broadcast over the ids is summed to the shape of the data."""
     data, ids = rng.normal(size=(1, 3)).astype(np.float32), np.array([0, 2, 2, 2, 2])
     d_output = rng.integers(1, 9, (3, 3)).astype(np.float32)
     for options in extremum.options:
         d_data = extremum.call_backward(d_output, data, ids, 3, **options)
-        # All rows are equal: each segment with rows gives its cotangent in quarters, or whole, that sum to it.
+        # All rows are equal. Each segment's cotangent goes to one row, or in quarters to four, and the sum restores it.
         assert_same_bits(d_data, (d_output[0] + d_output[2])[None])
 
 
 @pytest.mark.parametrize("mapped", ["data", "ids", "both"])
 def test_vmap_over_winners_only(rng: np.random.Generator, mapped: str) -> None:
-    """A cotangent shared by the whole batch, with mapped data or ids."""
+    """The gradient is right if the batch shares the cotangent, and data or ids are mapped."""
     data = cases.make_data(rng, (4, 20, 3), "float32")
     ids = np.stack([cases.make_ids(rng, 20, 5) for _ in range(4)])
     d_output = cases.cotangent(rng, (5, 3), "float32")
@@ -340,7 +340,7 @@ def test_vmap_over_winners_only(rng: np.random.Generator, mapped: str) -> None:
 
 @each_extremum
 def test_residuals(rng: np.random.Generator, extremum: Reduction) -> None:
-    """With tie_break="first" the data are not kept for the backward pass; with "split" they are."""
+    """With tie_break="split", the data are a residual. With "first", they are not."""
     data, ids = jnp.asarray(cases.make_data(rng, (50, 6), "float32")), cases.make_ids(rng, 50, 9)
     for tie_break, keeps_data in (("first", False), ("split", True)):
         _, vjp = jax.vjp(lambda x, tie_break=tie_break: extremum(x, ids, 9, tie_break=tie_break), data)
@@ -367,7 +367,7 @@ def test_unsorted_backward_names_itself() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Higher derivatives and forward mode where ties are broken, against the matrix of shares.
+# Higher derivatives and forward mode at ties, against the matrix of shares.
 
 
 def jacobian(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str) -> np.ndarray:
@@ -384,7 +384,7 @@ def jacobian(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str) -
 @each_tie_break
 @each_extremum
 def test_higher_derivatives_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
-    """Derivatives of sum(output ** 3) up to the third against their closed forms, and every way to the second."""
+    """The first three derivatives of sum(output ** 3) equal their closed forms, in every combination of modes."""
     data, ids = exact_problem(rng, "ties")
     a = jacobian(data, ids, 3, tie_break)
     data = flip(extremum, data)
@@ -419,7 +419,7 @@ def test_higher_derivatives_at_ties(rng: np.random.Generator, extremum: Reductio
 @each_tie_break
 @each_extremum
 def test_forward_mode_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
-    """jvp, jacfwd, linearize of the forward-mode function, and grad of its jvp, against the matrix of shares."""
+    """jvp, jacfwd and linearize of the forward-mode function, and grad of its jvp, equal the matrix of shares."""
     data, ids = exact_problem(rng, "ties")
     tangent = small_integers(rng, data.shape, "float64")
     a = jacobian(data, ids, 3, tie_break)
@@ -444,18 +444,18 @@ def test_forward_mode_at_ties(rng: np.random.Generator, extremum: Reduction, tie
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The order in which the backward kernel may take the rows.
+# The order in which the backward kernel may process the rows.
 
 
 def kernels(extremum: Reduction) -> tuple[Callable[..., list[jax.Array]], Callable[..., list[jax.Array]]]:
-    """The reduction that notes its winners, and the gradient."""
+    """The reduction that returns its winners, and the gradient."""
     names = (f"{extremum.name}_with_winner", f"{extremum.name}_backward")
     with_winner, backward = (functools.partial(OPS[name], **OPS[name].targets[name]) for name in names)
     return with_winner, backward
 
 
 def orders(rng: np.random.Generator, ids: np.ndarray, by_kernel: np.ndarray) -> dict[str, np.ndarray]:
-    """Permutations of the rows, all of which must do."""
+    """Permutations of the rows. Each of them is valid."""
     return {
         "of the forward kernel": by_kernel,
         "identity": np.arange(len(ids)),
@@ -472,7 +472,7 @@ ORDERED_SHAPES = (Shape(1, (3,), 2), Shape(500, (9,), 40), Shape(33_000, (130,),
 @each_tie_break
 @each_extremum
 def test_order_is_a_hint(rng: np.random.Generator, extremum: Reduction, tie_break: str, shape: Shape) -> None:
-    """Whatever permutation the backward kernel is told to follow, or none, the gradient is the same."""
+    """The gradient is the same for every order that the backward kernel gets, and for none."""
     data, ids = extremum.make_data(rng, shape, "float32"), cases.make_ids(rng, shape.rows, shape.segments)
     cotangent = cases.cotangent(rng, (shape.segments, *shape.row_shape), "float32")
     expected = extremum.gradient(cotangent, data, ids, shape.segments, tie_break)
@@ -493,7 +493,7 @@ def test_order_is_a_hint(rng: np.random.Generator, extremum: Reduction, tie_brea
     assert_same_bits(without[0], np.asarray(output))
     assert_same_bits(without[1], np.asarray(winner))
     expected.check(gradient(winner, without[2], output), "without an order")
-    # Nothing is promised for rows that are no rows, but that memory elsewhere is neither read nor written.
+    # Orders with numbers out of range may give any result, but no access out of bounds.
     for bad in (-1, shape.rows, np.iinfo(np.int32).max, np.iinfo(np.int32).min):
         garbage = np.where(rng.random(shape.rows) < 0.5, bad, np.arange(shape.rows)).astype(np.int32)
         jax.block_until_ready(gradient(winner, garbage, output))
@@ -501,7 +501,7 @@ def test_order_is_a_hint(rng: np.random.Generator, extremum: Reduction, tie_brea
 
 @each_extremum
 def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None:
-    """Orders that the batch shares or has one each of, for cells and ids that it shares or has one each of."""
+    """The batch may share the order, the ids, both or none."""
     shape, size = Shape(60, (9,), 7), 3
     data = np.stack([extremum.make_data(rng, shape, "float32") for _ in range(size)])
     cotangent = cases.cotangent(rng, (size, 7, 9), "float32")
@@ -524,7 +524,7 @@ def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None
 @pytest.mark.parametrize(("size", "mapped"), [(3, "both"), (3, "data"), (2, "ids")])
 @each_extremum
 def test_gradient_of_a_large_batch(rng: np.random.Generator, extremum: Reduction, size: int, mapped: str) -> None:
-    """Gradients that follow the order of the forward kernel, where a GPU sorts the rows of the whole batch together."""
+    """Gradients follow the order of the forward kernel. A GPU sorts the rows of the whole batch together."""
     rows, segments = (100_000, 5000) if cases.PLATFORM == "cuda" else (2000, 100)
     data = rng.integers(-20, 20, (size, rows, 32)).astype(np.float32)
     ids = rng.integers(-segments // 9, segments + segments // 9, (size, rows), dtype=np.int32)
@@ -542,7 +542,7 @@ def test_gradient_of_a_large_batch(rng: np.random.Generator, extremum: Reduction
 @pytest.mark.parametrize("shared", ["nothing", "data", "ids"])
 @each_extremum
 def test_order_of_each_element(rng: np.random.Generator, extremum: Reduction, shared: str) -> None:
-    """The order of the forward kernel holds each row of an element once, dropped ones too, by the element's numbers."""
+    """The forward kernel's order has each row of a batch element once, dropped rows included."""
     size, rows, segments = 3, 33_000, 900
     data = rng.normal(size=(1 if shared == "data" else size, rows, 33)).astype(np.float32)
     ids = np.stack([cases.make_ids(rng, rows, segments) for _ in range(1 if shared == "ids" else size)])
@@ -557,7 +557,7 @@ def test_order_of_each_element(rng: np.random.Generator, extremum: Reduction, sh
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_shares_that_are_subnormal(dtype: str) -> None:
-    """Shares among the subnormal numbers, where a quotient may lie halfway between two, are rounded once, to even."""
+    """Subnormal shares are rounded once, and to even if the quotient is halfway between two numbers."""
     bits = np.arange(1, 3 << (jnp.finfo(dtype).nmant + 1), dtype=np.uint16)
     cotangent = bits.view(jnp.dtype(dtype))[None]
     for members in (2, 3, 4, 6, 8, 64):

@@ -1,4 +1,4 @@
-"""The order of rows by segments, and what sorts before it reduces on GPUs: XLA computes equal orders once."""
+"""The order of rows by segments, and reductions that sort first on GPUs: XLA computes equal orders once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NODES, EDGES, SEGMENTS = 30, 200, 17
 
 
 def assert_is_order(ids: np.ndarray, segments: int) -> None:
-    """SEGMENT_ORDER of each row of `ids` is that of a stable sort, with what is out of range at the end."""
+    """Asserts that SEGMENT_ORDER of each row of `ids` is a stable sort, with ids out of range at the end."""
     order, sorted_ids = jax.jit(jax.vmap(lambda ids: SEGMENT_ORDER(ids, num_segments=segments)))(ids)
     is_member = (ids >= 0) & (ids < segments)
     expected = np.argsort(np.where(is_member, ids, segments), axis=-1, kind="stable")
@@ -39,13 +39,13 @@ def test_order(rng: np.random.Generator, rows: int, segments: int) -> None:
     ("batch", "rows"), [(1, 16_385), (3, 20_000), (1, 2**19 + 1), (1, 1_150_000)], ids=["few", "batch", "many", "wave"]
 )
 def test_order_of_many_rows(rng: np.random.Generator, batch: int, rows: int, segments: int) -> None:
-    """GPUs sort them digit by digit, in tiles of three sizes. A third of the rows has one segment."""
+    """GPUs sort many rows digit by digit, in tiles of three sizes. A third of the rows is in one segment."""
     ids = rng.integers(-2, segments, (batch, rows)).astype(np.int32)
     assert_is_order(np.where(rng.random((batch, rows)) < 0.3, np.int32(segments // 2), ids), segments)
 
 
 def graph(rng: np.random.Generator) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows with ties, ids of edges of which some are out of range, and weights."""
+    """Rows with ties, ids of edges, and weights. Some ids are out of range."""
     data = jnp.asarray(rng.integers(-2, 3, (NODES, 2, 3)), jnp.float32)
     senders = jnp.asarray(rng.integers(-NODES - 2, NODES + 3, EDGES), jnp.int32)
     receivers = jnp.asarray(rng.integers(-1, SEGMENTS + 2, EDGES), jnp.int32)
@@ -78,7 +78,7 @@ def unsorted_calls(name: str, *operands: Any) -> list[OpCall]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
-    """On any device, they compute what the op does, also where the edges have numbers of their own."""
+    """The programs for GPUs compute the op's results on any device, also with an order of the edges."""
     calls = unsorted_calls(name, *graph(rng))
     assert calls
     for call in calls:
@@ -102,7 +102,7 @@ def _named(call: OpCall) -> dict[str, Any]:
 
 
 def _operand(rng: np.random.Generator, aval: Any, name: str) -> jax.Array:
-    """Small integers, which add up exactly; ids and winners are in the range of both or out of it."""
+    """Small integers, which add up exactly. Some ids and winners are out of range."""
     low, high = (-2, EDGES // 4) if aval.dtype == np.int32 else (-2, 3)
     return jnp.asarray(rng.integers(low, high, aval.shape), aval.dtype)
 
@@ -118,7 +118,7 @@ def sorted_sum(data: Any, gather_ids: Any, segment_ids: Any) -> jax.Array:
 def test_narrow_rows_of_sorted_edges(
     rng: np.random.Generator, dtype: str, features: int, clips_gather_ids: bool, is_wide: bool
 ) -> None:
-    """On GPUs they are written out and added up, and not sorted again; on any device that gives what the op does."""
+    """GPUs gather narrow rows first, then sum them without another sort. On any device, that gives the op's results."""
     data, senders, receivers, _ = graph(rng)
     data, receivers = jnp.tile(data[:, 0, :1], features).astype(dtype), jnp.sort(receivers)
     [call, *_] = traced_calls(sorted_sum, data, senders, receivers)
@@ -156,7 +156,7 @@ def test_which_sorted_edges_take_two_steps(edges: int, features: int, dtype: str
 
 @pytest.mark.skipif(cases.PLATFORM != "cuda", reason="only GPUs need an order")
 def test_a_program_sorts_once(rng: np.random.Generator) -> None:
-    """Two layers and their gradients: by receivers and by senders."""
+    """Two layers and their gradients need two orders: by receivers and by senders."""
     data, senders, receivers, _ = graph(rng)
 
     def loss(data: Any, senders: Any, receivers: Any) -> Any:

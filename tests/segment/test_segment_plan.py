@@ -1,4 +1,4 @@
-"""Plans of the functions that do not gather: values, gradients, transformations, errors and checks of plans."""
+"""Plans for functions that do not gather: values, gradients, transformations, errors and checks of plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ each_differentiable = pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=s
 
 
 def small_integers(rng: np.random.Generator, *shape: int) -> jax.Array:
-    """With ties."""
+    """Data with ties."""
     return jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
 
 
@@ -34,7 +34,7 @@ def small_integers(rng: np.random.Generator, *shape: int) -> jax.Array:
     ("reduction", "dtype"), [pytest.param(r, dtype, id=f"{r}-{dtype}") for r in REDUCTIONS for dtype in r.dtypes]
 )
 def test_value_and_gradients(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Those of the NumPy reference, for every dtype and size; the public gradient's are the same."""
+    """Values and both gradients, also the public one, agree with the NumPy reference for every dtype and size."""
     batch = Batch()
     for shape in SHAPES:
         ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=False)
@@ -79,7 +79,7 @@ def _add(
 @each_differentiable
 @pytest.mark.parametrize("num_features", [3, 128])
 def test_nothing_sorts_any_more(rng: np.random.Generator, reduction: Reduction, num_features: int) -> None:
-    """The kernels of the value promise sorted ids, and XLA has nothing to sort."""
+    """With a plan, the value's kernels are told that ids are sorted, and XLA sorts nothing."""
     data = small_integers(rng, ROWS, num_features)
     plan = segment_plan(cases.make_ids(rng, ROWS, SEGMENTS, is_sorted=False), SEGMENTS)
 
@@ -96,7 +96,7 @@ def test_nothing_sorts_any_more(rng: np.random.Generator, reduction: Reduction, 
 
 @each_reduction
 def test_plan_of_edges_serves_rows(rng: np.random.Generator, reduction: Reduction) -> None:
-    """What edges gather makes no difference to their own rows; the transposed plan sums them by what they gather."""
+    """Reductions of rows ignore the gather ids of a plan. Its transpose reduces the rows by these ids."""
     ids, gather_ids = rng.integers(-2, SEGMENTS + 2, ROWS), rng.integers(0, 20, ROWS)
     data = small_integers(rng, ROWS, 4)
     plan = segment_plan(ids, SEGMENTS, gather_ids, 20)
@@ -107,7 +107,7 @@ def test_plan_of_edges_serves_rows(rng: np.random.Generator, reduction: Reductio
 
 @each_differentiable
 def test_transformations(rng: np.random.Generator, reduction: Reduction) -> None:
-    """jit, with the plan as an argument, vmap over data, over plans and over both, scan, checkpoint, forward mode."""
+    """A plan passes through jit, vmap over data, plans or both, scan, checkpoint and forward mode."""
     all_ids = rng.integers(-2, SEGMENTS + 2, (3, ROWS))
     data = small_integers(rng, 3, ROWS, 4) + 4
     plans = [jax.jit(segment_plan, static_argnums=1)(ids, SEGMENTS) for ids in all_ids]
@@ -120,7 +120,7 @@ def test_transformations(rng: np.random.Generator, reduction: Reduction) -> None
     single = [jax.jit(gradient)(data[i], plans[i]) for i in range(3)]
     shared = [jax.jit(gradient)(data[i], plans[0]) for i in range(3)]
     own = [jax.jit(gradient)(data[0], plan) for plan in plans]
-    # Sums over other numbers of features may be cut otherwise; what they add are integers.
+    # Sums with another number of features may be split differently. Terms are integers, so only two ops round.
     close = {"rtol": 1e-6} if reduction.name in ("segment_softmax", "segment_prod") else {"rtol": 0}
     for axes, arguments, expected in (
         ((0, 0), (data, stacked), single),
@@ -144,7 +144,7 @@ def test_transformations(rng: np.random.Generator, reduction: Reduction) -> None
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @each_differentiable
 def test_sharding_of_features(rng: np.random.Generator, reduction: Reduction, axis_type: AxisType) -> None:
-    """Features are split without a collective, in both passes."""
+    """Splitting features needs no collective, in both passes."""
     mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
     ids, data = rng.integers(-2, SEGMENTS + 2, ROWS), small_integers(rng, ROWS, 8) + 4
     plan = segment_plan(ids, SEGMENTS)
@@ -168,7 +168,7 @@ def test_sharding_of_features(rng: np.random.Generator, reduction: Reduction, ax
 
 @each_reduction
 def test_any_plan_is_safe(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Arrays that are no orders give some result, and nothing is read or written out of bounds."""
+    """A plan of arbitrary integers gives some result, and no access out of bounds."""
     data, ids = small_integers(rng, ROWS, 3), rng.integers(0, SEGMENTS, ROWS)
     good = segment_plan(ids, SEGMENTS)
     expected = reduction(data, plan=good)
@@ -193,7 +193,7 @@ def test_any_plan_is_safe(rng: np.random.Generator, reduction: Reduction) -> Non
 
 
 def test_validate(rng: np.random.Generator) -> None:
-    """Finds a plan of other ids, one that was changed, and nothing to complain of in a right one."""
+    """`validate` refuses a plan of other ids and a changed plan, and accepts a right one."""
     ids, gather_ids = rng.integers(-3, SEGMENTS + 3, ROWS), rng.integers(-30, 30, ROWS)
     plan, of_edges = segment_plan(ids, SEGMENTS), segment_plan(ids, SEGMENTS, gather_ids, 20)
     plan.validate()
@@ -228,7 +228,7 @@ def test_plans_are_compared_by_identity() -> None:
 
 @pytest.mark.parametrize("argument", [{"static_argnums": 1}, {"static_argnames": "plan"}], ids=str)
 def test_a_plan_is_no_static_argument(argument: dict[str, Any]) -> None:
-    """The error says what to do, and shows no elements."""
+    """The error says how to pass a plan, and prints no elements."""
 
     def program(data: jax.Array, plan: SegmentPlan) -> jax.Array:
         return jax_baracuda.segment_sum(data, plan=plan)

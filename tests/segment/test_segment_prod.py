@@ -1,4 +1,4 @@
-"""What is special to segment_prod: zeros, infinities and extreme magnitudes, in the product and in its gradient."""
+"""Properties of segment_prod alone: zeros, infinities and extreme magnitudes, in the product and its gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0, 0.5)
 def check_value_and_gradient(
     data: np.ndarray, ids: np.ndarray, segments: int, cotangent: np.ndarray | None = None, where: str = ""
 ) -> None:
-    """For ids as they are and, where they are sorted, also with that promise."""
+    """Checks value and gradient. If the ids are sorted, checks them also with ``indices_are_sorted``."""
     cotangent = np.ones((segments, *data.shape[1:]), data.dtype) if cotangent is None else cotangent
     value, gradient = PROD.value(data, ids, segments), PROD.gradient(cotangent, data, ids, segments)
     with cases.x64_for(data.dtype):
@@ -38,7 +38,7 @@ def check_value_and_gradient(
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_special_values_exhaustively(dtype: str, layout: str) -> None:
-    """Every sequence of one to four NaN, infinities, zeros of both signs and ordinary numbers, value and gradient."""
+    """Value and gradient are right for every sequence of one to four special values and ordinary numbers."""
     batch = Batch()
     for length in range(1, 5):
         columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T
@@ -66,7 +66,7 @@ def test_special_values_exhaustively(dtype: str, layout: str) -> None:
 @pytest.mark.parametrize("num_zeros", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("special", [0.0, -0.0, np.inf, -np.inf, np.nan])
 def test_counts_of_special_values(rng: np.random.Generator, special: float, num_zeros: int) -> None:
-    """Zeros, infinities or NaN in rows far apart: exactly one leaves a gradient to its own row, several to none."""
+    """Zeros, infinities or NaN in rows far apart: exactly one passes a gradient to its own row, several to none."""
     data = np.exp2(rng.integers(-1, 2, (3000, 40)) * rng.choice([0, 1], (3000, 40), p=[0.99, 0.01])).astype(np.float32)
     ids = np.sort(rng.integers(0, 2, 3000))
     for feature in range(40):
@@ -79,7 +79,7 @@ def test_counts_of_special_values(rng: np.random.Generator, special: float, num_
 @pytest.mark.parametrize("order", ["large first", "small first", "alternating", "random"])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str, order: str) -> None:
-    """Factors whose partial products overflow or underflow, but whose product does not: exact, and so the gradient."""
+    """Product and gradient are exact, also if partial products overflow or underflow."""
     max_exponent = int(jnp.finfo(dtype).maxexp) - 1
     for half in (1, 20, 3000):
         exponents = np.repeat([max_exponent, -max_exponent], half)
@@ -107,7 +107,7 @@ def test_intermediate_products_out_of_range(rng: np.random.Generator, dtype: str
 def test_exponents_of_partial_products_beyond_25_bits(
     dtype: str, exponent: int, half: int, order: str, implementation: Implementation
 ) -> None:
-    """Of so many extreme factors that the exponent of a partial product is wide itself; of one column, and of more."""
+    """Product and gradient are exact, also if partial products have very large exponents."""
     exponents = np.repeat([exponent, -exponent] if order == "large first" else [-exponent, exponent], half)
     column = np.exp2(np.append(exponents, 3).astype(np.float64)).astype(dtype)
     ids = np.zeros(len(column), np.int32)
@@ -128,7 +128,7 @@ def test_exponents_of_partial_products_beyond_25_bits(
 
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_exponents_of_partial_products_beyond_32_bits(is_sorted: bool) -> None:
-    """Of kernels: the product of the large factors alone is about 2^(2^31)."""
+    """A kernel's product is exact, although the product of the large factors alone is about 2^(2^31)."""
     half = 17_500_000
     data = np.repeat(np.array([2.0**126, 2.0**-126], jnp.bfloat16), half)
     data[-1] *= 2
@@ -139,7 +139,7 @@ def test_exponents_of_partial_products_beyond_32_bits(is_sorted: bool) -> None:
 @cases.on_two_devices
 @pytest.mark.parametrize("of_cells", [P(), P("x")], ids=str)
 def test_products_of_shards_out_of_range(of_cells: P) -> None:
-    """One device has the large factors of a segment, another the small ones."""
+    """Product and gradient are right, although one device has only large factors and another only small ones."""
     half, mesh = 40_000, jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
     with jax.enable_x64(True):
         data = np.repeat(np.exp2([1000.0, -1000.0]), half)[:, None] * np.ones(3)
@@ -157,7 +157,7 @@ def test_products_of_shards_out_of_range(of_cells: P) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_factors_and_products(rng: np.random.Generator, dtype: str) -> None:
-    """Factors and products below the smallest normal number are neither zero nor less precise than they are."""
+    """Subnormal factors and products are not zeros, and lose no precision."""
     info = jnp.finfo(dtype)
     smallest = float(info.smallest_subnormal)
     lift = float(2.0 ** min(info.maxexp - 1, 100))
@@ -197,7 +197,7 @@ def test_float16_products_and_gradients_have_the_range_of_float32() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
-    """The product of the other rows is out of range, times the cotangent it is not; and the other way round."""
+    """The gradient is right, also if the product of the other rows is out of range but the gradient is in range."""
     powers = int(jnp.finfo(dtype).maxexp) - 2
     largest = jnp.finfo(jnp.promote_types(dtype, "float32")).maxexp // powers
     data = np.concatenate([np.full(largest + 2, 2.0**powers), [0.0, 1.0, 3.0]])
@@ -214,7 +214,7 @@ def test_cotangents_bring_gradients_back_into_range(dtype: str) -> None:
 @pytest.mark.parametrize("implementation", ["kernel", "xla"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_derivatives_whose_products_of_others_leave_the_range(dtype: str, implementation: Implementation) -> None:
-    """What they are multiplied with brings them back: the cotangent of the gradient, the tangents of the others."""
+    """Derivatives are right if a cotangent or tangent brings an out-of-range product of other rows back into range."""
     power = int(jnp.finfo(dtype).maxexp) - 28
     ids = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3])
     exponents = np.array([0, -power, -power, 0, power, power, power, power, -power, 5])
@@ -236,7 +236,7 @@ def test_derivatives_whose_products_of_others_leave_the_range(dtype: str, implem
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_rounding(rng: np.random.Generator, dtype: str) -> None:
-    """Products of any numbers have at most one rounding of the accumulator per factor, and one of the result."""
+    """Products round the accumulator at most once for each factor, and the result once."""
     batch = Batch()
     for shape in (
         Shape(60, (), 9),
@@ -277,9 +277,9 @@ def test_integers_wrap(dtype: str) -> None:
 
 
 def test_higher_derivatives_with_zeros(rng: np.random.Generator) -> None:
-    """Derivatives up to the third, with 0 to 3 zeros in a segment, are those of a written-out product.
+    """The first three derivatives, with 0 to 3 zeros in a segment, equal those of a product in plain JAX.
 
-    They are exact, since they are polynomials of small integers.
+    They are exact, because they are polynomials of small integers.
     """
     data, ids = rng.choice([-3.0, -2.0, -1.0, 1.0, 2.0, 3.0], (8, 4)), np.array([0, 0, 0, 0, 1, 1, 1, -1])
     for segment, num_zeros in np.ndindex(2, 4):
@@ -300,7 +300,7 @@ def test_higher_derivatives_with_zeros(rng: np.random.Generator) -> None:
 
 
 def test_gradient_of_dropped_and_lone_rows() -> None:
-    """A lone row gets the cotangent as it is, whatever its value; a dropped row gets 0, whatever the cotangent."""
+    """The only row of a segment gets the cotangent unchanged, whatever its value. A dropped row always gets 0."""
     data = np.array([np.nan, np.inf, 0, 5, np.nan, 0], np.float32)
     ids = np.array([0, 1, 2, 3, -1, 7])
     cotangent = np.array([2, 3, np.inf, np.nan], np.float32)
@@ -320,7 +320,7 @@ def test_gradient_equals_jax_where_it_has_one(rng: np.random.Generator) -> None:
 
 
 def test_complex_numbers(rng: np.random.Generator) -> None:
-    """Plain JAX; the gradient of a row is the product of the others of its segment."""
+    """Complex products run as plain JAX. A row's gradient is the product of its segment's other rows."""
     data = (rng.normal(size=(6, 3)) + 1j * rng.normal(size=(6, 3))).astype(np.complex64)
     data[1, 0] = 0
     ids, cotangent = np.array([0, 0, 2, 2, 2, 5]), rng.normal(size=(3, 3)).astype(np.complex64)

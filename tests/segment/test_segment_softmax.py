@@ -1,4 +1,4 @@
-"""What is special to segment_softmax: large and infinite logits, normalisation, shift invariance, its gradient."""
+"""Properties of segment_softmax alone: large and infinite logits, normalisation, shift invariance, its gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ each_dtype = pytest.mark.parametrize("dtype", FLOATING)
 
 
 def both_orders(logits: np.ndarray, ids: np.ndarray, segments: int) -> list[jax.Array]:
-    """The probabilities for ids as they are, and for sorted ids, brought back to the order of the rows."""
+    """The probabilities for unsorted ids, twice, and for sorted ids, restored to the order of the rows."""
     order = np.argsort(ids, kind="stable")
     is_sorted = segment_softmax(logits[order], ids[order], segments, indices_are_sorted=True)
     return [
@@ -41,7 +41,7 @@ def test_rows_of_a_segment_sum_to_one(rng: np.random.Generator, dtype: str) -> N
                 probabilities = np.asarray(probabilities).astype(np.float64)
                 assert (probabilities[~is_member] == 0).all() and not np.signbit(probabilities[~is_member]).any()
                 total = cases.segment_sum(probabilities, ids, shape.segments).astype(np.float64)
-                # Each probability has its error, and is rounded by half an eps or below the smallest number.
+                # Each probability has its error, and is rounded by half an eps or to a subnormal number.
                 of_sum = cases.segment_sum(SOFTMAX.value(logits, ids, shape.segments).error, ids, shape.segments)
                 smallest = shape.rows * float(jnp.finfo(dtype).smallest_subnormal)
                 count = cases.counts(ids, shape.segments)
@@ -51,7 +51,7 @@ def test_rows_of_a_segment_sum_to_one(rng: np.random.Generator, dtype: str) -> N
 
 @each_dtype
 def test_large_logits(rng: np.random.Generator, dtype: str) -> None:
-    """Logits up to the greatest finite number neither overflow nor lose the differences between them."""
+    """Logits up to the greatest finite number do not overflow, and their differences are kept."""
     top = float(jnp.finfo(dtype).max)
     columns = [[1e4, 1e4, 1e4 - 8], [top, top, -top], [-top, -top, -top], [top, 0, 1], [-1e4, -1e4 - 8, 0]]
     logits = np.array(columns).T.astype(jnp.dtype(dtype))
@@ -69,7 +69,7 @@ SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -300.0)
 @pytest.mark.parametrize("layout", ["wide rows", "scalar rows"])
 @each_dtype
 def test_special_values_exhaustively(dtype: str, layout: str) -> None:
-    """Every sequence of one to four NaN, infinities and numbers: what jax.nn.softmax makes of them."""
+    """For every sequence of one to four NaN, infinities and numbers, results agree with jax.nn.softmax."""
     batch = Batch()
     for length in range(1, 5):
         columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T.astype(jnp.dtype(dtype))
@@ -92,7 +92,7 @@ def test_special_values_exhaustively(dtype: str, layout: str) -> None:
 
 @each_dtype
 def test_masked_rows(dtype: str) -> None:
-    """A logit of -inf has probability +0 and does not count; segments of nothing else are NaN, and no others."""
+    """A logit of -inf has probability +0. A segment is NaN if it has only such logits, or any NaN or +inf."""
     logits = np.array([-np.inf, 2, 2, -np.inf, -np.inf, 5, np.inf, 1, np.nan, 1, 7], jnp.dtype(dtype))
     ids = np.array([0, 0, 0, 1, 1, 2, 3, 3, 4, 4, -1])
     expected = np.array([0, 0.5, 0.5, *[np.nan] * 2, 1, *[np.nan] * 4, 0], logits.dtype)
@@ -103,9 +103,9 @@ def test_masked_rows(dtype: str) -> None:
 
 @each_dtype
 def test_shift_invariance(rng: np.random.Generator, dtype: str) -> None:
-    """The same number added to all logits of a segment changes nothing where that addition is exact.
+    """Adding one number to all logits of a segment changes no result, if the additions are exact.
 
-    Not a bit on CPUs, where the maximum is subtracted first; GPUs do that only where the exponentials need it.
+    On CPUs, all bits are the same, because the maximum is subtracted first. GPUs subtract it only if necessary.
     """
     logits, ids = rng.integers(-8, 9, (200, 5)).astype(np.float64), cases.make_ids(rng, 200, 9)
     shift = rng.integers(-100, 100, (9, 5)).astype(np.float64)
@@ -122,7 +122,7 @@ def test_shift_invariance(rng: np.random.Generator, dtype: str) -> None:
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_sum_of_exponentials(rng: np.random.Generator, dtype: str, is_sorted: bool) -> None:
-    """What devices with parts of the rows exchange; of one batch element, and of two that share their ids."""
+    """Sums of exponentials are right, for one batch element and for two that share ids. Devices exchange these sums."""
     batch = Batch()
     for shape, deterministic in itertools.product((*cases.SHAPES, Shape(20_000, (4,), 3000)), (False, True)):
         ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=is_sorted)
@@ -149,7 +149,7 @@ def test_sum_of_exponentials(rng: np.random.Generator, dtype: str, is_sorted: bo
 
 
 def gradient_error(logits: np.ndarray, cotangent: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
-    """What may come to the gradient p (d - sum(p d)) because the probabilities p are rounded to their dtype."""
+    """A bound of the error of the gradient p (d - sum(p d)) if the probabilities p are rounded to their dtype."""
     dtype = logits.dtype
     value = SOFTMAX.value(logits, ids, segments)
     p, d = value.exact, np.abs(cotangent.astype(np.longdouble))
@@ -161,7 +161,7 @@ def gradient_error(logits: np.ndarray, cotangent: np.ndarray, ids: np.ndarray, s
 
 @each_dtype
 def test_one_segment_equals_jax(rng: np.random.Generator, dtype: str) -> None:
-    """With one segment this is jax.nn.softmax, value and gradient."""
+    """With one segment, value and gradient agree with jax.nn.softmax."""
     logits, ids = (3 * rng.normal(size=(300, 6))).astype(jnp.dtype(dtype)), np.zeros(300, np.int32)
     cotangent = rng.normal(size=logits.shape).astype(logits.dtype)
     with cases.x64_for(dtype):
@@ -177,10 +177,10 @@ def test_one_segment_equals_jax(rng: np.random.Generator, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gradient_against_float64(rng: np.random.Generator, dtype: str) -> None:
-    """From logits to gradient, with masked rows and empty segments, against plain JAX in float64."""
+    """Value and gradient agree with plain JAX in float64, with masked rows and empty segments."""
     logits = rng.normal(size=(80, 4)) * 3
     logits[rng.random(logits.shape) < 0.2] = -np.inf
-    logits[:20] = rng.normal(size=(20, 4))  # one row of each segment at least that is not masked
+    logits[:20] = rng.normal(size=(20, 4))  # every segment has a row that is not masked
     ids = np.concatenate([np.arange(20) % 10, rng.integers(-1, 11, 60)])
     ids[ids == 10] = 30
     cotangent = rng.normal(size=logits.shape)
@@ -193,14 +193,14 @@ def test_gradient_against_float64(rng: np.random.Generator, dtype: str) -> None:
     errors = SOFTMAX.value(logits, ids, 12).error, gradient_error(logits, cotangent, ids, 12)
     for actual, want, error in zip((output, d_logits), (value, np.nan_to_num(expected)), errors, strict=True):
         Expected(np.asarray(want), dtype, 2 * error.astype(np.float64)).check(actual)
-    # A constant added to a segment's logits changes nothing: its rows' gradients sum to 0.
+    # A constant added to a segment's logits changes no result, so the gradients of its rows sum to 0.
     total = cases.segment_sum(np.asarray(d_logits), ids, 12)
     assert (np.abs(total) <= cases.segment_sum(2 * errors[1] + np.spacing(np.abs(d_logits)), ids, 12)).all()
 
 
 @each_dtype
 def test_backward_of_any_probabilities(rng: np.random.Generator, dtype: str) -> None:
-    """The backward function takes the probabilities as they are, also where they do not sum to 1."""
+    """The backward function accepts any probabilities, also if they do not sum to 1."""
     p, d = rng.normal(size=(2, 400, 5)).astype(jnp.dtype(dtype))
     ids = cases.make_ids(rng, 400, 30)
     expected = SOFTMAX.gradient(d, p, ids, 30, deterministic=False)

@@ -1,4 +1,4 @@
-"""What is special to segment_sum and segment_mean: the accumulator, wrapping integers, exact counts."""
+"""Properties of segment_sum and segment_mean alone: the accumulator, wrapping integers, exact counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUNDING_SHAPES = (
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_sum
 def test_rounding(rng: np.random.Generator, reduction: Reduction, dtype: str, sign: str) -> None:
-    """Sums and means of any numbers have the error of their accumulator, float32 for 16-bit types, and one rounding."""
+    """Sums and means have the error of their accumulator and one rounding. 16-bit types accumulate in float32."""
     batch = Batch()
     for shape in ROUNDING_SHAPES:
         for is_sorted in (False, True):
@@ -54,7 +54,7 @@ def test_rounding(rng: np.random.Generator, reduction: Reduction, dtype: str, si
 
 @pytest.mark.parametrize("width", [1, 3, 8, 40, 513])
 def test_every_float16_number_is_its_own_sum(width: int) -> None:
-    """Numbers are converted for the sum and back, subnormal ones, infinities and NaN among them, at any width."""
+    """A sum of one number is that number, at any width: subnormal numbers, infinities and NaN included."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     rows = -(-len(numbers) // width)
     data = np.resize(numbers, (rows, width))
@@ -66,7 +66,7 @@ def test_every_float16_number_is_its_own_sum(width: int) -> None:
 
 
 def test_counts_are_wider_than_16_bits() -> None:
-    """A sum of many 16-bit ones or halves is right, where 16-bit accumulators stop at 256 and 2048."""
+    """Sums and means of many equal 16-bit numbers are right. 16-bit accumulators would stop at 256 or 2048 terms."""
     for dtype, count in (("bfloat16", 70_001), ("float16", 30_001)):
         ids = np.repeat(np.arange(3), count)
         for is_sorted in (False, True):
@@ -77,7 +77,7 @@ def test_counts_are_wider_than_16_bits() -> None:
 
 
 def test_intermediate_sums_out_of_range_of_float16() -> None:
-    """The accumulator has the range of float32: only the result may overflow; a mean never does."""
+    """The accumulator has the range of float32, so only the result may overflow. A mean never does."""
     data = np.array([6e4, 6e4, 6e4, -6e4, -6e4, 6e4, 6e4], np.float16)
     ids = np.array([0, 0, 0, 0, 0, 1, 1])
     assert_same_bits(segment_sum(data, ids, 2), np.array([6e4, np.inf], np.float16))
@@ -86,7 +86,7 @@ def test_intermediate_sums_out_of_range_of_float16() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_special_values_by_hand(dtype: str) -> None:
-    """Infinities of one sign stay, of both are NaN; zeros of whatever sign sum to +0, as in jax.ops."""
+    """Infinities of one sign stay; infinities of both give NaN. Zeros of any sign sum to +0, as in jax.ops."""
     data = np.array([np.inf, 1, np.inf, -np.inf, np.nan, 2, -0.0, -0.0, 0.0, -0.0, -0.0], jnp.dtype(dtype))
     ids = np.array([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5])
     expected = np.array([np.inf, np.nan, np.nan, 0, 0, 0, 0], data.dtype)
@@ -100,9 +100,9 @@ def test_special_values_by_hand(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_numbers(rng: np.random.Generator, dtype: str) -> None:
-    """Numbers below the smallest normal one are summed as they are, and their means rounded once.
+    """Subnormal numbers are summed exactly, and their means are rounded once.
 
-    Atomic additions of GPUs take them for zeros, so there only where no atomics are allowed.
+    Atomic additions on GPUs treat subnormal numbers as zeros, so GPUs are tested without atomics.
     """
     options = {"deterministic": cases.PLATFORM == "cuda"}
     np_dtype = jnp.dtype(dtype)
@@ -131,7 +131,7 @@ def test_integers_wrap(dtype: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 255, 257, 2049, 70_001])
 def test_mean_divides_by_an_exact_count(count: int) -> None:
-    """Value and gradient divide by the integer number of rows, which no 16-bit type could hold, and round once."""
+    """Value and gradient divide by the exact number of rows, also if 16 bits cannot hold it, and round once."""
     for dtype in FLOATING:
         data = np.zeros((count, 2), jnp.dtype(dtype))
         data[-1] = [30, -7]
@@ -145,7 +145,7 @@ def test_mean_divides_by_an_exact_count(count: int) -> None:
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x64 off", "x64 on"])
 def test_mean_of_integers(rng: np.random.Generator, x64: bool) -> None:
-    """Integers and booleans are averaged as floating numbers, of the dtype that jnp.mean has, by the same kernel."""
+    """The same kernel averages integers and booleans as floating-point numbers, with the dtype of jnp.mean."""
     ids = cases.make_ids(rng, 50, 4)
     for dtype in ("bool", *cases.INTEGERS):
         if dtype in ("int64", "uint64") and not x64:
@@ -160,7 +160,7 @@ def test_mean_of_integers(rng: np.random.Generator, x64: bool) -> None:
 
 
 def test_mean_without_rows() -> None:
-    """An empty segment has mean 0 and passes no gradient, not NaN, whatever its cotangent."""
+    """An empty segment has mean 0. Its cotangent, even NaN, does not affect the gradient."""
     data, ids = np.ones((3, 2), np.float32), np.array([1, 1, -1])
     d_output = np.array([[np.nan, np.inf], [4, 6], [np.nan, -np.inf]], np.float32)
     output, d_data = MEAN.pullback(data, ids, 3, d_output)
@@ -172,7 +172,7 @@ def test_mean_without_rows() -> None:
 @pytest.mark.parametrize("segments", [0, 1, 300])
 @each_sum
 def test_plain_jax_of_gradients(rng: np.random.Generator, reduction: Reduction, segments: int, ids_dtype: str) -> None:
-    """Ids out of range have zeros, also where they are too narrow for the number of segments."""
+    """Rows with ids out of range get zeros, also if the ids' dtype is too narrow for the number of segments."""
     ids = rng.integers(0 if ids_dtype == "uint32" else -3, 100, 500).astype(ids_dtype)
     cells = rng.normal(size=(segments, 3)).astype(np.float32)
     function = getattr(jb, reduction.name)
@@ -186,7 +186,7 @@ def test_plain_jax_of_gradients(rng: np.random.Generator, reduction: Reduction, 
 
 @each_sum
 def test_gradient_ignores_the_data(reduction: Reduction) -> None:
-    """NaN and infinities in the data do not reach the gradient; those of a cotangent reach its rows alone."""
+    """NaN and infinities in the data do not reach the gradient. Those in a cotangent reach only its own rows."""
     data, ids = np.array([np.nan, np.inf, 1, 2], np.float32), np.array([0, 0, 1, 5])
     _, d_data = reduction.pullback(data, ids, 3, np.array([2, np.inf, np.nan], np.float32))
     assert_same_bits(d_data, np.array([*(2 * [1 if reduction is MEAN else 2]), np.inf, 0], np.float32))
@@ -194,7 +194,7 @@ def test_gradient_ignores_the_data(reduction: Reduction) -> None:
 
 @each_sum
 def test_backward_of_any_integer_ids(rng: np.random.Generator, reduction: Reduction) -> None:
-    """The public backward functions take ids of every dtype, and rows of every shape from the cotangent alone."""
+    """Public backward functions take ids of every dtype. The cotangent alone determines the shape of rows."""
     for ids_dtype in (*cases.INTEGERS, "int4"):
         ids = cases.make_ids(rng, 60, 7, ids_dtype)
         for row_shape in ((), (3,), (2, 5)):
@@ -207,7 +207,7 @@ def test_backward_of_any_integer_ids(rng: np.random.Generator, reduction: Reduct
 
 @each_sum
 def test_linearity(rng: np.random.Generator, reduction: Reduction) -> None:
-    """In forward mode, the tangent is the reduction of the tangent, and its transpose the backward function."""
+    """A tangent of the result is the reduction of the data's tangent. Its transpose is the backward function."""
     data = rng.integers(-9, 9, (30, 2)).astype(np.float32)
     ids = rng.permutation(np.repeat([0, 1, 2, 3, -1, 4], [8, 4, 1, 8, 4, 5]))  # quotients by these counts are exact
     tangent, cotangent = rng.integers(-9, 9, (30, 2)).astype(np.float32), cases.cotangent(rng, (4, 2), "float32")

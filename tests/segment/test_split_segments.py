@@ -1,4 +1,4 @@
-"""Segments and gathered rows split over devices: the answer of one device, and what is exchanged for it."""
+"""Segments and gathered rows split over devices: results equal those of one device, with few exchanges."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ each_placement = pytest.mark.parametrize("placement", PLACEMENTS)
 
 NUM_EXCHANGES = {"segment_sum": 1, "segment_mean": 2, "segment_max": 1, "segment_min": 1, "segment_prod": 2}
 NUM_EXCHANGES |= {"segment_argmax": 2, "segment_argmin": 2}
-"""How many arrays of cells devices add up where rows are split."""
+"""How many arrays of cells devices add up if rows are split."""
 
 
 def small_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -51,7 +51,7 @@ def mesh_of(axis_type: AxisType = AxisType.Auto) -> Mesh:
 
 
 def splits(spec: P) -> bool:
-    """Whether anything is split so: the second axis has one device where there are only two."""
+    """Whether the spec splits anything. With only two devices, the second mesh axis has one."""
     return "x" in str(spec) or ("y" in str(spec) and MESH_SHAPE[1] > 1)
 
 
@@ -90,7 +90,7 @@ def test_reductions(rng: np.random.Generator, placement: str, reduction: Reducti
 
 @pytest.mark.parametrize("function", [jb.segment_sum, jb.segment_max], ids=lambda f: f.__name__)
 def test_out_sharding(rng: np.random.Generator, function: Callable[..., jax.Array]) -> None:
-    """In explicit mode, where the types of results say how they are split."""
+    """In explicit mode, ``out_sharding`` determines the type of the result."""
     mesh = mesh_of(AxisType.Explicit)
     data, ids = small_integers(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS).astype(np.int32)
     with jax.set_mesh(mesh):
@@ -136,7 +136,7 @@ GRAPHS = {
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("function", GATHERS)
 def test_message_passing(rng: np.random.Generator, function: str, graph: str) -> None:
-    """Rows are gathered whole, in both passes; sums over split edges are scattered to the nodes' devices."""
+    """Both passes gather all rows. Sums over split edges are reduced and scattered to the devices of the nodes."""
     of_rows, of_edges, of_cells = GRAPHS[graph]
     mesh = mesh_of()
     data, cotangent = small_integers(rng, NODES, 6), small_integers(rng, SEGMENTS, 6)
@@ -160,7 +160,7 @@ def test_message_passing(rng: np.random.Generator, function: str, graph: str) ->
     cells, gradient = jax.jit(both)(*operands)
     expected, pullback = jax.vjp(lambda data: GATHERS[function](data, *ids, SEGMENTS), data)
     np.testing.assert_array_equal(cells, expected)
-    # Quotients by the sizes of segments are rounded before they are added, in an order that the devices have.
+    # Quotients by segment sizes are rounded before they are added. The order of additions depends on the devices.
     rounding = 0 if "sum" in function or "tie" in function else 8 * np.finfo(np.float32).eps
     np.testing.assert_allclose(gradient, pullback(cotangent)[0], rtol=0, atol=rounding * np.abs(cotangent).sum())
     counts = exchanged(value, operands[0], *placed_ids)
@@ -197,7 +197,7 @@ def test_split_table_of_embeddings(rng: np.random.Generator, of_ids: P, dtype: s
 
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
 def test_features_with_a_plan(rng: np.random.Generator, name: str) -> None:
-    """A plan numbers all edges, which stay whole; features are split without a collective, in both passes."""
+    """With a plan, edges are replicated. Splitting features needs no collective, in both passes."""
     mesh, function = mesh_of(), getattr(jb, f"gather_segment_{name}")
     data, cotangent = small_integers(rng, NODES, 8), 120 * small_integers(rng, SEGMENTS, 8)
     plan = jb.segment_plan(rng.integers(-1, SEGMENTS + 1, EDGES), SEGMENTS, rng.integers(0, NODES, EDGES), NODES)
@@ -216,7 +216,7 @@ def test_features_with_a_plan(rng: np.random.Generator, name: str) -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_plan_of_each_shard(rng: np.random.Generator, check_vma: bool) -> None:
-    """Edges in equal parts, of which the last one is filled up with edges to no segment."""
+    """Each shard makes a plan of its edges. Padding fills up the last shard with edges to no segment."""
     mesh, num_edges = mesh_of(), EDGES - 3
     data = small_integers(rng, NODES, 6)
     gather_ids, segment_ids = rng.integers(0, NODES, num_edges), rng.integers(-1, SEGMENTS + 1, num_edges)

@@ -43,19 +43,19 @@ each_dtype = pytest.mark.parametrize("dtype", cases.FLOATING)
 
 
 def make_ids(rng: np.random.Generator, rows: int, shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
-    """Most of them in range, from either end; the others beyond it."""
+    """Random ids. Most are in range, counted from either end; the others are out of range."""
     info = np.iinfo(dtype)
     ids = rng.integers(-rows - 3, rows + 3, shape, endpoint=True)
     return np.clip(ids, int(info.min), int(info.max)).astype(dtype)
 
 
 def check(data: np.ndarray, ids: np.ndarray, d_output: np.ndarray, **options: Any) -> None:
-    """The value bit by bit; the gradient with the error of its accumulator and one rounding."""
+    """Checks the value bit by bit, and the gradient within the error of its accumulator and one rounding."""
     output, vjp = jax.vjp(jax.jit(lambda x: take_rows(x, ids, **options)), data)
     [gradient] = vjp(jnp.asarray(d_output))
     flat_ids = ids.reshape(-1)
     values, rows = gathered(data, flat_ids)
-    if ids.ndim == 0:  # an id that is no row of an array, but the nearest one by itself
+    if ids.ndim == 0:  # a scalar id out of range passes its gradient to the nearest row
         rows = np.where(rows >= 0, rows, 0 if ids < 0 else len(data) - 1)
     cases.assert_same_bits(output, values.reshape((*ids.shape, *data.shape[1:])))
     d_rows = d_output.reshape(ids.size, *data.shape[1:])
@@ -83,9 +83,8 @@ def test_value_and_gradient(rng: np.random.Generator, shape: Any, dtype: str) ->
 @pytest.mark.parametrize("rows", [5, 127, 128, 300])
 @pytest.mark.parametrize("ids_dtype", cases.INTEGERS)
 def test_ids_mean_what_they_mean_in_jax_numpy(rng: np.random.Generator, ids_dtype: str, rows: int) -> None:
-    """Up to the ends of their range; where JAX has no 8-bit number for the rows, as those of 16 bits.
-
-    Of scalars that 32 bits do not hold, XLA's CPU back end takes the value and the gradient from different rows.
+    """Ids mean the same as in jax.numpy, up to the limits of their dtype. JAX gets 8-bit ids as 16-bit ones.
+    For scalars beyond 32 bits, XLA's CPU back end uses different rows for value and gradient.
     """
     info = np.iinfo(ids_dtype)
     ends = [0, rows - 1, rows, rows + 1, -1, -rows, -rows - 1, -2 * rows - 1, 2**31, 2**32 + 2, -(2**40)]
@@ -131,7 +130,7 @@ def test_python_numbers_and_weak_types() -> None:
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 0.25)])
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"indices_are_sorted": True}], ids=str)
 def test_hot_rows_of_16_bits(rng: np.random.Generator, options: dict[str, bool], dtype: str, scale: float) -> None:
-    """Sums of many rows have half a unit of the last place, where 16-bit accumulators stop at 256 and 2048."""
+    """Sums of many rows are accurate to half a unit in the last place. 16-bit accumulators would stop growing."""
     ids = np.repeat(np.int32([3, 5]), (100_000, 77_777))
     d_output = np.full((len(ids), 2), scale, jnp.dtype(dtype))
     d_output[:, 1] = rng.uniform(0.1, 0.2, len(ids))
@@ -167,11 +166,11 @@ def loss_of(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 @pytest.mark.parametrize("ids_shape", [(), (50,), (5, 10)], ids=str)
 @pytest.mark.parametrize("mapped", [m for m in itertools.product((None, 0, 1), repeat=2) if m != (None, None)], ids=str)
 def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, int | None], ids_shape: tuple[int, ...]) -> None:
-    """The gradient of the map, and the map of the gradient."""
+    """The gradient of a vmap and the vmap of a gradient equal plain JAX."""
     if ids_shape == () and mapped[1] == 1:
         mapped = (mapped[0], 0)
     data = small_integers(rng, 3, 20, 4)
-    # Versions of JAX do not agree about the gradients of scalars that are out of range and mapped.
+    # Versions of JAX disagree about gradients for mapped scalar ids out of range.
     ids = make_ids(rng, 20, (3, *ids_shape)) if ids_shape else rng.integers(-20, 20, 3)
     arrays = [x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in zip((data, ids), mapped, strict=True)]
     for transform in (
@@ -194,7 +193,7 @@ def map_over(levels: Levels, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def rows_and_gradients(levels: Levels, data: np.ndarray, ids: np.ndarray, d_output: np.ndarray) -> tuple[Any, Any]:
-    """In float64: the rows, and the gradient of data of each element of the batch."""
+    """The rows, and the gradient of data for each batch element, in float64."""
     if levels:
         (data_axis, ids_axis), *inner = levels
         elements = [
@@ -213,7 +212,7 @@ def rows_and_gradients(levels: Levels, data: np.ndarray, ids: np.ndarray, d_outp
 
 
 def summed(levels: Levels, gradients: np.ndarray) -> np.ndarray:
-    """The gradient of the data of a whole map, from those of its elements."""
+    """The gradient of the data through a vmap, from the gradients of its elements."""
     for depth in reversed(range(len(levels))):
         axis = levels[depth][0]
         gradients = gradients.sum(depth) if axis is None else np.moveaxis(gradients, depth, depth + axis)
@@ -273,7 +272,7 @@ def test_maps_of_gradients_and_gradients_of_maps(
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_memory_of_a_shared_table(rng: np.random.Generator, rank: int) -> None:
-    """Where the batch shares the data, there is one gradient of them, however deep the map, as in plain JAX."""
+    """If the batch shares the data, they have one gradient, at any depth of vmap, as in plain JAX."""
     data, ids = np.ones((20_000, 32), np.float32), rng.integers(-20_000, 20_000, (8, 4, 64)[3 - rank :])
 
     def temp_bytes(take: Callable[..., jax.Array]) -> int:
@@ -285,7 +284,7 @@ def test_memory_of_a_shared_table(rng: np.random.Generator, rank: int) -> None:
 
 
 def test_mapped_plans_of_a_shared_table(rng: np.random.Generator) -> None:
-    """One gradient again; and maps over features, which share a plan."""
+    """Mapped plans give one gradient of a shared table. A vmap over features may share a plan."""
     nodes, edges, batch = 50_000, 40, 16
     ids, other_ids = rng.integers(0, nodes, (2, batch, edges))
     plans = jax.vmap(lambda ids, other_ids: segment_plan(ids, nodes, other_ids, nodes))(ids, other_ids)
@@ -314,7 +313,7 @@ def test_mapped_plans_of_a_shared_table(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("levels", [(), ((None, 1),), ((None, 0), (None, 0))], ids=str)
 def test_forward_mode_without_the_twin(rng: np.random.Generator, levels: Levels) -> None:
-    """``jvp``, ``jacfwd``, ``linearize``, ``linear_transpose`` and second derivatives, against their formulas."""
+    """``jvp``, ``jacfwd``, ``linearize``, ``linear_transpose`` and second derivatives equal their formulas."""
     data, tangent = small_integers(rng, 2, 6)
     ids = rng.integers(-6, 6, (3, 4))
     mapped = map_over(levels, take_rows)
@@ -349,7 +348,7 @@ def test_integers_have_no_tangent(rng: np.random.Generator) -> None:
 
 
 def test_the_value_is_fused_by_xla(rng: np.random.Generator) -> None:
-    """Also under ``vmap``: the program is that of plain JAX."""
+    """The program of the value is that of plain JAX, under ``vmap``."""
     data, ids = small_integers(rng, 500, 64), rng.integers(0, 500, (8, 32))
 
     def entry(take: Callable[..., jax.Array]) -> list[str]:
@@ -364,7 +363,7 @@ def test_the_value_is_fused_by_xla(rng: np.random.Generator) -> None:
 
 
 def test_the_gradient_is_one_kernel(rng: np.random.Generator) -> None:
-    """Also of ids of higher rank; the value is a gather of XLA."""
+    """The gradient is one kernel, for ids of higher rank, too. The value is XLA's gather."""
     data, ids = small_integers(rng, 20, 4), make_ids(rng, 20, (3, 7))
     assert "jax_baracuda" not in jax.jit(take_rows).lower(data, ids).as_text()
     text = jax.jit(jax.grad(loss_of(take_rows))).lower(data, ids).as_text()
@@ -374,7 +373,7 @@ def test_the_gradient_is_one_kernel(rng: np.random.Generator) -> None:
 
 @pytest.mark.thorough
 def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
-    """Forward over reverse, reverse over reverse, and both modes of the function and of its twin."""
+    """Second derivatives, and both modes of the function and its twin, equal plain JAX."""
     data, ids = small_integers(rng, 5, 3), rng.integers(-5, 5, (2, 6))
 
     def cubes(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -392,7 +391,7 @@ def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
 
 
 def test_derivative_of_the_gradient(rng: np.random.Generator) -> None:
-    """It is the rows again, and zeros for ids out of range: the transpose of a matrix, transposed."""
+    """The gradient is linear. Its transpose takes rows, and gives zeros for ids out of range."""
     ids = make_ids(rng, 6, (30,))
     d_output, dd_data = small_integers(rng, 30, 4), small_integers(rng, 6, 4)
     matrix = np.asarray(jax.jacrev(lambda x: take_rows(x, ids))(np.zeros(6, np.float32)))
@@ -424,7 +423,7 @@ def test_in_loops_and_checkpoint(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
 @pytest.mark.parametrize("ids_shape", [(64,), (16, 4)], ids=str)
 def test_split_ids(rng: np.random.Generator, ids_shape: tuple[int, ...], axis_type: AxisType) -> None:
-    """The value needs nothing of other devices, the gradient one all-reduce; no array of rows is gathered."""
+    """The value needs no collective, and the gradient needs one all-reduce. No array of rows is gathered."""
     mesh = jax.make_mesh((4,), ("x",), (axis_type,), devices=jax.devices()[:4])
     data, ids = small_integers(rng, 12, 6), make_ids(rng, 12, ids_shape)
     with jax.set_mesh(mesh):
@@ -450,7 +449,7 @@ def gathered_rows(ids: np.ndarray, rows: int) -> np.ndarray:
 
 
 def collectives_of(program: Any) -> list[tuple[str, str]]:
-    """The (first) type and the kind of each."""
+    """The (first) type and the kind of each collective."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return re.findall(rf" = \(?(\w+\[[\d,]*\])[^=]*? ({kinds})(?:-start)?\(", program.as_text())
 
@@ -460,7 +459,7 @@ def collectives_of(program: Any) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("ids_spec", [P("x"), P(None, "x"), P("x", "y"), P("y", "x"), P(None, ("x", "y"))], ids=str)
 @pytest.mark.parametrize("data_spec", [P(None, None), P(None, "y"), P("x", None)], ids=str)
 def test_collectives_of_the_gradient(rng: np.random.Generator, data_spec: P, ids_spec: P, axis_type: AxisType) -> None:
-    """None more than plain JAX has, whichever dimensions are split, also under ``vmap``: no ids are made one array."""
+    """Whichever dimensions are split, the gradient has no more collectives than plain JAX, also under ``vmap``."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:4])
     automatic = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     data, ids = small_integers(rng, 12, 6), make_ids(rng, 12, (8, 16))
@@ -474,17 +473,17 @@ def test_collectives_of_the_gradient(rng: np.random.Generator, data_spec: P, ids
             program = jax.jit(jax.grad(loss_of(take))).lower(*placed).compile()
             return collectives_of(program), program(*placed)
 
-    of_jax, _ = compiled(plain, automatic)  # which does not take rows by split ids under explicit sharding
+    of_jax, _ = compiled(plain, automatic)  # explicit sharding cannot take rows by split ids
     takes = [take_rows, jax.vmap(take_rows, (None, 0))]
     if axis_type == AxisType.Explicit and ids_spec[0] in set(data_spec) - {None}:
-        takes.pop()  # JAX refuses to map over an axis that splits what is not mapped
+        takes.pop()  # JAX refuses a vmap over an axis that also splits an unmapped operand
     for take in takes:
         of_ours, gradient = compiled(take, mesh)
         np.testing.assert_array_equal(gradient, expected)
         assert len(of_ours) <= len(of_jax), (of_ours, of_jax)
         if data_spec == P(None, None):
             assert of_ours == [("f32[12,6]", "all-reduce")]
-        if "y" not in str(data_spec):  # else the ids are gathered, and the features stay split
+        if "y" not in str(data_spec):  # otherwise the ids are gathered, and the features stay split
             assert {kind for _, kind in of_ours} <= {kind for _, kind in of_jax}
 
 
@@ -492,7 +491,7 @@ def test_collectives_of_the_gradient(rng: np.random.Generator, data_spec: P, ids
 @pytest.mark.parametrize("ids_spec", [P(), P("x"), P(None, "x"), P("x", "y"), P(("x", "y"))], ids=str)
 @pytest.mark.parametrize("data_spec", [P(None, None), P(None, "y"), P("x", None), P("x", "y")], ids=str)
 def test_explicit_types(rng: np.random.Generator, data_spec: P, ids_spec: P) -> None:
-    """The result is split as ids and features are, or as JAX says, where it does; the gradient as the data."""
+    """The result has the sharding of ids and features, or JAX's if JAX has one. The gradient has that of the data."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     data, ids = small_integers(rng, 8, 6), rng.integers(-8, 8, (4, 4))
     expected = data[ids], jax.grad(loss_of(plain))(jnp.asarray(data), ids)
@@ -518,7 +517,7 @@ def test_explicit_types(rng: np.random.Generator, data_spec: P, ids_spec: P) -> 
 @cases.on_two_devices
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_over_ids(rng: np.random.Generator, check_vma: bool) -> None:
-    """Inside, data are the same on all devices: the gradient is the sum over them."""
+    """Data are replicated inside ``shard_map``, so their gradient is the sum over devices."""
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
     data, ids = small_integers(rng, 12, 6), rng.integers(-12, 12, 64)
     sharded = jax.shard_map(take_rows, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"), check_vma=check_vma)
@@ -564,7 +563,7 @@ def test_public_name() -> None:
 
 @pytest.mark.parametrize("dtype", cases.FLOATING)
 def test_plan(rng: np.random.Generator, dtype: str) -> None:
-    """The rows of both ends of edges, and gradients of all orders, as by their ids."""
+    """Rows at both ends of edges, and their derivatives, are the same by a plan and by ids."""
     nodes, segments, edges = 30, 20, 500
     gather_ids, segment_ids = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
     plan = segment_plan(segment_ids, segments, gather_ids, nodes)
