@@ -9,6 +9,8 @@ import pytest
 from support import cases
 from support.processes import run_python
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = """
 import sys
 import jax
@@ -18,8 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
 import jax_baracuda as jb
-
-pytestmark = pytest.mark.thorough
 
 mesh = jax.make_mesh((len(jax.devices()),), ("x",))
 assert len(jax.devices()) == 2 * len(jax.local_devices()) == 4

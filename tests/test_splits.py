@@ -124,7 +124,7 @@ def all_splits() -> Iterator[Split]:
 
 
 SPLITS = list(all_splits())
-MAX_DERIVED = [key for key in CELLS if not key[1] and (key[2] or key[0].endswith("_backward"))]
+WITH_GRADIENTS = [key for key in CELLS if not key[1] and (key[2] or key[0].endswith("_backward"))]
 """Each function with its gradient."""
 
 
@@ -236,7 +236,7 @@ def test_split_of_one_dimension(split: Split) -> None:
     check_results(run(operands, cotangents), split, is_mapped)
 
 
-@pytest.mark.parametrize("split", [x for x in SPLITS if x.key in MAX_DERIVED and x.cell != "free"], ids=str)
+@pytest.mark.parametrize("split", [x for x in SPLITS if x.key in WITH_GRADIENTS and x.cell != "free"], ids=str)
 def test_split_over_an_automatic_axis(split: Split) -> None:
     """Inside a shard_map over another axis, devices exchange the same along an automatic axis."""
     _, function, operands, cotangents = program(split.key, False)
@@ -247,7 +247,7 @@ def test_split_over_an_automatic_axis(split: Split) -> None:
     check_results(run(operands, cotangents), split, False)
 
 
-@pytest.mark.parametrize("key", MAX_DERIVED, ids=str)
+@pytest.mark.parametrize("key", WITH_GRADIENTS, ids=str)
 def test_sizes_that_do_not_divide(key: Key) -> None:
     """Results are right if both axes of a mesh split the two longest dimensions unevenly."""
     odd = {dim: size + 3 for dim, size in SIZES.items() if dim not in TOO_SHORT} | {"feature": 26}
@@ -271,7 +271,7 @@ def test_sizes_that_do_not_divide(key: Key) -> None:
     compare(jax.jit(split)(operands, cotangents), jax.jit(function)(operands, cotangents), example)
 
 
-@pytest.mark.parametrize("key", MAX_DERIVED, ids=str)
+@pytest.mark.parametrize("key", WITH_GRADIENTS, ids=str)
 def test_spmd_axis_name(key: Key) -> None:
     """A ``vmap`` with ``spmd_axis_name`` splits its batch, without a collective."""
     _, function, operands, cotangents = program(key, is_mapped=False)

@@ -257,7 +257,7 @@ def _softmax_gradient(sign: int, d_p: Any, p: Any, ids: Any, num_segments: int) 
 # Data.
 
 
-MOST_EXTREME_FACTORS = 24
+MAX_EXTREME_FACTORS = 24
 """The product of this many extreme factors is in the range of the reference's float64."""
 
 
@@ -273,7 +273,7 @@ def factors(num_rows: int, extreme: bool = False) -> Draw:
             return numbers(rng, shape, dtype) | np.asarray(1, dtype)
         of_this_size = widest if shape[0] == num_rows else min(widest, 40 / max(num_rows, 1))
         data = rng.choice([-1.0, 1.0], shape) * np.exp(rng.uniform(-of_this_size, of_this_size, shape))
-        if extreme and num_rows <= MOST_EXTREME_FACTORS and dtype.name in ("float32", "bfloat16"):
+        if extreme and num_rows <= MAX_EXTREME_FACTORS and dtype.name in ("float32", "bfloat16"):
             data = np.ldexp(data, rng.integers(-40, 41, shape))
         if num_rows * math.prod(shape[1:]) < 2000:
             data = np.where(rng.random(shape) < 0.08, 0.0, data)
@@ -531,7 +531,7 @@ def _reduction_problem(
     row = "1row" if options["data_rows"] == "shared" else "row"
     takes_number = options["num_segments"] is not ABSENT
 
-    def bound(function: Callable[..., Any], cast: bool) -> Callable[..., Any]:
+    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(data: Any, ids: Any) -> Any:
             num_segments = sizes["segment"] if takes_number else max(np.asarray(ids).tolist(), default=-1) + 1
             data = jnp.broadcast_to(data, (*ids.shape, *data.shape[1:]))
@@ -554,8 +554,8 @@ def _reduction_problem(
             _ids(options, sizes),
         ),
         apply=apply,
-        reference=bound(reference_of(options), True),
-        majorant=None if majorant_of is None else bound(majorant_of(options), True),
+        reference=bound(reference_of(options)),
+        majorant=None if majorant_of is None else bound(majorant_of(options)),
         results=(("row" if has_rows else "segment", *features),),
         terms=max(sizes["row"], 1),
         roundings=options.get("bucket_size") is not ABSENT,

@@ -31,10 +31,6 @@ def plain_min(data: jax.Array, ids: np.ndarray, segments: int) -> jax.Array:
     return -plain_max(-data, ids, segments)
 
 
-def plain_take(data: jax.Array, ids: np.ndarray) -> jax.Array:
-    return data[np.maximum(ids, 0)]
-
-
 OF_ROWS = {"sum": plain_sum, "mean": plain_mean, "max": plain_max, "min": plain_min, "prod": plain_prod}
 OF_EDGES = ("sum", "mean", "max", "min")
 FORMS = ("ids", "sorted ids", "plan", "plan of a graph")

@@ -211,9 +211,6 @@ def make_features(rng: np.random.Generator, *batch: int) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------------------
 # Comparison.
 
-Network = Callable[..., jax.Array]
-"""``(graph, weights, x, edge_features) -> output``"""
-
 
 @pytest.fixture(autouse=True)
 def products_in_float32() -> Iterator[None]:
