@@ -52,7 +52,8 @@ class Call(NamedTuple):
         If the op broadcasts only some operands, the other operands have the whole batch.
         """
         numbers = range(len(self.operands))
-        whole = set(numbers).difference(self.op.broadcasts or numbers)
+        names = list(OpCall(self.op, self.operands, self.params).resolve(self.op.operands))
+        whole = {i for i in numbers if self.op.broadcasts and names[i] not in self.op.broadcasts}
         own = {(), tuple(numbers), *((i,) for i in numbers), *itertools.combinations(numbers, len(numbers) - 1)}
         for of_two in sorted({(*whole.difference(of_two), *of_two) if of_two else () for of_two in own}):
             sizes = [2 if i in of_two else 1 for i in numbers]
