@@ -47,11 +47,11 @@ def batch(
     call = OpCall(op, operands, params)
     mapped_size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    names = list(call.resolve(op.operands))
-    own = [names[i] for i in call.resolve(op.in_place)]
+    whole = call.resolve(op.in_place)
     if op.broadcasts:
-        own = [name for name in names[: len(operands)] if name not in op.broadcasts]
-    for i in map(names.index, own):
+        names = call.resolve(op.operands)
+        whole = [i for i, name in zip(range(len(operands)), names, strict=False) if name not in op.broadcasts]
+    for i in whole:
         operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
     if not op.broadcasts:
         params = params | {"num_batch_dims": call.num_batch_dims + 1}
