@@ -197,6 +197,9 @@ JB_INLINE void PrefetchRow(const T* row, int64_t width) {
 
 inline constexpr int64_t kMaxNarrowWidth = 8;
 
+// Whether DispatchNarrow takes rows of this width.
+inline bool IsNarrow(int64_t width) { return width >= 1 && width <= kMaxNarrowWidth; }
+
 // Calls body with the width as a constant if rows are narrow; otherwise returns false.
 template <typename Body>
 JB_INLINE bool DispatchNarrow(int64_t width, const Body& body) {
@@ -767,7 +770,7 @@ JB_CPU_CLONES void FoldWide(const RowBlock block, const RowsOfElement all_rows, 
 template <typename Reduction, typename RowsOfElement>
 void FoldBlock(const RowBlock& block, const RowsOfElement& rows, const Reduction& reduction,
                const FoldTarget<Reduction>& target) {
-  if (target.features >= 1 && target.features <= kMaxNarrowWidth) {
+  if (IsNarrow(target.features)) {
     FoldNarrow(block, rows, reduction, target);
   } else {
     FoldWide(block, rows, reduction, target);

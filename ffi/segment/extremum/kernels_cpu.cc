@@ -200,7 +200,7 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
                                });
   }
   ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-    if (problem.features >= 1 && problem.features <= kMaxNarrowWidth) {
+    if (IsNarrow(problem.features)) {
       GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays);
     } else {
       GradientOfWideRows(problem, batch, row_begin, row_end, arrays);

@@ -96,7 +96,7 @@ JB_CPU_CLONES void GatherWideRows(const Problem problem, int64_t batch, int64_t 
 template <bool kIsMean, typename T>
 void GatherAll(ffi::ThreadPool& pool, const Problem& problem, const GatherArrays<T>& arrays) {
   ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-    if (problem.features >= 1 && problem.features <= kMaxNarrowWidth) {
+    if (IsNarrow(problem.features)) {
       GatherNarrowRows<kIsMean>(problem, batch, row_begin, row_end, arrays);
     } else {
       GatherWideRows<kIsMean>(problem, batch, row_begin, row_end, arrays);

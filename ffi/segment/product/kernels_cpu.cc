@@ -447,7 +447,7 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Gradient
   });
   for_each_chunk([&](int64_t batch, int64_t row_begin, int64_t row_end) {
     const C* const of_batch = numerators.get() + batch * cells_per_batch;
-    if (problem.features >= 1 && problem.features <= kMaxNarrowWidth) {
+    if (IsNarrow(problem.features)) {
       GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays, of_batch);
     } else {
       GradientOfWideRows(problem, batch, row_begin, row_end, arrays, of_batch);
