@@ -901,9 +901,15 @@ def _gather_problem(
         return _call_by_edges(options, num_segments, function, (data,), (gather_ids, segment_ids), **weighted)
 
     def reference(data: Any, gather_ids: Any, segment_ids: Any, *weights: Any) -> Any:
+        reduction = _clipped(reduction_of(options), options["mode"])
         rows = data[wide_ids(gather_ids)]
-        rows = _weighted(rows, weights[0]) if weights else rows
-        return _clipped(reduction_of(options), options["mode"])(rows, segment_ids, num_segments)
+        if not weights:
+            return reduction(rows, segment_ids, num_segments)
+        # Dropped edges take no part, also in derivatives: NaN times the zero that they get back would be NaN.
+        ids = wide_ids(segment_ids)
+        is_dropped = (options["mode"] != "clip") & ((ids < 0) | (ids >= num_segments))
+        rows, factors = (jnp.where(is_dropped.reshape(-1, *[1] * (x.ndim - 1)), 0, x) for x in (rows, weights[0]))
+        return reduction(_weighted(rows, factors), segment_ids, num_segments)
 
     return Problem(
         operands=(

@@ -319,6 +319,22 @@ def test_empty_and_single(rng: np.random.Generator, name: str, batch: int, edges
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_gradient_of_tangent_without_segments(reduction: str) -> None:
+    """Graphs that share their data and have no segments."""
+    data, weights = jnp.ones((7, 2)), jnp.ones((3, 5))
+    ids = jnp.zeros((3, 5), jnp.int32)
+    twin = getattr(forward_mode, f"gather_segment_{reduction}")
+
+    def tangent(data: Any, weights: Any) -> jax.Array:
+        mapped_twin = jax.vmap(lambda x, w, ids: twin(x, ids, ids, 0, weights=w), (None, 0, 0))
+        return jax.jvp(lambda x, w: mapped_twin(x, w, ids), (data, weights), (data, weights))[1]
+
+    output, vjp = jax.vjp(tangent, data, weights)
+    for gradient, x in zip(vjp(output), (data, weights), strict=True):
+        np.testing.assert_array_equal(gradient, jnp.zeros_like(x))
+
+
 @each_function
 def test_any_plan_is_safe(rng: np.random.Generator, name: str) -> None:
     """A plan of arbitrary integers gives some result, and reads nothing out of bounds."""

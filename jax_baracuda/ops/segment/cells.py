@@ -67,6 +67,9 @@ def sum_in_blocks(add: Callable[[Array, int], Array], ids: Array, num_segments: 
 
 
 def xla_sum(rows: Array, ids: Array, num_segments: int) -> Array:
+    if jax_versions.is_static_shape((num_segments,)) and num_segments == 0:
+        # JAX would transpose this scatter into a gather from nothing, which it refuses.
+        return jnp.zeros((0, *rows.shape[1:]), rows.dtype)
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         return _running_sum(rows, ids, num_segments)
     return sum_in_blocks(lambda ids, num_cells: _running_sum(rows, ids, num_cells), ids, num_segments)
