@@ -74,7 +74,8 @@ def calls_of_one_batch(target: str) -> list[Call]:
         return [gather_reference.good_dot_call(has_edge_order=has_order) for has_order in (False, True)]
     if target.startswith(("gather_segment_max", "gather_segment_min")):
         make = gather_reference.good_extremum_call
-        return [make(target, has_plan=has_plan) for has_plan in (False, True)]
+        needs_plan = target.endswith("_backward") and cases.PLATFORM == "cuda"
+        return [make(target, has_plan=has_plan) for has_plan in (False, True) if has_plan or not needs_plan]
     if target == "gather_segment_sum":
         return [
             gather_reference.good_call(has_weights=flag, shared=shared)

@@ -833,7 +833,8 @@ STRICT_SETTINGS: dict[str, Callable[[], Any]] = {
     "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "NaNs": lambda: jax.debug_nans(True),
-    "transfers": lambda: jax.transfer_guard("disallow"),
+    # Not from the device: JAX reads the arrays that a program holds as constants.
+    "transfers": lambda: jax.transfer_guard_host_to_device("disallow"),
     "leaks": jax.checking_leaks,
     "checks": lambda: jax.enable_checks(True),
 }

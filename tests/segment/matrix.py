@@ -530,6 +530,7 @@ def _reduction_problem(
     features = _features(sizes)
     row = "1row" if options["data_rows"] == "shared" else "row"
     takes_number = options["num_segments"] is not ABSENT
+    buckets = 0 if options.get("bucket_size") is ABSENT else -(-sizes["row"] // options["bucket_size"])
 
     def bound(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(data: Any, ids: Any) -> Any:
@@ -558,7 +559,8 @@ def _reduction_problem(
         majorant=None if majorant_of is None else bound(majorant_of(options)),
         results=(("row" if has_rows else "segment", *features),),
         terms=max(sizes["row"], 1),
-        roundings=options.get("bucket_size") is not ABSENT,
+        # Each bucket is rounded, by at most half an eps. Relative errors of factors add up.
+        roundings=min(buckets, 1) if majorant_of is None else (buckets + 1) // 2,
         gradient_roundings=sizes["row"] // 2 if options["data_rows"] == "shared" else 0,
         free=features,
         draw_cotangents=numbers if majorant_of is None else finite_numbers,

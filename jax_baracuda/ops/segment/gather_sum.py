@@ -152,6 +152,7 @@ def _reference_dot(
 ) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
     cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
+    cells = jnp.where(is_member, cells, 0)  # in derivatives, the zeros of dropped edges meet their cells
     products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
     output = products.sum(axis=-1)
     if edge_order:

@@ -302,8 +302,11 @@ def _reference_of_edges(
         weights = weights_and_order[0].astype(wide)
         if has_edge_order:
             weights = jnp.take(weights, weights_and_order[1], axis=0, mode="clip")
-        exists = clips_gather_ids | ((gather_ids >= 0) & (gather_ids < data.shape[0]))
-        rows = jnp.where(per_row(exists, rows), rows * weights[..., None], 0)
+        takes_part = (segment_ids >= 0) & (segment_ids < num_segments)
+        takes_part &= clips_gather_ids | ((gather_ids >= 0) & (gather_ids < data.shape[0]))
+        # In derivatives, the zero that a dropped edge gets back meets its weight, which may be NaN.
+        weights = jnp.where(per_row(takes_part, weights), weights, 0)
+        rows = jnp.where(per_row(takes_part, rows), rows * weights[..., None], 0)
     output = xla_sum(rows, segment_ids, num_segments)
     return (output if is_wide else output.astype(data.dtype),)
 

@@ -729,8 +729,11 @@ class Compiled:
             magnitude = itertools.repeat(None) if magnitude is None else [np.asarray(x) for x in magnitude]
         if not len(actual) == len(exact) == len(self.plan.outputs):
             raise Mismatch(f"{len(actual)} results, expected {len(exact)}, declared {len(self.plan.outputs)}")
+        # A result below the range of normal numbers has an absolute error, which its next factor multiplies.
+        finite = [np.abs(x[np.isfinite(x)]) for x in map(_wide, arrays) if is_floating(x.dtype)]
+        factor = max([1.0, *(float(x.max()) for x in finite if x.size)])
         for k, (output, got, want, scale) in enumerate(zip(self.plan.outputs, actual, exact, magnitude, strict=False)):
-            self._compare(f"draw {number}, result {k} ({output.kind})", output, got, want, scale)
+            self._compare(f"draw {number}, result {k} ({output.kind})", output, got, want, scale, factor)
 
     def _is_exact(self, output: Output) -> bool:
         if output.kind == "value":
@@ -760,7 +763,9 @@ class Compiled:
             return max(float(info.eps), float(jnp.finfo(self.case.dtype).eps))
         return float(info.eps)
 
-    def _compare(self, where: str, output: Output, got: np.ndarray, want: np.ndarray, scale: np.ndarray | None) -> None:
+    def _compare(
+        self, where: str, output: Output, got: np.ndarray, want: np.ndarray, scale: np.ndarray | None, factor: float
+    ) -> None:
         dtype = jnp.dtype(output.dtype or (self.case.dtype if is_inexact(want.dtype) else want.dtype))
         if got.dtype != dtype:
             raise Mismatch(f"{where}: dtype {got.dtype}, expected {dtype}")
@@ -781,12 +786,20 @@ class Compiled:
             part = jnp.finfo(dtype).dtype
             for name in ("real", "imag"):
                 # The magnitude of a complex number bounds both of its parts.
-                self._within(f"{where}, {name}", output, getattr(got, name), getattr(want, name), np.abs(scale), part)
+                parts = getattr(got, name), getattr(want, name)
+                self._within(f"{where}, {name}", output, *parts, np.abs(scale), factor, part)
         else:
-            self._within(where, output, got, want, scale, dtype)
+            self._within(where, output, got, want, scale, factor, dtype)
 
     def _within(
-        self, where: str, output: Output, got: np.ndarray, want: np.ndarray, scale: np.ndarray, dtype: Any
+        self,
+        where: str,
+        output: Output,
+        got: np.ndarray,
+        want: np.ndarray,
+        scale: np.ndarray,
+        factor: float,
+        dtype: Any,
     ) -> None:
         info = jnp.finfo(dtype)
         accumulator = np.finfo(np.float64 if info.bits == 64 else np.float32)
@@ -794,7 +807,8 @@ class Compiled:
         largest = min(float(accumulator.max), float(info.max)) if roundings else float(accumulator.max)
         with np.errstate(invalid="ignore", over="ignore"):
             error = (4 + 4 * math.sqrt(terms)) * float(accumulator.eps) * scale + 4 * float(accumulator.tiny)
-            error = error + roundings * (self._rounding_eps(output, info) * scale + float(info.smallest_subnormal))
+            of_subnormal = factor * float(info.smallest_subnormal)
+            error = error + roundings * (self._rounding_eps(output, info) * scale + of_subnormal)
             if info.bits == 64:  # the reference is no wider, and may add and multiply in sequence
                 error = error + terms * float(info.eps) * scale
             is_finite = np.isfinite(want)
