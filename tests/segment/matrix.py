@@ -420,11 +420,6 @@ NO_HUGE_BUCKETS = Rule(
     lambda bucket_size, size: bucket_size is not ABSENT and size in LARGE_SIZES,
 )
 BUCKET_RULES = (NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS, PLAN_HAS_NO_BUCKETS)
-NO_BUCKETS_OF_EXPLICIT_BATCHES = Rule(
-    "the derivative of jax.numpy.prod over buckets cannot be mapped in explicit mode",
-    ("bucket_size", "sharding", "batch"),
-    lambda bucket_size, sharding, batch: bucket_size is not ABSENT and sharding == "explicit" and batch != "none",
-)
 NO_EXTREME_BUCKETS = Rule(
     "products of buckets are rounded to the dtype, out of whose range they may be",
     ("values", "bucket_size"),
@@ -673,7 +668,7 @@ _declare_reduction(
     majorant_of=lambda options: _in_buckets(majorant_prod, majorant_prod, options["bucket_size"]),
     options={"bucket_size": (ABSENT, 3), **FACTORS},
     properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
-    rules=(NO_BUCKETS_OF_EXPLICIT_BATCHES, NO_EXTREME_BUCKETS, EXTREME_FIRST_DERIVATIVES),
+    rules=(NO_EXTREME_BUCKETS, EXTREME_FIRST_DERIVATIVES),
 )
 _declare_reduction(
     "segment_softmax",

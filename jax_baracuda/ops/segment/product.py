@@ -125,7 +125,7 @@ def segment_prod(
     if jnp.issubdtype(call.data.dtype, jnp.inexact):
         check_numbered(name, "rows", call.segment_ids.shape[0])
     call = call.in_order()
-    return reduce_numbers(name, call, _segment_prod, call.params(Params), jnp.prod)
+    return reduce_numbers(name, call, _segment_prod, call.params(Params))
 
 
 @selectable

@@ -518,18 +518,21 @@ def _like(cotangent: Any, primal: Any) -> Any:
     return cotangent
 
 
-def _cotangents(results: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
-    remaining = iter(given)
-    return tuple(
-        _like(next(remaining), y) if jnp.issubdtype(y.dtype, jnp.inexact) else np.zeros(y.shape, jax.dtypes.float0)
-        for y in results
-    )
+def _pullback(function: Callable[..., Any], *operands: Any) -> tuple[Any, Callable[..., Any]]:
+    """``jax.vjp``, with a pullback that takes the cotangents of the floating results alone."""
+
+    def of_floating(*operands: Any) -> tuple[Any, Any]:
+        results = function(*operands)
+        return [y for y in results if jnp.issubdtype(y.dtype, jnp.inexact)], results
+
+    floating, pull, results = jax.vjp(of_floating, *operands, has_aux=True)
+    return results, lambda *cotangents: pull(list(map(_like, cotangents, floating)))
 
 
 def _vjp(function: Callable[..., Any], count: int, positions: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
     of_some, some = _split(function, arrays[:count], positions)
-    results, pull = jax.vjp(of_some, *some)
-    return (*results, *pull(_cotangents(results, arrays[count:])))
+    results, pull = _pullback(of_some, *some)
+    return (*results, *pull(*arrays[count:]))
 
 
 def _value_and_grad(
@@ -553,8 +556,8 @@ def _gradient(
 
     def gradient(*some_and_cotangents: Any) -> tuple[Any, ...]:
         of_some, _ = _split(function, operands, positions)
-        results, pull = jax.vjp(of_some, *some_and_cotangents[: len(positions)])
-        return pull(_cotangents(results, some_and_cotangents[len(positions) :]))
+        _, pull = _pullback(of_some, *some_and_cotangents[: len(positions)])
+        return pull(*some_and_cotangents[len(positions) :])
 
     return gradient
 
