@@ -376,3 +376,20 @@ def test_jacobians(rng: np.random.Generator, name: str) -> None:
     x = rng.integers(-3, 4, (4, 8)).astype(np.float32)
     for specs in ([P()], [random_spec(rng, x.ndim)]):
         assert_split_results_agree(jax.jacrev(JACOBIANS[name]), [x], specs, AxisType.Explicit)
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2])
+def test_rows_whose_dimensions_are_merged(rng: np.random.Generator, dims: int) -> None:
+    """Weights of the first dimensions of a row, any of which is split, or of the others."""
+    data, weights = rng.normal(size=(8, 4, 4, 4)).astype(np.float32), rng.normal(size=(16, 4, 4)).astype(np.float32)
+    weights = weights[(slice(None), *[slice(None)] * dims, *[0] * (2 - dims))]
+    ids = np.arange(16) % 8
+
+    def call(data: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax_baracuda.gather_segment_sum(data, ids, ids, 8, weights=weights)
+
+    for split in (P(None, "x"), P(None, None, "x"), P(None, None, None, "x")):
+        for implementation in ("kernel", "xla"):
+            with jax_baracuda.implementation(implementation):
+                specs = [split, P("x")]
+                assert_split_results_agree(gradient(call, (0, 1)), [data, weights], specs, AxisType.Explicit)

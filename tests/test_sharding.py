@@ -31,7 +31,7 @@ from support import cases, programs
 from support.cases import Expected, Shape
 from support.meshes import MESH_SHAPE, collectives, exchanges, exchanges_in
 
-from jax_baracuda import forward_mode
+from jax_baracuda import forward_mode, segment_plan, segment_prod_backward
 from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda._examples import example as an_example
 
@@ -523,3 +523,18 @@ def test_partitioner_leaves_settings_as_they_were(rng: np.random.Generator) -> N
     before = dict(jax.config.values)
     lowered.compile()
     assert jax.config.values == before
+
+
+def test_gradient_by_rows_that_all_devices_share(rng: np.random.Generator) -> None:
+    """Only the cotangent varies over devices. With a plan, the gradient returns to the order of the rows."""
+    mesh = make_mesh(AxisType.Auto)
+    shards = mesh.shape["rows"]
+    data, ids = rng.normal(size=16).astype(np.float32), rng.integers(0, NUM_SEGMENTS, 16)
+    d_output = rng.normal(size=(shards, NUM_SEGMENTS)).astype(np.float32)
+
+    def of_shard(d_output: jax.Array, data: jax.Array, ids: jax.Array) -> jax.Array:
+        return segment_prod_backward(d_output[0], data, plan=segment_plan(ids, NUM_SEGMENTS))[None]
+
+    sharded = jax.shard_map(of_shard, mesh=mesh, in_specs=(P("rows"), P(), P()), out_specs=P("rows"))
+    expected = [segment_prod_backward(x, data, ids) for x in d_output]
+    np.testing.assert_allclose(jax.jit(sharded)(d_output, data, ids), expected, rtol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +97,14 @@ def reshard_to(array: Array, spec: tuple[Any, ...]) -> Array:
     """Under explicit sharding, shards the dimensions of `array` over these mesh axes."""
     own_spec = jax_versions.explicit_spec(jax.typeof(array))
     return array if own_spec in (None, spec) else jax.sharding.reshard(array, PartitionSpec(*spec))
+
+
+def with_whole_dims(array: Array, dims: Iterable[int]) -> Array:
+    """Under explicit sharding, gathers these dimensions. A reshape merges only whole dimensions and one before them."""
+    spec = jax_versions.explicit_spec(jax.typeof(array))
+    if spec is None:
+        return array
+    return reshard_to(array, tuple(None if dim in dims else axes for dim, axes in enumerate(spec)))
 
 
 def reshard_like(array: Array, aval: Any) -> Array:

@@ -116,8 +116,20 @@ def _shares(data: Any, ids: Any, output: Any, first_wins: bool, counts_identity:
     return jnp.where(attains, 1 / jnp.maximum(take_cells(count, ids), 1), 0)
 
 
+@jax.custom_jvp
+def _negative(x: Any) -> Any:
+    """``-x``, also of zeros: in some fusions XLA computes ``0 - x``."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int64)
+    return jax.lax.bitcast_convert_type(bits ^ np.int64(np.iinfo(np.int64).min), jnp.float64)
+
+
+@_negative.defjvp
+def _negative_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _negative(*primals), -tangents[0]
+
+
 def _reversed(x: Any) -> Any:
-    return -x if is_floating(x.dtype) else ~x
+    return _negative(x) if is_floating(x.dtype) else ~x
 
 
 def _in_buckets(reduce: Callable[..., Any], over: Callable[..., Any], bucket_size: int | None) -> Callable[..., Any]:

@@ -87,7 +87,7 @@ class SegmentCall:
         self,
         reduction: Callable[..., Array],
         params: Params,
-        in_buckets: bool = False,
+        reduce_buckets: Callable[..., Array] | None = None,
     ) -> Array:
         """Applies a segment reduction to the rows.
 
@@ -95,26 +95,27 @@ class SegmentCall:
           reduction: ``(params, *, data [N, ...], segment_ids [N]) -> [S, ...]``; with a plan, also ``order [N]`` and
             ``sorted_ids [N]``
           params: those of the reduction without buckets.
-          in_buckets: whether to reduce in buckets first, if there is a bucket size.
+          reduce_buckets: reduces the leading axis of the buckets' results. None: buckets are ignored.
         """
-        if self.bucket_size is not None and in_buckets:
-            return self._reduce_in_buckets(reduction, params)
+        if self.bucket_size is not None and reduce_buckets is not None:
+            return self._reduce_in_buckets(reduction, params, reduce_buckets)
 
         def call(data: Array, segment_ids: Array, **order: Array) -> Array:
             return reduction(params, data=self.rows(data), segment_ids=segment_ids, **order)
 
         return self._with_out_sharding(call)
 
-    def _reduce_in_buckets(self, reduction: Callable[..., Array], params: Params) -> Array:
+    def _reduce_in_buckets(
+        self, reduction: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array]
+    ) -> Array:
         """Reduces each bucket to its own copy of the segments, then the copies."""
         ids, num_segments = self.segment_ids, self.num_segments
         num_buckets = -(-ids.shape[0] // self.bucket_size)
         bucket = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)[: ids.shape[0]]
-        cells = jnp.where((ids >= 0) & (ids < num_segments), ids * num_buckets + bucket, -1)
-        of_buckets = dataclasses.replace(params, num_segments=num_segments * num_buckets, indices_are_sorted=False)
-        data = reduction(of_buckets, data=self.rows(self.data), segment_ids=cells)
-        of_cells = jnp.repeat(jnp.arange(num_segments, dtype=ids.dtype), num_buckets)
-        return reduction(dataclasses.replace(params, indices_are_sorted=True), data=data, segment_ids=of_cells)
+        ids = jnp.where((ids >= 0) & (ids < num_segments), ids + bucket * num_segments, -1)
+        params = dataclasses.replace(params, num_segments=num_buckets * num_segments, indices_are_sorted=False)
+        output = reduction(params, data=self.rows(self.data), segment_ids=ids)
+        return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)
 
     def map_rows(self, function: Callable[..., Array], params: Params) -> Array:
         """Applies ``(params, *, data [N, ...], segment_ids [N]) -> [N, ...]`` to the rows."""
@@ -134,6 +135,7 @@ class SegmentCall:
 
     def cotangent_of_data(self, data: Array, d_rows: Array) -> Array:
         """The cotangent of `data`, given that of its rows."""
+        data, d_rows = jax_versions.unify_varying(data, d_rows)
         rows = jax.typeof(self.rows(data))
         [d_data] = jax.linear_transpose(self.rows, data)(reshard_like(d_rows, rows))
         return d_data
@@ -150,11 +152,13 @@ class SegmentCall:
         return call(self.data, **self._ids())
 
 
-def reduce_numbers(name: str, call: SegmentCall, rules: KernelVjp, params: Params) -> Array:
+def reduce_numbers(
+    name: str, call: SegmentCall, rules: KernelVjp, params: Params, reduce_buckets: Callable[..., Array]
+) -> Array:
     """A sum or a product. Narrow integers are reduced as int32: arithmetic modulo 2^32 is right modulo 2^16 and 2^8."""
     if call.data.dtype == jnp.bool_:
         raise TypeError(f"{name}: data must have a numeric dtype, got bool")
-    return call.with_wide_integers().reduce(rules, params, in_buckets=True).astype(call.data.dtype)
+    return call.with_wide_integers().reduce(rules, params, reduce_buckets).astype(call.data.dtype)
 
 
 def shaped_as_ids(rows: Array, ids_shape: tuple[int, ...]) -> Array:

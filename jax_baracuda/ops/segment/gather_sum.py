@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, with_whole_dims
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
@@ -133,6 +133,8 @@ def reduce_edges(
 def reduce_weighted(rules: BatchedVjp, params: GatherParams, data: Array, weights: Array, edges: Edges) -> Array:
     """Applies a reduction to the gathered rows times their weights ``[E, *dims]``."""
     num_edges, heads = weights.shape[0], math.prod(weights.shape[1:])
+    weights = with_whole_dims(weights, range(2, weights.ndim))
+    data = with_whole_dims(data, (*range(2, weights.ndim), *range(weights.ndim + 1, data.ndim)))
     features = math.prod(data.shape[weights.ndim :])
     output = rules(
         params,

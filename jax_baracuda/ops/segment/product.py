@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -125,7 +126,17 @@ def segment_prod(
     if jnp.issubdtype(call.data.dtype, jnp.inexact):
         check_numbered(name, "rows", call.segment_ids.shape[0])
     call = call.in_order()
-    return reduce_numbers(name, call, _segment_prod, call.params(Params))
+    params = call.params(Params)
+    return reduce_numbers(name, call, _segment_prod, params, functools.partial(_over_buckets, params))
+
+
+def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
+    """The product over buckets ``[buckets, segments, ...]``. The derivative of :func:`jax.numpy.prod` cannot be mapped
+    in explicit mode, and needs shapes without symbols."""
+    num_buckets, num_segments = cells.shape[:2]
+    ids = jnp.repeat(jnp.arange(num_segments, dtype=jnp.int32), num_buckets)
+    rows = jnp.moveaxis(cells, axis, 1).reshape(num_segments * num_buckets, *cells.shape[2:])
+    return _segment_prod(dataclasses.replace(params, indices_are_sorted=True), data=rows, segment_ids=ids)
 
 
 @selectable

@@ -137,7 +137,7 @@ def segment_sum(
     call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
     call = call.in_order(unless=FLOATING_DTYPES)
     params = call.params(SumParams, deterministic=bool(deterministic))
-    return reduce_numbers(name, call, _segment_sum, params)
+    return reduce_numbers(name, call, _segment_sum, params, jnp.sum)
 
 
 @selectable

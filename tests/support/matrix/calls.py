@@ -198,8 +198,9 @@ def finite_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.d
         few = _kept_by_arithmetic(special_numbers(dtype, with_nan=False))
         return _some_replaced(rng, data.astype(dtype), few, 0.1)
     if kind < 0.35:
-        # Second derivatives have products of six such numbers, which stay in the range of the accumulator.
-        largest = {"float64": 150, "float32": 18, "bfloat16": 18}.get(dtype.name, 8)
+        # Second derivatives have products of six such numbers, which stay in the range of the accumulator. First
+        # derivatives within them are rounded to the dtype, which matters in float16.
+        largest = {"float64": 150, "float32": 18, "bfloat16": 18}.get(dtype.name, 4)
         return np.ldexp(data, rng.integers(-largest, largest + 1)).astype(dtype)
     return data.astype(dtype)
 

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -302,7 +303,8 @@ class Plan:
         devices hold nothing of the dimension. For convolutions in plain JAX, XLA's CPU compiler gets some derivatives
         of packed sequences wrong if time is split (its older fusion emitters get them right), and XLA's partitioner
         aborts on some derivatives with respect to a filter with split taps. It also aborts on gathers along one
-        dimension of an array if two axes split the other dimension (``jnp.take_along_axis``).
+        dimension of an array if two axes split the other dimension (``jnp.take_along_axis``). If it splits rows
+        unevenly, ``jax.ops.segment_max`` takes the padding for rows.
         """
         assert self.mesh is not None
         if self._is_partly_plain_gradient():
@@ -314,7 +316,8 @@ class Plan:
         if is_automatic_plain_jax and name.startswith("feature") and len(axes) > 1:
             return False
         size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in axes)
-        if self.case.sharding == "auto" and self.case.transformation != "eager":
+        takes_padding = self.case.implementation == "xla" and re.search("max|min|attention", self.case.op)
+        if self.case.sharding == "auto" and self.case.transformation != "eager" and not takes_padding:
             return size >= shards
         return shards == 1 or (size > 0 and size % shards == 0)
 
@@ -635,6 +638,13 @@ def _elements(x: jax.Array) -> np.ndarray:
     return np.asarray(x) if x.size > 0 else np.empty(x.shape, x.dtype)
 
 
+def _without_subnormals(x: np.ndarray) -> np.ndarray:
+    if not is_floating(x.dtype):
+        return x
+    magnitude = np.abs(_wide(x))
+    return np.where((magnitude > 0) & (magnitude < float(jnp.finfo(x.dtype).tiny)), np.zeros((), x.dtype), x)
+
+
 def _wide(x: np.ndarray) -> Any:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x.astype(np.complex128)
@@ -695,7 +705,16 @@ class Compiled:
     def draw(self, number: int) -> list[np.ndarray]:
         plan = self.plan
         rng = np.random.default_rng([self.case.seed, 2, number])
-        return [x.draw_all(rng, plan.size_of, plan.levels) for x in plan.arrays]
+        arrays = [x.draw_all(rng, plan.size_of, plan.levels) for x in plan.arrays]
+        return [_without_subnormals(x) for x in arrays] if self._loses_subnormals() else arrays
+
+    def _loses_subnormals(self) -> bool:
+        """Whether XLA may treat subnormal numbers as zeros in mere copies: its partitioner gathers rows by sums over
+        devices, and CPUs with AVX512-BF16 convert bfloat16 so."""
+        case = self.case
+        return case.implementation != "kernel" and (
+            case.dtype == "bfloat16" or case.sharding in ("auto", "explicit", "partly manual")
+        )
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
