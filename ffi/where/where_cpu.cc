@@ -105,29 +105,42 @@ JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const 
   }
 }
 
-// Narrow rows are added in lanes, several rows at once, so that vector instructions are full.
-constexpr int64_t kLanes = 16;
+// Narrow rows are added several at once, so that vector instructions are full. Longer arrays use more numbers at once.
+constexpr int64_t kMinAtOnce = 16, kMaxAtOnce = 256;
 
 // Adds `outer` contiguous arrays [rows, inner], over their rows, to sums[outer, inner]; likewise other_sums.
 template <typename T, bool kBothSummed>
 JB_CPU_CLONES void AddArrays(const uint8_t* cond, bool inverted, const T* dy, int64_t outer, int64_t rows,
                              int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums, T* other) {
   using C = ComputeType<T>;
-  const int64_t rows_of_line = std::clamp<int64_t>(kLanes / inner, 1, std::max<int64_t>(1, rows));
-  const int64_t elements = rows * inner, width = rows_of_line * inner;
-  const bool has_lanes = rows_of_line > 1;
-  for (int64_t i = 0; i < outer; ++i) {
-    C lanes[2][kLanes] = {};
+  const int64_t elements = rows * inner, wanted = std::clamp(elements / 8, kMinAtOnce, kMaxAtOnce);
+  const int64_t rows_at_once = elements < kMinAtOnce ? 1 : std::clamp<int64_t>(wanted / inner, 1, rows);
+  const auto add = [&](auto width, C* to, C* other_to) __attribute__((always_inline)) {
     for (int64_t first = 0; first < elements; first += width) {
-      AddElements<T, kBothSummed>(cond + first, inverted, dy + first, std::min(width, elements - first),
-                                  has_lanes ? lanes[0] : sums, has_lanes ? lanes[1] : other_sums,
-                                  kBothSummed ? nullptr : other + first);
+      AddElements<T, kBothSummed>(cond + first, inverted, dy + first, std::min<int64_t>(width, elements - first), to,
+                                  other_to, kBothSummed ? nullptr : other + first);
     }
-    for (int64_t lane = 0; has_lanes && lane < width; lane += inner) {
-      for (int64_t column = 0; column < inner; ++column) {
-        sums[column] += lanes[0][lane + column];
-        if (kBothSummed) other_sums[column] += lanes[1][lane + column];
+  };
+  for (int64_t i = 0; i < outer; ++i) {
+    if (rows_at_once > 1) {
+      C at_once[2][kMaxAtOnce];
+      const int64_t width = rows_at_once * inner;
+      for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) std::fill_n(at_once[k], width, C{0});
+      add(width, at_once[0], at_once[1]);
+      for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) {
+        for (int64_t left = rows_at_once; left > 1;) {
+          const int64_t half = (left + 1) / 2;
+          for (int64_t column = 0; column < (left - half) * inner; ++column) {
+            at_once[k][column] += at_once[k][half * inner + column];
+          }
+          left = half;
+        }
+        for (int64_t column = 0; column < inner; ++column) (k == 0 ? sums : other_sums)[column] += at_once[k][column];
       }
+    } else if (inner == 1) {
+      add(std::integral_constant<int64_t, 1>{}, sums, other_sums);
+    } else {
+      add(inner, sums, other_sums);
     }
     cond += elements;
     dy += elements;
@@ -178,17 +191,22 @@ class Blocks {
       const T* from = data_ + offset_ + (is_contiguous ? index_[0] : 0);
       Advance(run, rows);
       if (is_contiguous && run == count) return from;
-      T* to = buffer_ + done;
-      for (int64_t row = 0; row < rows; ++row, from += stride, to += run) {
-        if (is_contiguous) {
-          std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(run) * sizeof(T));
-        } else {
-          // Stores of a fixed size are several times faster for short rows. The next row overwrites the excess.
-          const T value = *from;
-          for (int64_t i = 0; i < run; i += kFewElements) std::fill_n(to + i, kFewElements, value);
+      T* const to = buffer_ + done;
+      done += rows * run;
+      if (is_contiguous) {
+        for (T* row = to; row < buffer_ + done; row += run, from += stride) {
+          std::memcpy(static_cast<void*>(row), from, static_cast<size_t>(run) * sizeof(T));
+        }
+        continue;
+      }
+      // Stores of a fixed size are several times faster for short rows. The next row overwrites the excess.
+      if (run <= kFewElements) {
+        for (T* row = to; row < buffer_ + done; row += run, from += stride) std::fill_n(row, kFewElements, *from);
+      } else {
+        for (T* row = to; row < buffer_ + done; row += run, from += stride) {
+          for (int64_t i = 0; i < run; i += kFewElements) std::fill_n(row + i, kFewElements, *from);
         }
       }
-      done += rows * run;
     }
     return buffer_;
   }
