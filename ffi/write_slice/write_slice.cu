@@ -35,7 +35,7 @@ __device__ __forceinline__ void MoveWord(const Update& update, int64_t row_numbe
   constexpr int64_t kBytes = sizeof(Word);
   Word* const source = At<Word>(update.source, SourceRow(update, row_number)) + word;
   Word written{};
-  // This load does not need the starts, so it is issued before LocateRow waits for them.
+  // This load comes first because it need not wait for the starts, as LocateRow does.
   if constexpr (!kTake) written = *source;
   const Row row = LocateRow(update, row_number);
   if (word < row.first / kBytes || word >= row.last / kBytes) return;
