@@ -115,8 +115,8 @@ def updates() -> Iterator[Call]:
 
 
 def rotations() -> Iterator[Call]:
-    # Few and many positions; rows that consist of units of 16 bytes, of 8, or of less.
-    choices = itertools.product([0, 1, 3, 8192], [64, 40, 6], *[[False, True]] * 2)
+    # Few and many positions; rows that consist of vectors of 16 bytes, or do not.
+    choices = itertools.product([0, 1, 3, 8192], [64, 6], *[[False, True]] * 2)
     for length, features, heads_first, interleaved in choices:
         x = ((4, 32, length, features) if heads_first else (4, length, 32, features)), "bfloat16"
         others = [((2, features // 2), "float32"), ((4, length), "int32")]
@@ -176,7 +176,7 @@ def selections() -> Iterator[Call]:
 # ----------------------------------------------------------------------------------------------------------------------
 # write_slice.
 
-# Shapes of an array and of its window: small ones, then large ones with long rows.
+# Shapes of an array and of its window.
 WINDOWS = [
     ((64, 64), (64, 64)),
     *[((64, n), (2, n)) for n in (64, 62)],
@@ -184,9 +184,7 @@ WINDOWS = [
     ((16, 8, 4, 64), (2, 3, 2, 64)),
     ((64, 64), (2, 32)),
     ((64, 64), (0, 64)),
-    ((80, 16_384), (72, 16_384)),
-    ((160, 4098), (150, 4098)),
-    ((300, 40_000), (300, 32_000)),
+    ((64, 7), (2, 7)),
 ]
 
 
@@ -233,21 +231,10 @@ def met() -> dict[tuple[str, str, str], set[str]]:
     return strategies
 
 
-SUMS_WITH_TAIL = {f"sum_{what}_with_tail{parts}" for what in ("numbers", "short_rows") for parts in ("", "_in_parts")}
-
 UNREACHABLE = {
-    # A batch changes how arrays repeat along the output: less if operands have the batch, more if they are shared.
-    ("cpu", "where", "own operands"): {"periodic"},
+    # An operand that the batch shares is repeated.
     ("cpu", "where", "shared operands"): {"dense"},
-    ("cpu", "where_backward", "own operands"): {"periodic"},
     ("cpu", "where_backward", "shared operands"): {"dense"},
-    ("cuda", "where", "own operands"): {
-        f"scalar_{of}{tail}" for of in ("a", "b", "b_repeated_cond") for tail in ("", "_with_tail")
-    },
-    ("cuda", "where", "shared operands"): {"dense", "dense_with_tail"},
-    # Only a single sum has a tail, and a batch has several sums.
-    ("cuda", "where_backward", "own operands"): SUMS_WITH_TAIL,
-    ("cuda", "where_backward", "shared operands"): SUMS_WITH_TAIL | {"dense", "dense_with_tail"},
     # Rows are read by element only if the batch shares signals, and their size is not a multiple of 32 bytes.
     **{
         ("cuda", op, batch): {
@@ -256,8 +243,6 @@ UNREACHABLE = {
         for op, all_states in (("causal_conv1d", ("",)), ("causal_conv1d_backward", ("", "_and_states")))
         for batch in ("batch 1", "own operands")
     },
-    # A window that covers a whole array has no start. If the batch shares the source, the window has two axes.
-    ("cuda", "write_slice", "shared operands"): {"small_windows_of_1_axis"},
 }
 """The strategies that no call with such a batch has, by platform, op and batch."""
 

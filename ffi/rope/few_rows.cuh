@@ -28,9 +28,9 @@ struct FewRows {
   bool x_is_shared;
 };
 
-template <typename T, int kTensors>
+template <typename T>
 struct FewRowsArguments {
-  FewRows<T> rows[kTensors];
+  FewRows<T> rows[kMaxTensors];
   unsigned blocks_of_first_rows;
   bool has_batch;
   bool positions_are_neighbours;  // adjacent in memory; otherwise heads are
@@ -44,9 +44,8 @@ struct FewRowsArguments {
 
 // Blocks: rows along x; tiles of positions, then examples, along y. Threads: units along x; then whichever of positions
 // and rows is adjacent in memory along y, and the other one along z.
-template <typename T, int kCount, bool kInterleaved, int kTensors>
-__global__ void __launch_bounds__(kMaxSharingThreads)
-    RotateFewRows(const __grid_constant__ FewRowsArguments<T, kTensors> a) {
+template <typename T, int kCount, bool kInterleaved>
+__global__ void __launch_bounds__(kMaxSharingThreads) RotateFewRows(const __grid_constant__ FewRowsArguments<T> a) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   using C = ComputeType<T>;
   extern __shared__ uint4 shared_memory[];
@@ -57,8 +56,8 @@ __global__ void __launch_bounds__(kMaxSharingThreads)
   const unsigned position_of_block = a.positions_are_neighbours ? threadIdx.y : threadIdx.z;
   auto* const rotations = reinterpret_cast<Rotation<C>*>(shared_memory) + position_of_block * a.layout.pairs;
 
-  const bool are_first = kTensors == 1 || blockIdx.x < a.blocks_of_first_rows;
-  const FewRows<T>& rows = a.rows[are_first ? 0 : kTensors - 1];
+  const bool are_first = blockIdx.x < a.blocks_of_first_rows;
+  const FewRows<T>& rows = a.rows[are_first ? 0 : 1];
   const unsigned block = are_first ? blockIdx.x : blockIdx.x - a.blocks_of_first_rows;
   const unsigned unit = threadIdx.x, row = block * rows_of_block + row_of_block;
   const unsigned example = a.tiles.Quotient(blockIdx.y);
@@ -111,10 +110,10 @@ inline bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t elem
          problem.pairs * rotation_bytes <= Tuning::kMaxTableBytes;
 }
 
-template <typename T, int kCount, bool kInterleaved, int kTensors>
+template <typename T, int kCount, bool kInterleaved>
 CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  FewRowsArguments<T, kTensors> a{};
+  FewRowsArguments<T> a{};
   a.has_batch = problem.batch > 1;
   a.positions_are_neighbours = problem.heads_first;
   a.length = static_cast<int>(problem.length);
@@ -124,7 +123,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
   a.positions = call.positions;
   a.scale = ScaleOf<T>(call);
   int64_t most_heads = 1;
-  for (int i = 0; i < kTensors; ++i) most_heads = std::max(most_heads, call.tensors[i].heads);
+  for (int i = 0; i < call.num_tensors; ++i) most_heads = std::max(most_heads, call.tensors[i].heads);
   constexpr int64_t kMaxAlongZ = 64;  // CUDA's limit of threads along z
   const int64_t rotation_bytes = problem.pairs * sizeof(Rotation<ComputeType<T>>);
   const int64_t rows_of_block =
@@ -140,7 +139,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
                      static_cast<unsigned>(rows_of_block * positions_of_block / along_y));
   dim3 blocks(0, GridSize(problem.batch * problem.examples * tiles));
   const int features = static_cast<int>(problem.features), length = static_cast<int>(problem.length);
-  for (int i = 0; i < kTensors; ++i) {
+  for (int i = 0; i < call.num_tensors; ++i) {
     const Tensor& tensor = call.tensors[i];
     const int heads = static_cast<int>(tensor.heads);
     a.rows[i] = {static_cast<const T*>(tensor.x),
@@ -154,7 +153,7 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
     if (i == 0) a.blocks_of_first_rows = blocks.x;
   }
   const size_t table_bytes = positions_of_block * rotation_bytes;
-  RotateFewRows<T, kCount, kInterleaved, kTensors><<<blocks, threads, table_bytes, stream>>>(a);
+  RotateFewRows<T, kCount, kInterleaved><<<blocks, threads, table_bytes, stream>>>(a);
   return JB_LAUNCH_STATUS(RotateFewRows);
 }
 

@@ -185,39 +185,19 @@ int64_t AssignRows(const Problem& problem, const Tensor& tensor, const Assignmen
   return threads_of_position * first_positions;
 }
 
-// Units per row: of all features if are_all_written, otherwise only of the rotated features.
-int64_t UnitsOfRow(const Problem& problem, int elements_of_vector, bool has_pairs_in_vectors, bool are_all_written) {
-  const int64_t vectors_of_unit = has_pairs_in_vectors ? 1 : 2;
-  const int64_t copied_features = are_all_written ? problem.features - 2 * problem.pairs : 0;
-  return 2 * problem.pairs / (vectors_of_unit * elements_of_vector) +
-         CeilDivide(copied_features, vectors_of_unit * elements_of_vector);
-}
-
-int64_t UnitsOfThread(const Problem& problem, int64_t all_heads, int64_t units, int64_t multiprocessors) {
-  return std::min(
-      units * problem.batch * problem.examples * all_heads * problem.length / (multiprocessors * Tuning::kMinThreads),
-      Tuning::kMaxUnits);
-}
-
 template <typename T, int kCount, bool kInterleaved>
-CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, cudaStream_t stream) {
+CudaStatus Launch(const Call& call, const RopePlan& plan, cudaStream_t stream) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   const Problem& problem = call.problem;
-  bool is_in_place = true, have_one_head = true, is_x_shared = false;
-  for (int i = 0; i < call.num_tensors; ++i) {
-    const Tensor& tensor = call.tensors[i];
-    is_in_place = is_in_place && tensor.x == tensor.y;
-    have_one_head = have_one_head && tensor.heads == 1;
-    is_x_shared = is_x_shared || tensor.is_shared;
+  if (plan.strategy < Strategy::kManyRowsBy16Bytes) {
+    return LaunchFewRows<T, kCount, kInterleaved>(call, plan.units, stream);
   }
-  const int64_t units = UnitsOfRow(problem, kCount, kInterleaved, /*are_all_written=*/!is_in_place);
-  if (strategy < Strategy::kManyRowsBy16Bytes) {
-    return call.num_tensors == 1 ? LaunchFewRows<T, kCount, kInterleaved, 1>(call, units, stream)
-                                 : LaunchFewRows<T, kCount, kInterleaved, 2>(call, units, stream);
+  bool have_one_head = true, is_x_shared = false;
+  for (int i = 0; i < call.num_tensors; ++i) {
+    have_one_head = have_one_head && call.tensors[i].heads == 1;
+    is_x_shared = is_x_shared || call.tensors[i].is_shared;
   }
   const int64_t examples = problem.batch * problem.examples;
-  const int64_t units_of_thread = UnitsOfThread(problem, call.AllHeads(), units, multiprocessors);
-
   Arguments<T> a{};
   const bool heads_are_neighbours = problem.length == 1 || !(problem.heads_first || have_one_head);
   const bool have_rows_one_distance = problem.length == 1 || !heads_are_neighbours;
@@ -228,13 +208,14 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
   a.has_batch = problem.batch > 1;
   a.examples = Divider(problem.examples);
   a.length = problem.length;
-  a.units = Divider(units);
+  a.units = Divider(plan.units);
   a.layout = RowLayout<int64_t>(problem, UnitOfRow::kPairs);
   a.frequencies = call.frequencies;
   a.positions = call.positions;
   a.scale = ScaleOf<T>(call);
 
-  const Assignment assignment{heads_are_neighbours, a.examples_of_group, units, std::max<int64_t>(units_of_thread, 1)};
+  const Assignment assignment{heads_are_neighbours, a.examples_of_group, plan.units,
+                              std::max<int64_t>(plan.units_of_thread, 1)};
   int64_t threads[kMaxTensors] = {};
   for (int i = 0; i < call.num_tensors; ++i) {
     // The last tensor is assigned first: it is k, whose threads have longer latency chains because it has fewer heads.
@@ -253,75 +234,49 @@ CudaStatus Launch(const Call& call, Strategy strategy, int64_t multiprocessors, 
   return JB_LAUNCH_STATUS(RotateRows);
 }
 
-// Launches with vectors of `bytes` bytes; 0: one element at a time.
-template <typename T>
-CudaStatus LaunchBy(int bytes, const Call& call, Strategy strategy, int64_t multiprocessors, cudaStream_t stream) {
-  if (bytes == 16) {
-    const auto launch = call.problem.interleaved ? Launch<T, kVectorBytes / sizeof(T), true>
-                                                 : Launch<T, kVectorBytes / sizeof(T), false>;
-    return launch(call, strategy, multiprocessors, stream);
-  }
-  if constexpr (sizeof(T) < 8) {
-    if (bytes == 8) return Launch<T, 8 / sizeof(T), false>(call, strategy, multiprocessors, stream);
-  }
-  return Launch<T, 1, false>(call, strategy, multiprocessors, stream);
-}
-
-// Whether rows and their rotated parts are multiples of vectors of `bytes` bytes.
-bool SuitsVectors(const Problem& problem, int64_t element_bytes, int64_t bytes) {
-  const int64_t count = bytes / element_bytes;
-  return problem.features % count == 0 && (problem.interleaved ? 2 : 1) * problem.pairs % count == 0;
-}
-
 }  // namespace
 
-Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t multiprocessors,
-                        int64_t alignment) {
-  if (problem.HasNoElement(all_heads)) return Strategy::kNothing;
-  const bool by_16_bytes = alignment >= 16 && SuitsVectors(problem, element_bytes, 16);
-  const bool by_8_bytes = !by_16_bytes && alignment >= 8 && element_bytes < 8 && !problem.interleaved &&
-                          SuitsVectors(problem, element_bytes, 8);
-  const int64_t bytes = by_16_bytes ? 16 : by_8_bytes ? 8 : element_bytes;
-  // Assumes that all features are written; in-place calls write only the rotated ones.
-  const int64_t units = UnitsOfRow(problem, static_cast<int>(bytes / element_bytes), by_16_bytes && problem.interleaved,
-                                   /*are_all_written=*/true);
-  const bool has_few_rows = UnitsOfThread(problem, all_heads, units, multiprocessors) < Tuning::kMaxUnits &&
-                            SuitsFewRows(problem, all_heads, element_bytes, units);
-  if (by_16_bytes) return has_few_rows ? Strategy::kFewRowsBy16Bytes : Strategy::kManyRowsBy16Bytes;
-  if (by_8_bytes) return has_few_rows ? Strategy::kFewRowsBy8Bytes : Strategy::kManyRowsBy8Bytes;
-  return has_few_rows ? Strategy::kFewRowsByElement : Strategy::kManyRowsByElement;
+RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t multiprocessors,
+                bool are_aligned, bool are_all_written) {
+  RopePlan plan;
+  if (problem.HasNoElement(all_heads)) return plan;
+  const int64_t elements_of_vector = kVectorBytes / element_bytes;
+  const bool has_vectors = are_aligned && problem.features % elements_of_vector == 0 &&
+                           (problem.interleaved ? 2 : 1) * problem.pairs % elements_of_vector == 0;
+  const int64_t elements_of_unit = !has_vectors ? 2 : problem.interleaved ? elements_of_vector : 2 * elements_of_vector;
+  const int64_t copied_features = are_all_written ? problem.features - 2 * problem.pairs : 0;
+  plan.units = 2 * problem.pairs / elements_of_unit + CeilDivide(copied_features, elements_of_unit);
+  const int64_t all_units = plan.units * problem.batch * problem.examples * all_heads * problem.length;
+  plan.units_of_thread = std::min(all_units / (multiprocessors * Tuning::kMinThreads), Tuning::kMaxUnits);
+  const bool has_few_rows =
+      plan.units_of_thread < Tuning::kMaxUnits && SuitsFewRows(problem, all_heads, element_bytes, plan.units);
+  plan.strategy = has_vectors ? (has_few_rows ? Strategy::kFewRowsBy16Bytes : Strategy::kManyRowsBy16Bytes)
+                              : (has_few_rows ? Strategy::kFewRowsByElement : Strategy::kManyRowsByElement);
+  return plan;
 }
 
 CudaStatus LaunchRope(const Call& call, cudaStream_t stream) {
   int multiprocessors;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-  int alignment = kVectorBytes;
+  bool are_aligned = true, is_in_place = true;
   for (int i = 0; i < call.num_tensors; ++i) {
-    for (const void* data : {call.tensors[i].x, static_cast<const void*>(call.tensors[i].y)}) {
-      while (!AreAligned(alignment, data)) alignment /= 2;
-    }
+    const Tensor& tensor = call.tensors[i];
+    are_aligned = are_aligned && AreAligned(kVectorBytes, tensor.x, tensor.y);
+    is_in_place = is_in_place && tensor.x == tensor.y;
   }
-  const Strategy strategy =
-      ChooseStrategy(call.problem, call.AllHeads(), ElementBytes(call.type), multiprocessors, alignment);
-  int bytes = 0;
-  switch (strategy) {
-    case Strategy::kNothing:
-      return {};
-    case Strategy::kFewRowsBy16Bytes:
-    case Strategy::kManyRowsBy16Bytes:
-      bytes = 16;
-      break;
-    case Strategy::kFewRowsBy8Bytes:
-    case Strategy::kManyRowsBy8Bytes:
-      bytes = 8;
-      break;
-    case Strategy::kFewRowsByElement:
-    case Strategy::kManyRowsByElement:
-      break;
-  }
+  const RopePlan plan = Choose(call.problem, call.AllHeads(), ElementBytes(call.type), multiprocessors, are_aligned,
+                               /*are_all_written=*/!is_in_place);
+  if (plan.strategy == Strategy::kNothing) return {};
+  const bool has_vectors =
+      plan.strategy == Strategy::kFewRowsBy16Bytes || plan.strategy == Strategy::kManyRowsBy16Bytes;
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
-    status = LaunchBy<typename decltype(tag)::type>(bytes, call, strategy, multiprocessors, stream);
+    using T = typename decltype(tag)::type;
+    constexpr int kVec = kVectorBytes / sizeof(T);
+    const auto launch = !has_vectors               ? Launch<T, 1, false>
+                        : call.problem.interleaved ? Launch<T, kVec, true>
+                                                   : Launch<T, kVec, false>;
+    status = launch(call, plan, stream);
   });
   return status;
 }

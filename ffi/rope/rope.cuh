@@ -5,34 +5,35 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "ffi/core/cuda_status.h"
 #include "ffi/rope/rope.h"
 
 namespace jax_baracuda::rope {
 
-// The kernel, and its vector width in bytes.
+// The kernel, and whether its threads load vectors or single elements.
 enum class Strategy {
   kNothing,
   kFewRowsBy16Bytes,
-  kFewRowsBy8Bytes,
   kFewRowsByElement,
   kManyRowsBy16Bytes,
-  kManyRowsBy8Bytes,
   kManyRowsByElement,
 };
 
-inline constexpr const char* kStrategyNames[] = {"nothing",
-                                                 "few_rows_by_16_bytes",
-                                                 "few_rows_by_8_bytes",
-                                                 "few_rows_by_element",
-                                                 "many_rows_by_16_bytes",
-                                                 "many_rows_by_8_bytes",
-                                                 "many_rows_by_element"};
+inline constexpr const char* kStrategyNames[] = {"nothing", "few_rows_by_16_bytes", "few_rows_by_element",
+                                                 "many_rows_by_16_bytes", "many_rows_by_element"};
 
-// `alignment`: the alignment of all tensors in bytes, at least the element size. `all_heads`: the heads of all tensors
-// together.
-Strategy ChooseStrategy(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t multiprocessors,
-                        int64_t alignment = 16);
+struct RopePlan {
+  Strategy strategy = Strategy::kNothing;
+  int64_t units = 0;            // per row
+  int64_t units_of_thread = 0;  // 0: fewer units than threads
+};
+
+// `all_heads`: the heads of all tensors together. `are_aligned`: whether all tensors are aligned to vectors.
+// `are_all_written`: whether features that are not rotated are copied.
+RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t multiprocessors,
+                bool are_aligned = true, bool are_all_written = true);
 
 CudaStatus LaunchRope(const Call& call, cudaStream_t stream);
 

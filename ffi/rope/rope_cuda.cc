@@ -13,9 +13,9 @@ namespace {
 ffi::Error Run(cudaStream_t stream, const char* op, const Call& call) { return ToError(op, LaunchRope(call, stream)); }
 
 Plan PlanRope(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames,
-                     ChooseStrategy(ProblemOf(parameters), parameters.at("heads"), parameters.at("element_bytes"),
-                                    DeviceAttributesForPlan().multiprocessors))};
+  const RopePlan plan = Choose(ProblemOf(parameters), parameters.at("heads"), parameters.at("element_bytes"),
+                               DeviceAttributesForPlan().multiprocessors);
+  return Plan{NameOf(kStrategyNames, plan.strategy)};
 }
 
 JB_CUDA_TARGET("rope", (HandleRope<cudaStream_t, Run, false>), BindRope<Stream>(), PlanRope, JB_NAMES(kStrategyNames));

@@ -1,11 +1,9 @@
 // The gradient for repeated operands, whose cotangents are sums. One pass over dy, viewed as [outer, rows, inner], sums
-// over the rows. If the rows are split into parts, or both cotangents are sums, a second kernel adds up the partial
-// sums.
+// over the rows. If the rows are split into parts, a second kernel adds up the partial sums.
 #include <algorithm>
 #include <numeric>
 
 #include "ffi/core/partial_sums.cuh"
-#include "ffi/core/warp.cuh"
 #include "ffi/where/tuning.h"
 #include "ffi/where/where.cuh"
 #include "ffi/where/where_device.cuh"
@@ -22,40 +20,33 @@ inline int64_t ThreadsOfWholeRows(const Sum& sum, int elements_of_vector) {
   return std::lcm(sum.inner, int64_t{elements_of_vector}) / elements_of_vector;
 }
 
-// The assignment of work to threads. If rows are longer than a block, a block processes a tile of one row per step.
-// Otherwise a group of threads processes several whole rows per step, so that a thread always has the same columns.
-struct SumPlan {
-  int group = kThreads;  // threads per group: a power of two
-  int used;              // threads of a group that have work
-  int64_t rows_of_step = 1, tiles = 1;
-  int64_t blocks_of_outer;  // blocks per tile and part
-  int64_t rows_of_part, parts;
-
-  SumPlan(const Sum& sum, int elements_of_vector, int element_bytes) {
-    const int64_t of_whole_rows = ThreadsOfWholeRows(sum, elements_of_vector);
-    if (of_whole_rows <= kThreads) {
-      const int64_t vectors = CeilDivide(sum.rows * sum.inner, elements_of_vector);
-      const int64_t of_line = kLineBytes / (elements_of_vector * element_bytes);
-      const int64_t min_threads = std::max(of_whole_rows, std::min(of_line, vectors));
-      while (sum.outer > 1 && group / 2 >= min_threads && group * Tuning::kMinSteps > vectors) group /= 2;
-      used = static_cast<int>(group / of_whole_rows * of_whole_rows);
-      rows_of_step = used * elements_of_vector / sum.inner;
-    } else {
-      const int64_t vectors_of_row = sum.inner / elements_of_vector;
-      tiles = CeilDivide(vectors_of_row, kThreads);
-      used = static_cast<int>(CeilDivide(vectors_of_row, tiles));
-    }
-    blocks_of_outer = CeilDivide(sum.outer, kThreads / group);
-    const int64_t steps = std::max<int64_t>(1, CeilDivide(sum.rows, rows_of_step));
-    const int64_t wanted_blocks = sum.inner == 1 ? Tuning::kWantedBlocksOfNumbers : Tuning::kWantedBlocks;
-    const int64_t wanted = CeilDivide(wanted_blocks, blocks_of_outer * tiles);
-    const int64_t steps_of_part = CeilDivide(steps, std::clamp<int64_t>(steps / Tuning::kMinSteps, 1, wanted));
-    rows_of_part = steps_of_part * rows_of_step;
-    parts = CeilDivide(steps, steps_of_part);
+SumTiling MakeTiling(const Sum& sum, int elements_of_vector, int element_bytes) {
+  SumTiling tiling{};
+  tiling.group = kThreads;
+  tiling.rows_of_step = tiling.tiles = 1;
+  const int64_t of_whole_rows = ThreadsOfWholeRows(sum, elements_of_vector);
+  if (of_whole_rows <= kThreads) {
+    const int64_t vectors = CeilDivide(sum.rows * sum.inner, elements_of_vector);
+    const int64_t of_line = kLineBytes / (elements_of_vector * element_bytes);
+    const int64_t min_threads = std::max(of_whole_rows, std::min(of_line, vectors));
+    int& group = tiling.group;
+    while (sum.outer > 1 && group / 2 >= min_threads && group * Tuning::kMinSteps > vectors) group /= 2;
+    tiling.used = static_cast<int>(group / of_whole_rows * of_whole_rows);
+    tiling.rows_of_step = tiling.used * elements_of_vector / sum.inner;
+  } else {
+    const int64_t vectors_of_row = sum.inner / elements_of_vector;
+    tiling.tiles = CeilDivide(vectors_of_row, kThreads);
+    tiling.used = static_cast<int>(CeilDivide(vectors_of_row, tiling.tiles));
   }
-
-  int64_t blocks() const { return blocks_of_outer * tiles * parts; }
-};
+  tiling.blocks_of_outer = CeilDivide(sum.outer, kThreads / tiling.group);
+  const int64_t steps = std::max<int64_t>(1, CeilDivide(sum.rows, tiling.rows_of_step));
+  const int64_t wanted_blocks = sum.inner == 1 ? Tuning::kWantedBlocksOfNumbers : Tuning::kWantedBlocks;
+  const int64_t wanted = CeilDivide(wanted_blocks, tiling.blocks_of_outer * tiling.tiles);
+  const int64_t steps_of_part = CeilDivide(steps, std::clamp<int64_t>(steps / Tuning::kMinSteps, 1, wanted));
+  tiling.rows_of_part = steps_of_part * tiling.rows_of_step;
+  tiling.parts = CeilDivide(steps, steps_of_part);
+  return tiling;
+}
 
 // Whether vectors do not cross into the next element of `outer`, and a thread's vectors always have the same columns.
 inline bool VectorsFit(const Sum& sum, int elements_of_vector) {
@@ -68,12 +59,12 @@ inline bool VectorsFit(const Sum& sum, int elements_of_vector) {
 template <typename T, int kVec>
 struct Arguments {
   Sum sum;
-  SumPlan plan;
+  SumTiling tiling;
   const T* dy;
   Repeated<uint8_t, kVec> cond;
   uint32_t inverted;
   T* other;
-  ComputeType<T>* sums;  // [1 or 2, outer, inner, parts]
+  ComputeType<T>* sums[2];  // [outer, inner, parts]
 };
 
 template <typename T, int kVec, bool kBothSummed>
@@ -88,8 +79,8 @@ class Accumulator {
     Mask<kVec> mask(flags);
 #pragma unroll
     for (uint32_t& word : mask.words) word ^= a_.inverted;
-    const Packed<T, kVec> nothing{}, chosen = Choose<T, kVec>(mask, dy, nothing);
-    const Packed<T, kVec> rest = Choose<T, kVec>(mask, nothing, dy);
+    const Packed<T, kVec> nothing{}, chosen = Blend<T, kVec>(mask, dy, nothing);
+    const Packed<T, kVec> rest = Blend<T, kVec>(mask, nothing, dy);
     AddTo(0, chosen);
     if constexpr (kBothSummed) {
       AddTo(1, rest);
@@ -111,13 +102,13 @@ class Accumulator {
     if (!kBothSummed) a_.other[element] = is_chosen ? T(0.0f) : dy;
   }
 
-  __device__ __forceinline__ const C* sums(int k) const { return sums_[k]; }
-
-  __device__ __forceinline__ C Total(int k) const {
-    C total = 0;
+  // The sums of the thread's columns. A single column has one sum, in the first element.
+  __device__ __forceinline__ const C* Finish(int k) {
+    if (a_.sum.inner == 1) {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) total += sums_[k][i];
-    return total;
+      for (int i = 1; i < kVec; ++i) sums_[k][0] += sums_[k][i];
+    }
+    return sums_[k];
   }
 
  private:
@@ -132,38 +123,25 @@ class Accumulator {
   C sums_[kSums][kVec] = {};
 };
 
-// The sum over the threads of a group, valid in its first thread. `shared` has kThreads / kWarpThreads elements.
-template <typename C>
-__device__ __forceinline__ C SumOfGroup(C value, int group, C* shared) {
-  const int width = min(group, kWarpThreads);
-  for (int offset = width / 2; offset > 0; offset /= 2) value += __shfl_down_sync(kFullWarp, value, offset, width);
-  if (group <= kWarpThreads) return value;
-  const int warp = threadIdx.x / kWarpThreads;
-  if (threadIdx.x % kWarpThreads == 0) shared[warp] = value;
-  __syncthreads();
-  for (int i = 1; i < group / kWarpThreads && threadIdx.x % group == 0; ++i) value += shared[warp + i];
-  return value;
-}
-
 template <typename T, int kVec, bool kBothSummed>
 __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Arguments<T, kVec> a) {
   using C = ComputeType<T>;
   constexpr int kSums = kBothSummed ? 2 : 1;
   __shared__ C shared[kSums][kThreads * kVec];
-  const SumPlan& plan = a.plan;
+  const SumTiling& tiling = a.tiling;
   const Sum& sum = a.sum;
   // 32 bits suffice: there are fewer than 2^31 blocks.
-  const unsigned parts = static_cast<unsigned>(plan.parts), tiles = static_cast<unsigned>(plan.tiles);
+  const unsigned parts = static_cast<unsigned>(tiling.parts), tiles = static_cast<unsigned>(tiling.tiles);
   const int64_t part = blockIdx.x % parts, tile = blockIdx.x / parts % tiles;
-  const int group = threadIdx.x / plan.group, lane = threadIdx.x % plan.group;
-  const int64_t outer = int64_t{blockIdx.x / (parts * tiles)} * (kThreads / plan.group) + group;
-  const int64_t column = (tile * plan.used + lane) * kVec;  // in a long row, or in all short rows of a step
-  const bool has_work = outer < sum.outer && lane < plan.used && (tiles == 1 || column < sum.inner);
+  const int group = threadIdx.x / tiling.group, lane = threadIdx.x % tiling.group;
+  const int64_t outer = int64_t{blockIdx.x / (parts * tiles)} * (kThreads / tiling.group) + group;
+  const int64_t column = (tile * tiling.used + lane) * kVec;  // in a long row, or in all short rows of a step
+  const bool has_work = outer < sum.outer && lane < tiling.used && (tiles == 1 || column < sum.inner);
 
   Accumulator<T, kVec, kBothSummed> accumulator(a);
   if (has_work) {
-    const int64_t first_row = part * plan.rows_of_part, step = plan.rows_of_step * sum.inner;
-    const int64_t end = (outer * sum.rows + min(sum.rows, first_row + plan.rows_of_part)) * sum.inner;
+    const int64_t first_row = part * tiling.rows_of_part, step = tiling.rows_of_step * sum.inner;
+    const int64_t end = (outer * sum.rows + min(sum.rows, first_row + tiling.rows_of_part)) * sum.inner;
     int64_t element = (outer * sum.rows + first_row) * sum.inner + column;
     for (; element + (kVectorsInFlight - 1) * step + kVec <= end; element += kVectorsInFlight * step) {
       Packed<uint8_t, kVec> flags[kVectorsInFlight];
@@ -182,42 +160,26 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
     for (int i = 0; element + i < end; ++i) accumulator.AddOne(element + i, i);
   }
 
-  const int64_t results = sum.outer * sum.inner;
-  const auto write = [&](int k, int64_t result, C value) {
-    a.sums[(k * results + result) * plan.parts + part] = value;
-  };
-  if (sum.inner == 1) {
-#pragma unroll
-    for (int k = 0; k < kSums; ++k) {
-      const C total = SumOfGroup(accumulator.Total(k), plan.group, shared[k]);
-      if (has_work && lane == 0) write(k, outer, total);
-    }
-    return;
-  }
-  if (plan.rows_of_step == 1) {
-#pragma unroll
-    for (int k = 0; k < kSums; ++k) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (has_work) write(k, outer * sum.inner + column + i, accumulator.sums(k)[i]);
-      }
-    }
-    return;
-  }
   // Adds up the rows of a step pairwise, within each group.
-  const int inner = static_cast<int>(sum.inner), first = group * plan.group * kVec;
+  const int values = sum.inner == 1 ? 1 : kVec;  // per thread
+  const int first = group * tiling.group * values;
+  const int64_t first_column = tile * tiling.used * kVec;  // 0 if rows are short
+  const int columns = static_cast<int>(min(sum.inner - first_column, int64_t{tiling.used} * values));
 #pragma unroll
   for (int k = 0; k < kSums; ++k) {
+    const C* const sums = accumulator.Finish(k);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) shared[k][threadIdx.x * kVec + i] = accumulator.sums(k)[i];
+    for (int i = 0; i < kVec; ++i) {
+      if (i < values) shared[k][threadIdx.x * values + i] = sums[i];
+    }
   }
   __syncthreads();
-  for (int rows = static_cast<int>(plan.rows_of_step); rows > 1;) {
+  for (int rows = tiles > 1 ? 1 : tiling.used * values / columns; rows > 1;) {
     const int half = (rows + 1) / 2;
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
-      for (int i = lane; i < (rows - half) * inner; i += plan.group) {
-        shared[k][first + i] += shared[k][first + half * inner + i];
+      for (int i = lane; i < (rows - half) * columns; i += tiling.group) {
+        shared[k][first + i] += shared[k][first + half * columns + i];
       }
     }
     __syncthreads();
@@ -226,101 +188,82 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
   if (outer >= sum.outer) return;
 #pragma unroll
   for (int k = 0; k < kSums; ++k) {
-    for (int i = lane; i < inner; i += plan.group) write(k, outer * inner + i, shared[k][first + i]);
+    for (int i = lane; i < columns; i += tiling.group) {
+      a.sums[k][(outer * sum.inner + first_column + i) * tiling.parts + part] = shared[k][first + i];
+    }
   }
 }
 
 // Adds up the parts of each result with `lanes` threads.
 template <typename C>
-__global__ void __launch_bounds__(kThreads)
-    AddParts(const C* parts, int64_t num_parts, int64_t results, int lanes, C* first_sums, C* second_sums) {
+__global__ void __launch_bounds__(kThreads) AddParts(const C* parts, int64_t num_parts, int64_t results,
+                                                     int64_t all_results, int lanes, C* first_sums, C* second_sums) {
   __shared__ double shared[kThreads];
   const int lane = threadIdx.x % lanes;
   const int64_t result = int64_t{blockIdx.x} * (kThreads / lanes) + threadIdx.x / lanes;
-  const int64_t all_results = second_sums == nullptr ? results : 2 * results;
   const double total = SumPartials(parts + result * num_parts, result < all_results ? num_parts : 0, /*stride=*/1, lane,
                                    lanes, shared + threadIdx.x, /*slot_stride=*/1);
   if (lane != 0 || result >= all_results) return;
   (result < results ? first_sums[result] : second_sums[result - results]) = static_cast<C>(total);
 }
 
-template <typename C>
-CudaStatus LaunchAddParts(const C* parts, int64_t num_parts, int64_t results, C* first_sums, C* second_sums,
-                          cudaStream_t stream) {
-  int lanes = 1;
-  while (lanes < kThreads && lanes * Tuning::kPartsOfLane < num_parts) lanes *= 2;
-  const int64_t blocks = CeilDivide((second_sums == nullptr ? 1 : 2) * results, kThreads / lanes);
-  AddParts<C><<<GridSize(blocks), kThreads, 0, stream>>>(parts, num_parts, results, lanes, first_sums, second_sums);
-  return JB_LAUNCH_STATUS(AddParts);
-}
-
 template <typename T, int kVec>
-CudaStatus LaunchSumsOf(const SplitCall& call, cudaStream_t stream) {
+CudaStatus LaunchSumsOf(const SplitCall& call, const SumTiling& tiling, void* scratch, cudaStream_t stream) {
   using C = ComputeType<T>;
-  const bool both_are_summed = call.a_is_summed && call.b_is_summed;
+  const bool both_are_summed = call.num_sums() == 2, has_parts = tiling.parts > 1;
+  const int64_t results = call.sum.results(), all_results = call.num_sums() * results;
   C* const first_sums = static_cast<C*>(call.a_is_summed ? call.da : call.db);
   C* const second_sums = both_are_summed ? static_cast<C*>(call.db) : nullptr;
-  T* const other = both_are_summed ? nullptr : static_cast<T*>(call.a_is_summed ? call.db : call.da);
-  const SumPlan plan(call.sum, kVec, sizeof(T));
-  const bool is_direct = plan.parts == 1 && !both_are_summed;
-  const Arguments<T, kVec> arguments{call.sum,
-                                     plan,
-                                     static_cast<const T*>(call.dy),
-                                     Repeated<uint8_t, kVec>(call.cond),
-                                     call.a_is_summed ? 0u : ~0u,
-                                     other,
-                                     is_direct ? first_sums : static_cast<C*>(call.scratch)};
+  C* const parts = static_cast<C*>(scratch);  // [1 or 2, outer, inner, parts]
+  const Arguments<T, kVec> arguments{
+      call.sum,
+      tiling,
+      static_cast<const T*>(call.dy),
+      Repeated<uint8_t, kVec>(call.cond),
+      call.a_is_summed ? 0u : ~0u,
+      both_are_summed ? nullptr : static_cast<T*>(call.a_is_summed ? call.db : call.da),
+      {has_parts ? parts : first_sums, has_parts ? parts + results * tiling.parts : second_sums}};
   const auto kernel = both_are_summed ? SumRows<T, kVec, true> : SumRows<T, kVec, false>;
-  kernel<<<GridSize(plan.blocks()), kThreads, 0, stream>>>(arguments);
+  kernel<<<GridSize(tiling.blocks()), kThreads, 0, stream>>>(arguments);
   JB_RETURN_IF_LAUNCH_ERROR(SumRows);
-  if (is_direct) return {};
-  return LaunchAddParts(static_cast<const C*>(call.scratch), plan.parts, call.sum.results(), first_sums, second_sums,
-                        stream);
-}
-
-bool AreVectors(const SplitCall& call, bool are_aligned) {
-  const int vec = kVectorBytes / call.element_bytes;
-  return are_aligned && RowsSuffice(vec, call.cond) && VectorsFit(call.sum, vec);
+  if (!has_parts) return {};
+  int lanes = 1;
+  while (lanes < kThreads && lanes * Tuning::kPartsOfLane < tiling.parts) lanes *= 2;
+  AddParts<C><<<GridSize(CeilDivide(all_results, kThreads / lanes)), kThreads, 0, stream>>>(
+      parts, tiling.parts, results, all_results, lanes, first_sums, second_sums);
+  return JB_LAUNCH_STATUS(AddParts);
 }
 
 }  // namespace
 
-SplitStrategy ChooseSumStrategy(const SplitCall& call, bool are_aligned) {
+SplitPlan ChooseSums(const SplitCall& call) {
   const Sum& sum = call.sum;
-  if (sum.results() == 0) return SplitStrategy::kNothing;
-  const bool are_vectors = AreVectors(call, are_aligned);
-  const int vec = are_vectors ? kVectorBytes / call.element_bytes : 1;
-  const SumPlan plan(sum, vec, call.element_bytes);
-  const bool has_tail = sum.rows * sum.inner % vec != 0;
-  SplitStrategy first = sum.inner == 1 ? !are_vectors ? SplitStrategy::kSumNumbersByElement
-                                         : has_tail   ? SplitStrategy::kSumNumbersWithTail
-                                                      : SplitStrategy::kSumNumbers
-                        : plan.rows_of_step == 1
-                            ? !are_vectors ? SplitStrategy::kSumLongRowsByElement : SplitStrategy::kSumLongRows
-                        : !are_vectors ? SplitStrategy::kSumShortRowsByElement
-                        : has_tail     ? SplitStrategy::kSumShortRowsWithTail
-                                       : SplitStrategy::kSumShortRows;
-  return static_cast<SplitStrategy>(static_cast<int>(first) + (plan.parts > 1 ? 1 : 0));
-}
-
-int64_t SumScratchBytes(const Sum& sum, int64_t element_bytes, int num_sums) {
-  if (num_sums == 0 || sum.results() == 0) return 0;
-  int64_t most_parts = 1;
-  for (const int elements_of_vector : {1, static_cast<int>(kVectorBytes / element_bytes)}) {
-    if (!VectorsFit(sum, elements_of_vector)) continue;
-    most_parts = std::max(most_parts, SumPlan(sum, elements_of_vector, static_cast<int>(element_bytes)).parts);
+  if (sum.results() == 0) return {Strategy::kNothing};
+  const int vec = kVectorBytes / call.element_bytes;
+  SplitPlan plan{Strategy::kSumElements, MakeTiling(sum, 1, call.element_bytes)};
+  int64_t most_parts = plan.tiling.parts;
+  if (RowsSuffice(vec, call.cond) && VectorsFit(sum, vec)) {
+    const SumTiling of_vectors = MakeTiling(sum, vec, call.element_bytes);
+    most_parts = std::max(most_parts, of_vectors.parts);
+    if (AreAligned(kVectorBytes, call.dy, call.cond.data, call.da, call.db)) {
+      plan = {Strategy::kSumVectors, of_vectors};
+    }
   }
-  if (num_sums == 1 && most_parts == 1) return 0;
-  return num_sums * sum.results() * most_parts * std::max<int64_t>(sizeof(float), element_bytes);
+  // The same for aligned and other arrays, because XLA allocates the scratch before it knows addresses.
+  if (most_parts > 1) {
+    plan.scratch_bytes =
+        call.num_sums() * sum.results() * most_parts * std::max<int64_t>(sizeof(float), call.element_bytes);
+  }
+  return plan;
 }
 
-CudaStatus LaunchSums(const SplitCall& call, cudaStream_t stream) {
-  if (call.sum.results() == 0) return {};
-  const bool are_vectors = AreVectors(call, AreAligned(kVectorBytes, call.dy, call.cond.data, call.da, call.db));
+CudaStatus LaunchSums(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    status = are_vectors ? LaunchSumsOf<T, kVectorBytes / sizeof(T)>(call, stream) : LaunchSumsOf<T, 1>(call, stream);
+    const auto launch =
+        plan.strategy == Strategy::kSumVectors ? LaunchSumsOf<T, kVectorBytes / sizeof(T)> : LaunchSumsOf<T, 1>;
+    status = launch(call, plan.tiling, scratch, stream);
   });
   return status;
 }

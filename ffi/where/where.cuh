@@ -13,95 +13,48 @@
 
 namespace jax_baracuda::where {
 
-// How operands are read. With a tail, the size is not a multiple of the vector width, and the last elements are
-// processed one by one.
-#define JB_WITH_TAIL(name) name, name "_with_tail"
-
-enum class SelectStrategy {
+enum class Strategy {
   kNothing,
-  kByElement,  // any operands
-  // By vectors, named after the operands whose shape differs from the output's:
-  kDense,
-  kDenseWithTail,
-  kScalarA,
-  kScalarAWithTail,
-  kScalarB,
-  kScalarBWithTail,
-  kRepeatedCond,
-  kRepeatedCondWithTail,
-  kScalarBRepeatedCond,
-  kScalarBRepeatedCondWithTail,
-  kRepeated,  // any operands
-  kRepeatedWithTail,
+  kVectors,
+  kElements,  // arrays that are not aligned, or rows of repeated operands that are shorter than a vector
+  kSumVectors,
+  kSumElements,  // also if vectors would cross into the next sum or change their columns
 };
 
-inline constexpr const char* kSelectStrategyNames[] = {"nothing",
-                                                       "by_element",
-                                                       JB_WITH_TAIL("dense"),
-                                                       JB_WITH_TAIL("scalar_a"),
-                                                       JB_WITH_TAIL("scalar_b"),
-                                                       JB_WITH_TAIL("repeated_cond"),
-                                                       JB_WITH_TAIL("scalar_b_repeated_cond"),
-                                                       JB_WITH_TAIL("repeated")};
+inline constexpr const char* kStrategyNames[] = {"nothing", "vectors", "elements", "sum_vectors", "sum_elements"};
+inline constexpr int kSelectStrategies = 3;  // the first three: those of where
 
-enum class SplitStrategy {
-  kNothing,
-  kByElement,
-  kDense,  // the condition
-  kDenseWithTail,
-  kRepeated,  // the condition
-  kRepeatedWithTail,
-  // Sums of contiguous numbers, of several short rows per step, or of one long row per step. "InParts": the rows are
-  // split into parts, and a second kernel adds up the partial sums.
-  kSumNumbers,
-  kSumNumbersInParts,
-  kSumNumbersWithTail,
-  kSumNumbersWithTailInParts,
-  kSumNumbersByElement,
-  kSumNumbersByElementInParts,
-  kSumShortRows,
-  kSumShortRowsInParts,
-  kSumShortRowsWithTail,
-  kSumShortRowsWithTailInParts,
-  kSumShortRowsByElement,
-  kSumShortRowsByElementInParts,
-  kSumLongRows,
-  kSumLongRowsInParts,
-  kSumLongRowsByElement,
-  kSumLongRowsByElementInParts,
+// The assignment of a sum to threads. If rows are longer than a block, a block processes a tile of one row per step.
+// Otherwise a group of threads processes several whole rows per step, so that a thread always has the same columns.
+struct SumTiling {
+  int group;  // threads per group: a power of two
+  int used;   // threads of a group that have work
+  int64_t rows_of_step, tiles;
+  int64_t blocks_of_outer;  // blocks per tile and part
+  int64_t rows_of_part, parts;
+
+  int64_t blocks() const { return blocks_of_outer * tiles * parts; }
 };
 
-#define JB_IN_PARTS(name) name, name "_in_parts"
+struct SplitPlan {
+  Strategy strategy;
+  SumTiling tiling{};         // of sums
+  int64_t scratch_bytes = 0;  // the partial sums, if rows are split into parts
+};
 
-inline constexpr const char* kSplitStrategyNames[] = {"nothing",
-                                                      "by_element",
-                                                      JB_WITH_TAIL("dense"),
-                                                      JB_WITH_TAIL("repeated"),
-                                                      JB_IN_PARTS("sum_numbers"),
-                                                      JB_IN_PARTS("sum_numbers_with_tail"),
-                                                      JB_IN_PARTS("sum_numbers_by_element"),
-                                                      JB_IN_PARTS("sum_short_rows"),
-                                                      JB_IN_PARTS("sum_short_rows_with_tail"),
-                                                      JB_IN_PARTS("sum_short_rows_by_element"),
-                                                      JB_IN_PARTS("sum_long_rows"),
-                                                      JB_IN_PARTS("sum_long_rows_by_element")};
+// They call no CUDA function. Calls without data have the plan of aligned arrays.
+Strategy Choose(const SelectCall& call);
+SplitPlan Choose(const SplitCall& call);
 
-#undef JB_IN_PARTS
-#undef JB_WITH_TAIL
-
-// `are_aligned`: whether all arrays are aligned to vectors. These call no CUDA function.
-SelectStrategy ChooseStrategy(const SelectCall& call, bool are_aligned = true);
-SplitStrategy ChooseStrategy(const SplitCall& call, bool are_aligned = true);
+// The implementation of Choose for calls with sums.
+SplitPlan ChooseSums(const SplitCall& call);
 
 CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream);
 
-CudaStatus LaunchSplit(const SplitCall& call, cudaStream_t stream);
+// `scratch` has plan.scratch_bytes bytes.
+CudaStatus LaunchSplit(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream);
 
-// Bytes of scratch memory that LaunchSplit needs for sums; calls no CUDA function.
-int64_t SumScratchBytes(const Sum& sum, int64_t element_bytes, int num_sums);
-
-// The implementation of ChooseStrategy and LaunchSplit for calls with sums.
-SplitStrategy ChooseSumStrategy(const SplitCall& call, bool are_aligned);
-CudaStatus LaunchSums(const SplitCall& call, cudaStream_t stream);
+// The implementation of LaunchSplit for calls with sums.
+CudaStatus LaunchSums(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream);
 
 }  // namespace jax_baracuda::where

@@ -126,7 +126,6 @@ struct SplitCall {
   void *da, *db;
   bool a_is_summed, b_is_summed;
   Sum sum{};
-  void* scratch;  // only for sums on GPUs
 
   int num_sums() const { return (a_is_summed ? 1 : 0) + (b_is_summed ? 1 : 0); }
 };

@@ -28,54 +28,26 @@ constexpr int64_t kBlockBytes = 8192;
 template <typename T>
 constexpr int64_t kBlockElements = kBlockBytes / static_cast<int64_t>(sizeof(T));
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Strategies.
-
-// The first five are how blocks of an operand are made, in the order of their cost.
 enum class Strategy {
-  kDense,            // read in place
-  kPeriodic,         // one repeated row or element, expanded once
-  kRows,             // copied row by row, or read in place if the block is inside a row
-  kFilledRows,       // each row filled with one element
-  kFilledShortRows,  // the same, with fixed-size stores
   kNothing,
-  // Sums. For the first three, the array to sum fits in a block:
-  kSumFewNumbers,   // few contiguous numbers
-  kSumNumbers,      // more contiguous numbers, in lanes
-  kSumRows,         // rows
-  kSumLines,        // a larger array, line by line
-  kSumPartsOfLines  // the same, in parts that are added up at the end
+  kDense,      // all operands have the shape of the result
+  kBroadcast,  // some operand is expanded
+  kSums,
 };
 
-constexpr const char* kStrategyNames[] = {
-    "dense",           "periodic",    "rows",     "filled_rows", "filled_short_rows", "nothing",
-    "sum_few_numbers", "sum_numbers", "sum_rows", "sum_lines",   "sum_parts_of_lines"};
-constexpr int kSelectStrategies = 6;  // the first six: those of where
+constexpr const char* kStrategyNames[] = {"nothing", "dense", "broadcast", "sums"};
+constexpr int kSelectStrategies = 3;  // the first three: those of where
 
-// Lanes of kSumNumbers.
-constexpr int64_t kLanes = 16;
-
-// Rows of one repeated element up to ShortRowElements are filled by stores of StoreElements elements.
-constexpr int64_t StoreElements(int64_t element_bytes) { return std::max<int64_t>(1, 16 / element_bytes); }
-constexpr int64_t ShortRowElements(int64_t element_bytes) { return 8 * StoreElements(element_bytes); }
-
-Strategy StrategyOfOperand(const Repetition& repetition, int64_t element_bytes) {
-  if (repetition.IsScalar()) return Strategy::kPeriodic;
-  if (repetition.IsDense()) return Strategy::kDense;
-  if (repetition.stride[0] != 0) {
-    const bool is_one_row = repetition.rank == 2 && repetition.size[0] <= kBlockBytes / element_bytes;
-    return is_one_row ? Strategy::kPeriodic : Strategy::kRows;
-  }
-  const bool has_short_rows = repetition.size[0] <= ShortRowElements(element_bytes);
-  return has_short_rows ? Strategy::kFilledShortRows : Strategy::kFilledRows;
-}
-
-// The strategy of the most expensive operand.
 Strategy ChooseStrategy(const SelectCall& call) {
   if (call.size == 0) return Strategy::kNothing;
-  return std::max({StrategyOfOperand(call.a.repetition, call.element_bytes),
-                   StrategyOfOperand(call.b.repetition, call.element_bytes),
-                   StrategyOfOperand(call.cond.repetition, /*element_bytes=*/1)});
+  const bool are_dense = call.a.repetition.IsDense() && call.b.repetition.IsDense() && call.cond.repetition.IsDense();
+  return are_dense ? Strategy::kDense : Strategy::kBroadcast;
+}
+
+Strategy ChooseStrategy(const SplitCall& call) {
+  if (call.num_sums() > 0) return call.sum.results() == 0 ? Strategy::kNothing : Strategy::kSums;
+  if (call.size == 0) return Strategy::kNothing;
+  return call.cond.repetition.IsDense() ? Strategy::kDense : Strategy::kBroadcast;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -133,54 +105,51 @@ JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const 
   }
 }
 
-template <typename T, bool kBothSummed>
-JB_CPU_CLONES void AddLine(const uint8_t* cond, bool inverted, const T* dy, int64_t count, ComputeType<T>* sums,
-                           ComputeType<T>* other_sums, T* other) {
-  AddElements<T, kBothSummed>(cond, inverted, dy, count, sums, other_sums, other);
-}
+// Narrow rows are added several at once, so that vector instructions are full. Longer arrays use more numbers at once.
+constexpr int64_t kMinAtOnce = 16, kMaxAtOnce = 256;
 
-// Sums `outer` contiguous arrays [rows, inner] over their rows, to sums[outer, inner]; likewise other_sums.
+// Adds `outer` contiguous arrays [rows, inner], over their rows, to sums[outer, inner]; likewise other_sums.
 template <typename T, bool kBothSummed>
-JB_CPU_CLONES void SumShortArrays(Strategy strategy, const uint8_t* cond, bool inverted, const T* dy, int64_t outer,
-                                  int64_t rows, int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums,
-                                  T* other) {
+JB_CPU_CLONES void AddArrays(const uint8_t* cond, bool inverted, const T* dy, int64_t outer, int64_t rows,
+                             int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums, T* other) {
   using C = ComputeType<T>;
-  for (int64_t i = 0; i < outer; ++i) {
-    if (strategy == Strategy::kSumFewNumbers) {
-      C totals[2] = {};
-      for (int64_t row = 0; row < rows; ++row) {
-        AddElements<T, kBothSummed>(cond + row, inverted, dy + row, 1, &totals[0], &totals[1],
-                                    kBothSummed ? nullptr : other + row);
-      }
-      sums[i] = totals[0];
-      if (kBothSummed) other_sums[i] = totals[1];
-    } else if (strategy == Strategy::kSumNumbers) {
-      C lanes[2][kLanes] = {};
-      for (int64_t row = 0; row < rows; row += kLanes) {
-        const int64_t count = std::min(kLanes, rows - row);
-        AddElements<T, kBothSummed>(cond + row, inverted, dy + row, count, lanes[0], lanes[1],
-                                    kBothSummed ? nullptr : other + row);
-      }
-      for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) {
-        for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-          for (int64_t lane = 0; lane < half; ++lane) lanes[k][lane] += lanes[k][lane + half];
-        }
-        (k == 0 ? sums : other_sums)[i] = lanes[k][0];
-      }
-    } else {
-      C* const own = sums + i * inner;
-      C* const other_own = kBothSummed ? other_sums + i * inner : nullptr;
-      std::fill_n(own, inner, C{0});
-      if (kBothSummed) std::fill_n(other_own, inner, C{0});
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t first = row * inner;
-        AddElements<T, kBothSummed>(cond + first, inverted, dy + first, inner, own, other_own,
-                                    kBothSummed ? nullptr : other + first);
-      }
+  const int64_t elements = rows * inner, wanted = std::clamp(elements / 8, kMinAtOnce, kMaxAtOnce);
+  const int64_t rows_at_once = elements < kMinAtOnce ? 1 : std::clamp<int64_t>(wanted / inner, 1, rows);
+  const auto add = [&](auto width, C* to, C* other_to) __attribute__((always_inline)) {
+    for (int64_t first = 0; first < elements; first += width) {
+      AddElements<T, kBothSummed>(cond + first, inverted, dy + first, std::min<int64_t>(width, elements - first), to,
+                                  other_to, kBothSummed ? nullptr : other + first);
     }
-    cond += rows * inner;
-    dy += rows * inner;
-    if (!kBothSummed) other += rows * inner;
+  };
+  for (int64_t i = 0; i < outer; ++i) {
+    if (rows_at_once > 1) {
+      C at_once[2][kMaxAtOnce];
+      const int64_t width = rows_at_once * inner;
+      for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) std::fill_n(at_once[k], width, C{0});
+      add(width, at_once[0], at_once[1]);
+      for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) {
+        for (int64_t left = rows_at_once; left > 1;) {
+          const int64_t half = (left + 1) / 2;
+          for (int64_t column = 0; column < (left - half) * inner; ++column) {
+            at_once[k][column] += at_once[k][half * inner + column];
+          }
+          left = half;
+        }
+        for (int64_t column = 0; column < inner; ++column) (k == 0 ? sums : other_sums)[column] += at_once[k][column];
+      }
+    } else if (inner == 1) {
+      add(std::integral_constant<int64_t, 1>{}, sums, other_sums);
+    } else {
+      add(inner, sums, other_sums);
+    }
+    cond += elements;
+    dy += elements;
+    sums += inner;
+    if (kBothSummed) {
+      other_sums += inner;
+    } else {
+      other += elements;
+    }
   }
 }
 
@@ -194,8 +163,10 @@ class Blocks {
   explicit Blocks(const Operand& operand)
       : data_(static_cast<const T*>(operand.data)),
         repetition_(operand.repetition),
-        strategy_(StrategyOfOperand(operand.repetition, sizeof(T))) {
-    if (strategy_ != Strategy::kPeriodic) return;
+        is_dense_(operand.repetition.IsDense()) {
+    const bool is_one_row =
+        repetition_.rank == 2 && repetition_.stride[0] != 0 && repetition_.size[0] <= kBlockElements<T>;
+    if (is_dense_ || !(repetition_.IsScalar() || is_one_row)) return;
     period_ = repetition_.IsScalar() ? 1 : repetition_.size[0];
     if (period_ == 0) return;  // no elements
     std::copy_n(data_, period_, buffer_);
@@ -207,33 +178,42 @@ class Blocks {
 
   // `count` elements, at most kBlockElements<T>, from output element `first` on.
   const T* At(int64_t first, int64_t count) {
-    if (strategy_ == Strategy::kPeriodic) return buffer_ + first % period_;
-    if (strategy_ == Strategy::kDense) return data_ + first;
+    if (is_dense_) return data_ + first;
+    if (period_ > 0) return buffer_ + first % period_;
     if (first != next_) Seek(first);
     next_ = first + count;
-    const bool is_contiguous = strategy_ == Strategy::kRows;
+    const int64_t length = repetition_.size[0], stride = repetition_.stride[1];
+    const bool is_contiguous = repetition_.stride[0] != 0;
     for (int64_t done = 0; done < count;) {
-      if (strategy_ == Strategy::kFilledShortRows && index_[0] == 0) {
-        done += FillShortRows(count - done, buffer_ + done);
-        if (done == count) break;
-      }
-      const T* const from = data_ + offset_ + (is_contiguous ? index_[0] : 0);
-      const int64_t run = std::min(repetition_.size[0] - index_[0], count - done);
-      const bool is_whole_block = run == count;
-      index_[0] += run;
-      if (index_[0] == repetition_.size[0]) NextRow();
-      if (is_whole_block && is_contiguous) return from;
+      // A part of one row, or whole rows while their stride is constant.
+      const int64_t run = std::min(length - index_[0], count - done);
+      const int64_t rows = run < length ? 1 : std::min(repetition_.size[1] - index_[1], (count - done) / length);
+      const T* from = data_ + offset_ + (is_contiguous ? index_[0] : 0);
+      Advance(run, rows);
+      if (is_contiguous && run == count) return from;
+      T* const to = buffer_ + done;
+      done += rows * run;
       if (is_contiguous) {
-        std::memcpy(static_cast<void*>(buffer_ + done), from, static_cast<size_t>(run) * sizeof(T));
-      } else {
-        std::fill_n(buffer_ + done, run, *from);
+        for (T* row = to; row < buffer_ + done; row += run, from += stride) {
+          std::memcpy(static_cast<void*>(row), from, static_cast<size_t>(run) * sizeof(T));
+        }
+        continue;
       }
-      done += run;
+      // Stores of a fixed size are several times faster for short rows. The next row overwrites the excess.
+      if (run <= kFewElements) {
+        for (T* row = to; row < buffer_ + done; row += run, from += stride) std::fill_n(row, kFewElements, *from);
+      } else {
+        for (T* row = to; row < buffer_ + done; row += run, from += stride) {
+          for (int64_t i = 0; i < run; i += kFewElements) std::fill_n(row + i, kFewElements, *from);
+        }
+      }
     }
     return buffer_;
   }
 
  private:
+  static constexpr int64_t kFewElements = std::max<int64_t>(1, 16 / sizeof(T));
+
   void Seek(int64_t element) {
     offset_ = 0;
     for (int i = 0; i < repetition_.rank; ++i) {
@@ -243,43 +223,25 @@ class Blocks {
     }
   }
 
-  // Fills whole short rows, each with one element, while their stride is constant. Returns the number of elements.
-  JB_INLINE int64_t FillShortRows(int64_t count, T* to) {
-    const int64_t length = repetition_.size[0], stride = repetition_.stride[1];
-    const int64_t rows = std::min(repetition_.size[1] - index_[1], count / length);
-    if (rows == 0) return 0;
-    const T* from = data_ + offset_;
-    T* const end = to + rows * length;
-    // Fixed-size stores; the next row overwrites the excess.
-    if (length <= kFew) {
-      for (T* row = to; row < end; row += length, from += stride) std::fill_n(row, kFew, *from);
-    } else {
-      for (T* row = to; row < end; row += length, from += stride) {
-        for (int64_t i = 0; i < length; i += kFew) std::fill_n(row + i, kFew, *from);
-      }
-    }
-    index_[1] += rows - 1;
-    offset_ += (rows - 1) * stride;
-    NextRow();
-    return rows * length;
-  }
-
-  void NextRow() {
+  // Moves by a part of a row, or by whole rows of one index of dimension 2.
+  void Advance(int64_t run, int64_t rows) {
+    index_[0] += run;
+    if (index_[0] < repetition_.size[0]) return;
     index_[0] = 0;
     for (int i = 1; i < repetition_.rank; ++i) {
-      offset_ += repetition_.stride[i];
-      if (++index_[i] < repetition_.size[i]) return;
+      const int64_t steps = i == 1 ? rows : 1;
+      offset_ += steps * repetition_.stride[i];
+      index_[i] += steps;
+      if (index_[i] < repetition_.size[i]) return;
       offset_ -= repetition_.size[i] * repetition_.stride[i];
       index_[i] = 0;
     }
   }
 
-  static constexpr int64_t kFew = StoreElements(sizeof(T));
-
   const T* data_;
   const Repetition& repetition_;
-  const Strategy strategy_;
-  int64_t period_ = 0;              // of kPeriodic, in elements
+  const bool is_dense_;
+  int64_t period_ = 0;              // if one row or element is repeated: its elements
   int64_t next_ = -1, offset_ = 0;  // the next output element, and the offset of its row in data_
   int64_t index_[kMaxDimensions];   // indices of the next element
   alignas(64) T buffer_[2 * kBlockElements<T>];
@@ -324,150 +286,122 @@ void Split(ffi::ThreadPool& pool, const SplitCall& call) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums. They are added up line by line. A line is a tile of a long row, or enough short rows to fill vectors. The lines
-// depend only on shapes, so the sums are the same for any number of threads.
+// Sums. Work is cut by shapes alone, so the sums are the same for any number of threads.
 
-constexpr int64_t kTile = 1024;
-constexpr int64_t kShortRow = 256;
-constexpr int64_t kMaxParts = 64;     // limits parts * tiles * outer
-constexpr int64_t kMinLines = 32;     // per part
-constexpr int64_t kLinesOfSum = 256;  // lines added up in the compute type before they are added to double sums
-
-// The split of a sum into lines; the sum has results.
-struct LinesOfSum {
-  int64_t rows_of_line, tiles, parts, rows_of_part;
-
-  explicit LinesOfSum(const Sum& sum)
-      : rows_of_line(std::clamp<int64_t>(kShortRow / sum.inner, 1, std::max<int64_t>(1, sum.rows))),
-        tiles(CeilDivide(sum.inner, kTile)) {
-    const int64_t lines = CeilDivide(sum.rows, rows_of_line), units = sum.outer * tiles;
-    parts = std::clamp<int64_t>(lines / kMinLines, 1, CeilDivide(kMaxParts, units));
-    rows_of_part = CeilDivide(lines, parts) * rows_of_line;
-  }
-};
-
-Strategy ChooseStrategy(const SplitCall& call) {
-  const Sum& sum = call.sum;
-  if ((call.num_sums() == 0 ? call.size : sum.results()) == 0) return Strategy::kNothing;
-  if (call.num_sums() == 0) return StrategyOfOperand(call.cond.repetition, /*element_bytes=*/1);
-  const LinesOfSum lines(sum);
-  if (lines.parts > 1) return Strategy::kSumPartsOfLines;
-  if (sum.rows * sum.inner > kBlockBytes / call.element_bytes) return Strategy::kSumLines;
-  if (sum.inner > 1) return Strategy::kSumRows;
-  return sum.rows < kLanes ? Strategy::kSumFewNumbers : Strategy::kSumNumbers;
-}
+constexpr int64_t kTile = 1024;                 // columns of long rows that are added up together
+constexpr int64_t kMaxParts = 64;               // limits parts * tiles * outer
+constexpr int64_t kMinElementsOfPart = 32'768;  // of a tile
+constexpr int64_t kRowsOfSum = 256;             // rows added up in the compute type before they are added in double
 
 template <typename T>
 class Sums {
  public:
   using C = ComputeType<T>;
 
-  Sums(const SplitCall& call, Strategy strategy)
+  explicit Sums(const SplitCall& call)
       : call_(call),
         sum_(call.sum),
-        strategy_(strategy),
         both_are_summed_(call.num_sums() == 2),
         first_sums_(static_cast<C*>(call.a_is_summed ? call.da : call.db)),
         second_sums_(both_are_summed_ ? static_cast<C*>(call.db) : nullptr),
         other_(static_cast<T*>(both_are_summed_   ? nullptr
                                : call.a_is_summed ? call.db
                                                   : call.da)),
-        lines_(call.sum) {}
+        bytes_(call.size * static_cast<int64_t>(sizeof(T))) {}
 
   // Returns false if an allocation fails.
   bool Run(ffi::ThreadPool& pool) {
-    if (strategy_ != Strategy::kSumLines && strategy_ != Strategy::kSumPartsOfLines) {
-      SumBlocks(pool);
-      return true;
+    if (!both_are_summed_) AdviseHugePages(other_, bytes_);
+    if (sum_.rows * sum_.inner > kBlockElements<T>) return RunParts(pool);
+    RunBlocks(pool);
+    return true;
+  }
+
+ private:
+  // Adds arrays of dy from element `first` on. `flags` are their elements of the condition.
+  void Add(const uint8_t* flags, int64_t first, int64_t outer, int64_t rows, int64_t inner, C* sums,
+           C* other_sums) const {
+    const T* const dy = static_cast<const T*>(call_.dy) + first;
+    if (both_are_summed_) {
+      AddArrays<T, true>(flags, false, dy, outer, rows, inner, sums, other_sums, nullptr);
+    } else {
+      AddArrays<T, false>(flags, !call_.a_is_summed, dy, outer, rows, inner, sums, nullptr, other_ + first);
     }
-    const int64_t all_results = call_.num_sums() * sum_.results(), bytes = call_.size * sizeof(T);
-    if (!both_are_summed_) AdviseHugePages(other_, bytes);
-    const std::unique_ptr<double[]> partials = Allocate<double>(lines_.parts == 1 ? 0 : lines_.parts * all_results);
-    if (partials == nullptr) return false;
-    partials_ = partials.get();
-    ForEachRange(pool, sum_.outer * lines_.tiles * lines_.parts, 2 * bytes, [&](int64_t begin, int64_t end) {
+  }
+
+  // For arrays so short that one or more fit in a block.
+  void RunBlocks(ffi::ThreadPool& pool) {
+    const int64_t elements = sum_.rows * sum_.inner, at_once = kBlockElements<T> / std::max<int64_t>(1, elements);
+    ForEachRange(pool, sum_.outer, 2 * bytes_, [&](int64_t begin, int64_t end) {
       Blocks<uint8_t> cond(call_.cond);
-      for (int64_t unit = begin; unit < end; ++unit) {
-        AddPart(unit / lines_.parts / lines_.tiles, unit / lines_.parts % lines_.tiles, unit % lines_.parts, &cond);
+      for (int64_t outer = begin; outer < end; outer += at_once) {
+        const int64_t count = std::min(at_once, end - outer), first = outer * elements, result = outer * sum_.inner;
+        C* const other_sums = both_are_summed_ ? second_sums_ + result : nullptr;
+        WriteZeros(first_sums_ + result, count * sum_.inner);
+        if (both_are_summed_) WriteZeros(other_sums, count * sum_.inner);
+        if (elements == 0) continue;
+        Add(cond.At(first, count * elements), first, count, sum_.rows, sum_.inner, first_sums_ + result, other_sums);
       }
     });
-    if (lines_.parts == 1) return true;
-    ForEachRange(pool, all_results, lines_.parts * all_results * 8, [&](int64_t begin, int64_t end) {
+  }
+
+  // For longer arrays, cut into tiles of columns and parts of rows.
+  bool RunParts(ffi::ThreadPool& pool) {
+    tiles_ = CeilDivide(sum_.inner, kTile);
+    rows_at_once_ = tiles_ > 1 ? 1 : kBlockElements<T> / sum_.inner;
+    const int64_t all_results = call_.num_sums() * sum_.results();
+    const int64_t wanted_parts = std::clamp<int64_t>(sum_.rows * std::min(sum_.inner, kTile) / kMinElementsOfPart, 1,
+                                                     CeilDivide(kMaxParts, sum_.outer * tiles_));
+    rows_of_part_ = RoundUp(CeilDivide(sum_.rows, wanted_parts), rows_at_once_);
+    parts_ = CeilDivide(sum_.rows, rows_of_part_);
+    const std::unique_ptr<double[]> partials = Allocate<double>(parts_ == 1 ? 0 : parts_ * all_results);
+    if (partials == nullptr) return false;
+    ForEachRange(pool, sum_.outer * tiles_ * parts_, 2 * bytes_, [&](int64_t begin, int64_t end) {
+      Blocks<uint8_t> cond(call_.cond);
+      for (int64_t unit = begin; unit < end; ++unit) {
+        const int64_t part = unit % parts_;
+        AddPart(unit / parts_ / tiles_, unit / parts_ % tiles_, part, partials.get() + part * all_results, &cond);
+      }
+    });
+    if (parts_ == 1) return true;
+    ForEachRange(pool, all_results, parts_ * all_results * 8, [&](int64_t begin, int64_t end) {
       for (int64_t result = begin; result < end; ++result) {
         double total = 0;
-        for (int64_t part = 0; part < lines_.parts; ++part) total += partials_[part * all_results + result];
+        for (int64_t part = 0; part < parts_; ++part) total += partials[part * all_results + result];
         Write(result, total);
       }
     });
     return true;
   }
 
- private:
-  // For arrays so short that one or more fit in a block.
-  void SumBlocks(ffi::ThreadPool& pool) {
-    const int64_t elements = sum_.rows * sum_.inner, at_once = kBlockElements<T> / std::max<int64_t>(1, elements);
-    const T* const dy = static_cast<const T*>(call_.dy);
-    ForEachRange(pool, sum_.outer, 2 * call_.size * static_cast<int64_t>(sizeof(T)), [&](int64_t begin, int64_t end) {
-      Blocks<uint8_t> cond(call_.cond);
-      for (int64_t outer = begin; outer < end; outer += at_once) {
-        const int64_t count = std::min(at_once, end - outer), first = outer * elements, result = outer * sum_.inner;
-        const uint8_t* const flags = elements == 0 ? nullptr : cond.At(first, count * elements);
-        if (both_are_summed_) {
-          SumShortArrays<T, true>(strategy_, flags, false, dy + first, count, sum_.rows, sum_.inner,
-                                  first_sums_ + result, second_sums_ + result, nullptr);
-        } else {
-          SumShortArrays<T, false>(strategy_, flags, !call_.a_is_summed, dy + first, count, sum_.rows, sum_.inner,
-                                   first_sums_ + result, nullptr, other_ + first);
-        }
-      }
-    });
-  }
-
-  void AddPart(int64_t outer, int64_t tile, int64_t part, Blocks<uint8_t>* cond) {
-    const int64_t first_column = ChunkBegin(sum_.inner, lines_.tiles, tile);
-    const int64_t columns = ChunkBegin(sum_.inner, lines_.tiles, tile + 1) - first_column;
-    const int64_t width = columns * lines_.rows_of_line;
-    const int64_t first_row = std::min(sum_.rows, part * lines_.rows_of_part);
-    const int64_t end_row = std::min(sum_.rows, first_row + lines_.rows_of_part);
-    const T* const dy = static_cast<const T*>(call_.dy);
+  void AddPart(int64_t outer, int64_t tile, int64_t part, double* partials, Blocks<uint8_t>* cond) {
+    const int64_t first_column = ChunkBegin(sum_.inner, tiles_, tile);
+    const int64_t columns = ChunkBegin(sum_.inner, tiles_, tile + 1) - first_column;
+    const int64_t end = std::min(sum_.rows, (part + 1) * rows_of_part_);
     C sums[2][kTile];
     double totals[2][kTile];
-    for (int k = 0; k < 2; ++k) {
-      std::fill_n(sums[k], width, C{0});
-      std::fill_n(totals[k], width, 0.0);
-    }
-    int64_t lines = 0;
-    for (int64_t row = first_row; row < end_row; row += lines_.rows_of_line) {
-      const int64_t count = std::min(lines_.rows_of_line, end_row - row) * columns;
-      const int64_t first = (outer * sum_.rows + row) * sum_.inner + first_column;
-      const uint8_t* const flags = cond->At(first, count);
-      if (both_are_summed_) {
-        AddLine<T, true>(flags, false, dy + first, count, sums[0], sums[1], nullptr);
-      } else {
-        AddLine<T, false>(flags, !call_.a_is_summed, dy + first, count, sums[0], nullptr, other_ + first);
+    for (int k = 0; k < call_.num_sums(); ++k) WriteZeros(totals[k], columns);
+    for (int64_t row = part * rows_of_part_; row < end;) {
+      const int64_t end_of_sum = std::min(end, row + std::max(rows_at_once_, kRowsOfSum));
+      for (int k = 0; k < call_.num_sums(); ++k) WriteZeros(sums[k], columns);
+      for (; row < end_of_sum; row += rows_at_once_) {
+        const int64_t rows = std::min(rows_at_once_, end_of_sum - row);
+        const int64_t first = (outer * sum_.rows + row) * sum_.inner + first_column;
+        Add(cond->At(first, rows * columns), first, /*outer=*/1, rows, columns, sums[0], sums[1]);
       }
-      if (++lines % kLinesOfSum == 0) Flush(sums, totals, width);
+      row = end_of_sum;
+      for (int k = 0; k < call_.num_sums(); ++k) {
+        for (int64_t i = 0; i < columns; ++i) totals[k][i] += sums[k][i];
+      }
     }
-    Flush(sums, totals, width);
     for (int k = 0; k < call_.num_sums(); ++k) {
-      for (int64_t column = 0; column < columns; ++column) {
-        double total = 0;
-        for (int64_t i = column; i < width; i += columns) total += totals[k][i];
-        const int64_t result = (k * sum_.outer + outer) * sum_.inner + first_column + column;
-        if (lines_.parts == 1) {
-          Write(result, total);
+      const int64_t first_result = (k * sum_.outer + outer) * sum_.inner + first_column;
+      for (int64_t i = 0; i < columns; ++i) {
+        if (parts_ == 1) {
+          Write(first_result + i, totals[k][i]);
         } else {
-          partials_[part * call_.num_sums() * sum_.results() + result] = total;
+          partials[first_result + i] = totals[k][i];
         }
-      }
-    }
-  }
-
-  void Flush(C (*sums)[kTile], double (*totals)[kTile], int64_t width) const {
-    for (int k = 0; k < call_.num_sums(); ++k) {
-      for (int64_t i = 0; i < width; ++i) {
-        totals[k][i] += sums[k][i];
-        sums[k][i] = 0;
       }
     }
   }
@@ -479,12 +413,11 @@ class Sums {
 
   const SplitCall& call_;
   const Sum& sum_;
-  const Strategy strategy_;
   const bool both_are_summed_;
   C *const first_sums_, *const second_sums_;
   T* const other_;
-  const LinesOfSum lines_;
-  double* partials_ = nullptr;
+  const int64_t bytes_;
+  int64_t tiles_ = 1, rows_at_once_ = 1, rows_of_part_ = 1, parts_ = 1;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -504,14 +437,12 @@ ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer 
   constexpr const char* kOp = "where_backward";
   SplitCall call;
   JB_RETURN_IF_ERROR(DecodeSplit(kOp, dy, cond, *da, *db, &call));
-  const Strategy strategy = ChooseStrategy(call);
-  if (strategy == Strategy::kNothing) return ffi::Error::Success();
+  if (ChooseStrategy(call) == Strategy::kNothing) return ffi::Error::Success();
   bool has_memory = true;
   if (call.num_sums() == 0) {
     DispatchBytes(call.element_bytes, [&](auto tag) { Split<typename decltype(tag)::type>(pool, call); });
   } else {
-    DispatchFloating(call.type,
-                     [&](auto tag) { has_memory = Sums<typename decltype(tag)::type>(call, strategy).Run(pool); });
+    DispatchFloating(call.type, [&](auto tag) { has_memory = Sums<typename decltype(tag)::type>(call).Run(pool); });
   }
   return Status(kOp, /*is_supported=*/true, has_memory, "dy", dy);
 }

@@ -24,26 +24,23 @@ ffi::Error SplitHandler(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer c
   constexpr const char* kOp = "where_backward";
   SplitCall call;
   JB_RETURN_IF_ERROR(DecodeSplit(kOp, dy, cond, *da, *db, &call));
+  const SplitPlan plan = Choose(call);
   ScratchBuffer scratch;
-  const int64_t needed_bytes = SumScratchBytes(call.sum, call.element_bytes, call.num_sums());
-  JB_RETURN_IF_ERROR(DecodeScratch(kOp, more_results, needed_bytes, &scratch));
-  call.scratch = scratch.data;
-  return ToError(kOp, LaunchSplit(call, stream));
+  JB_RETURN_IF_ERROR(DecodeScratch(kOp, more_results, plan.scratch_bytes, &scratch));
+  return ToError(kOp, LaunchSplit(call, plan, scratch.data, stream));
 }
 
-Plan PlanSelect(const PlanParameters& parameters) {
-  return Plan{NameOf(kSelectStrategyNames, ChooseStrategy(SelectOf(parameters)))};
-}
+Plan PlanSelect(const PlanParameters& parameters) { return Plan{NameOf(kStrategyNames, Choose(SelectOf(parameters)))}; }
 
 Plan PlanSplit(const PlanParameters& parameters) {
-  const SplitCall call = SplitOf(parameters);
-  return Plan{NameOf(kSplitStrategyNames, ChooseStrategy(call)),
-              SumScratchBytes(call.sum, call.element_bytes, call.num_sums())};
+  const SplitPlan plan = Choose(SplitOf(parameters));
+  return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
 }
 
-JB_CUDA_TARGET("where", SelectHandler, BindSelect<Stream>(), PlanSelect, JB_NAMES(kSelectStrategyNames));
+JB_CUDA_TARGET("where", SelectHandler, BindSelect<Stream>(), PlanSelect, kStrategyNames,
+               kStrategyNames + kSelectStrategies);
 JB_CUDA_TARGET("where_backward", SplitHandler, BindSplit<Stream>().RemainingRets(), PlanSplit,
-               JB_NAMES(kSplitStrategyNames));
+               JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

@@ -46,8 +46,8 @@ struct Mask {
 
 // The elements of `a` where the mask is set, otherwise those of `b`.
 template <typename T, int kCount>
-__device__ __forceinline__ Packed<T, kCount> Choose(const Mask<kCount>& mask, const Packed<T, kCount>& a,
-                                                    const Packed<T, kCount>& b) {
+__device__ __forceinline__ Packed<T, kCount> Blend(const Mask<kCount>& mask, const Packed<T, kCount>& a,
+                                                   const Packed<T, kCount>& b) {
   constexpr int kWords = CeilDivide(sizeof(a), 4);
   uint32_t a_words[kWords] = {}, b_words[kWords] = {};
   memcpy(a_words, &a, sizeof(a));
@@ -64,26 +64,19 @@ __device__ __forceinline__ Packed<T, kCount> Choose(const Mask<kCount>& mask, co
 
 // ---- Operands, indexed by elements of the output.
 
-// An operand with the shape of the output.
+// An operand with the shape of the output, or of one element.
 template <typename T, int kVec>
-struct Dense {
+struct DenseOrScalar {
   const T* data;
+  bool is_dense;
 
-  explicit Dense(const Operand& operand) : data(static_cast<const T*>(operand.data)) {}
+  explicit DenseOrScalar(const Operand& operand)
+      : data(static_cast<const T*>(operand.data)), is_dense(operand.repetition.IsDense()) {}
 
-  __device__ __forceinline__ Packed<T, kVec> Load(int64_t element) const { return LoadPacked<kVec>(data + element); }
-  __device__ __forceinline__ T At(int64_t element) const { return data[element]; }
-};
-
-// One element for the whole output.
-template <typename T, int kVec>
-struct Scalar {
-  const T* data;
-
-  explicit Scalar(const Operand& operand) : data(static_cast<const T*>(operand.data)) {}
-
-  __device__ __forceinline__ Packed<T, kVec> Load(int64_t) const { return Pack(Repeat<kVec>(*data)); }
-  __device__ __forceinline__ T At(int64_t) const { return *data; }
+  __device__ __forceinline__ Packed<T, kVec> Load(int64_t element) const {
+    return is_dense ? LoadPacked<kVec>(data + element) : Pack(Repeat<kVec>(*data));
+  }
+  __device__ __forceinline__ T At(int64_t element) const { return data[is_dense ? element : 0]; }
 };
 
 // Any operand. Load requires RowsSuffice.

@@ -4,6 +4,7 @@
 // last remaining axis is the run, which is contiguous in the array and in the window. The other axes number the rows.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -260,16 +261,22 @@ inline void ChooseUnits(Update* update) {
   update->word = static_cast<int32_t>(alignment & (~alignment + 1));
 }
 
-// The common strategy of all windows of a call, or `mixed` if they differ.
-template <typename Strategy, typename StrategyOfUpdate>
-Strategy CommonStrategy(const std::vector<Update>& updates, Strategy nothing, Strategy mixed,
-                        const StrategyOfUpdate& strategy_of) {
-  if (updates.empty()) return nothing;
-  const Strategy first = strategy_of(updates[0]);
+// How the windows of a call are moved.
+enum class Strategy {
+  kNothing,
+  kBytes,  // rows consist of whole bytes
+  kBits,   // the rows of some window begin or end inside bytes
+};
+
+inline constexpr const char* kStrategyNames[] = {"nothing", "bytes", "bits"};
+inline constexpr int kTakeStrategies = 2;  // the first two: the gradient has no elements narrower than a byte
+
+inline Strategy ChooseStrategy(const std::vector<Update>& updates) {
+  Strategy strategy = Strategy::kNothing;
   for (const Update& update : updates) {
-    if (strategy_of(update) != first) return mixed;
+    strategy = std::max(strategy, update.has_bits ? Strategy::kBits : Strategy::kBytes);
   }
-  return first;
+  return strategy;
 }
 
 }  // namespace jax_baracuda::write_slice

@@ -6,27 +6,11 @@
 
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/parallel_for.h"
-#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/write_slice/write_slice_handler.h"
 
 namespace jax_baracuda::write_slice {
 namespace {
-
-enum class Strategy { kNothing, kRows, kRowsOfBits, kMixed };
-
-constexpr const char* kStrategyNames[] = {"nothing", "rows", "rows_of_bits", "mixed"};
-constexpr int kTakeStrategies = 2;  // the first two: the gradient has no elements narrower than a byte
-
-Strategy StrategyOf(const Update& update) { return update.has_bits ? Strategy::kRowsOfBits : Strategy::kRows; }
-
-Strategy ChooseStrategy(const std::vector<Update>& updates) {
-  return CommonStrategy(updates, Strategy::kNothing, Strategy::kMixed, StrategyOf);
-}
-
-Plan PlanWindows(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames, ChooseStrategy(UpdatesOf(parameters)))};
-}
 
 void CopyArrays(ffi::ThreadPool& pool, const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) {
@@ -94,7 +78,7 @@ void WriteBytesOfRow(const Update& update, int64_t number, int64_t begin, int64_
 }
 
 void Write(ffi::ThreadPool& pool, const Update& update) {
-  if (StrategyOf(update) == Strategy::kRowsOfBits) {
+  if (update.has_bits) {
     ForEachRangeOfRow(pool, update, MaxBytesOfRow(update),
                       [&](int64_t number, int64_t begin, int64_t end) { WriteBytesOfRow(update, number, begin, end); });
     return;

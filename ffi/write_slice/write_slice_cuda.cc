@@ -1,7 +1,6 @@
 // The CUDA handlers of write_slice and its gradient.
 
 #include "ffi/core/cuda_handler.h"
-#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/write_slice/write_slice.cuh"
 #include "ffi/write_slice/write_slice_handler.h"
@@ -35,16 +34,9 @@ ffi::Error Take(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remaining
   return ToError(kOp, LaunchTake(call.updates, stream));
 }
 
-Plan PlanWrite(const PlanParameters& parameters) {
-  return Plan{NameOf(kWriteStrategyNames, ChooseWrite(UpdatesOf(parameters)))};
-}
-
-Plan PlanTake(const PlanParameters& parameters) {
-  return Plan{NameOf(kTakeStrategyNames, ChooseTake(UpdatesOf(parameters)))};
-}
-
-JB_CUDA_TARGET("write_slice", Write, BindWindows<Stream>(), PlanWrite, JB_NAMES(kWriteStrategyNames));
-JB_CUDA_TARGET("write_slice_backward", Take, BindWindows<Stream>(), PlanTake, JB_NAMES(kTakeStrategyNames));
+JB_CUDA_TARGET("write_slice", Write, BindWindows<Stream>(), PlanWindows, JB_NAMES(kStrategyNames));
+JB_CUDA_TARGET("write_slice_backward", Take, BindWindows<Stream>(), PlanWindows, kStrategyNames,
+               kStrategyNames + kTakeStrategies);
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

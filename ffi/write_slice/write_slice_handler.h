@@ -10,6 +10,7 @@
 #include "ffi/core/bit_width.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/integers.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/write_slice/write_slice.h"
 
@@ -297,6 +298,10 @@ inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
     updates.push_back(update);
   }
   return updates;
+}
+
+inline Plan PlanWindows(const PlanParameters& parameters) {
+  return Plan{NameOf(kStrategyNames, ChooseStrategy(UpdatesOf(parameters)))};
 }
 
 // The binding of both handlers.

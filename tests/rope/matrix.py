@@ -64,7 +64,7 @@ SIZES: dict[str, Sizes] = {
 LARGE_SIZES: dict[str, Sizes] = {
     "many rows": {"example": 2, "head": 8, "q_head": 8, "k_head": 2, "sequence": 2048, "feature": 128},
     "few rows": {"example": 4, "head": 8, "q_head": 32, "k_head": 8, "sequence": 1, "feature": 128},
-    "halves of 8 bytes": {"example": 2, "head": 8, "q_head": 8, "k_head": 8, "sequence": 4096, "feature": 36},
+    "many rows, no vectors": {"example": 2, "head": 8, "q_head": 8, "k_head": 8, "sequence": 4096, "feature": 36},
     "odd features": {"example": 2, "head": 9, "q_head": 9, "k_head": 3, "sequence": 999, "feature": 70},
 }
 MAX_POSITION = 1 << 20

@@ -151,7 +151,8 @@ def test_other_attributes_are_refused(good: Call) -> None:
 
 def test_bad_scratch_is_refused() -> None:
     """Too little scratch, or none, is refused. CPU kernels take no scratch and refuse any."""
-    for good in (split_call(a_axes=(0, 1), b_axes=(0, 1)), split_call("float64", a_axes=(0,), shape=(1, 9000, 1, 3))):
+    tall = (1, 9000, 1, 3)
+    for good in (split_call(a_axes=(0,), b_axes=(0,), shape=tall), split_call("float64", a_axes=(0,), shape=tall)):
         assert (good.scratch_bytes > 0) == (cases.PLATFORM == "cuda")
         for scratch_bytes in {0, 1, good.scratch_bytes - 1} - {-1, good.scratch_bytes}:
             call = dataclasses.replace(good, scratch_bytes=scratch_bytes)

@@ -172,14 +172,10 @@ UNREACHABLE = (
     # Public functions write no empty window, and a gradient of the convolution without any parameter runs no kernel.
     ("write_slice*", "nothing", "*"),
     ("causal_conv1d_backward", "nothing", "*"),
-    # If vmap maps 4-bit windows that are written together with others, the windows consist of whole bytes.
-    ("write_slice", "mixed", "*"),
     # Only batches of misaligned elements need access by element. In convolutions, the batch must also share x.
     ("causal_conv1d*", "rows_by_element*", NOT_ALONE),
     ("causal_conv1d*", "rows_by_element*", "* x_is_shared = 0"),
     ("segment_*_backward", "flat_elements", NOT_ALONE),
-    # Derivatives need JAX's own arithmetic, which lacks 8-bit numbers.
-    ("write_slice_backward", "*1_byte*", "*"),
     # It needs many more segments than rows, and has a test of its own.
     ("segment_order", "merge_sort", "*"),
     # Only programs with rows split over devices call it. It has a test of its own.
@@ -188,8 +184,6 @@ UNREACHABLE = (
     ("segment_softmax*", "atomics_in_parts", "*"),
     # The filter keeps the state of one table only.
     ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
-    # A scalar that the batch shares, and a tail, are handled as for one element.
-    ("where", "scalar_*", "* = 0"),
 )
 """What public functions cannot reach: patterns of a target, a strategy and a problem."""
 
