@@ -17,21 +17,11 @@ enum class Algorithm {
 struct Choice {
   Algorithm algorithm;
   Strategy strategy;  // of kReduce
-  bool filters_rows;  // table in global memory: elements are first compared with lower bounds in shared memory
 };
 
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
 constexpr int64_t kSharedTableBytes = 48 * 1024;
-
-bool FiltersRows(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  const int64_t cells = problem.segments * problem.features;
-  const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
-  const bool has_many_rows =
-      problem.rows >= Tuning::kMinFilteredRows && problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
-  return KeyBytes(element_bytes) == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 &&
-         problem.features <= 8 && outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
-}
 
 int64_t StateBytes(int64_t element_bytes, bool with_winner) {
   return with_winner ? 2 * KeyBytes(element_bytes) : element_bytes;
@@ -42,14 +32,13 @@ int64_t StateBytes(int64_t element_bytes, bool with_winner) {
 //   * Few segments with many rows each use a table per block in shared memory if private tables would be too large, and
 //     always with winners. Finding winners reads the data twice, so sorted rows with winners use tiles instead.
 //   * Unsorted rows that are narrow, or so few that a sort is launch-bound, use atomics on a table in global memory.
-//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids. Elements are filtered
-//     if the table exceeds the L1 cache and has so many rows per cell that most of them come after a greater one.
+//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
 Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
   const Strategy strategy =
       with_winner ? ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted)
                   : ChooseStrategy(problem, element_bytes, StateBytes(element_bytes, false), indices_are_sorted);
-  const Choice reduce{Algorithm::kReduce, strategy, false};
+  const Choice reduce{Algorithm::kReduce, strategy};
   if (strategy == Strategy::kFill || strategy == Strategy::kPrivateTable) return reduce;
 
   const int64_t row_bytes = problem.features * element_bytes;
@@ -58,7 +47,7 @@ Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_so
                            problem.segments * problem.features <= kSharedTableBytes / cell_bytes;
   const bool has_few_segments = problem.rows / Tuning::kMinRowsToSharedSegment >= problem.segments;
   if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
-    return {Algorithm::kSharedTable, Strategy::kFill, false};
+    return {Algorithm::kSharedTable, Strategy::kFill};
   }
   if (strategy != Strategy::kSortThenTiles) return reduce;
   const int64_t cells = problem.batch * problem.segments * problem.features;
@@ -66,7 +55,7 @@ Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_so
                             (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
                         (!FillsFirst(problem) || cells <= Tuning::kMaxFilledTableCells);
   if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) {
-    return {Algorithm::kTable, Strategy::kFill, FiltersRows(problem, element_bytes, indices_are_sorted)};
+    return {Algorithm::kTable, Strategy::kFill};
   }
   return reduce;
 }
@@ -74,7 +63,6 @@ Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_so
 const char* NameOf(const Problem& problem, const Choice& choice) {
   if (choice.algorithm == Algorithm::kReduce) return StrategyName(choice.strategy);
   if (choice.algorithm == Algorithm::kSharedTable) return "shared_table";
-  if (choice.filters_rows) return "filtered_atomics";
   return problem.features == 1 ? "atomics_single_feature" : "atomics";
 }
 
@@ -87,7 +75,6 @@ Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes,
   ScratchSizes sizes;
   // If keys are as wide as values, the output itself is the table.
   if (KeyBytes(element_bytes) != element_bytes) sizes.Add(cells * KeyBytes(element_bytes));
-  if (choice.filters_rows) sizes.Add(kFloorBytes);
   return {name, sizes.total};
 }
 
@@ -115,7 +102,6 @@ struct Launcher {
 
   CudaStatus Table() const {
     const int64_t cells = segments * problem.features;
-    ScratchCarver carver(arguments.scratch);
     TableArguments<T> a{};
     a.data = data;
     a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
@@ -125,7 +111,7 @@ struct Launcher {
     if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
       a.table = reinterpret_cast<TableKey<T>*>(output);
     } else {
-      a.table = carver.Take<TableKey<T>>(cells);
+      a.table = static_cast<TableKey<T>*>(arguments.scratch);
     }
     a.output = output;
     a.winner = arguments.winner;
@@ -134,9 +120,7 @@ struct Launcher {
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream));
-    JB_RETURN_IF_CUDA_ERROR(choice.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
-                            : is_aligned        ? TableMax<kWidest>(a)
-                                                : TableMax<1>(a));
+    JB_RETURN_IF_CUDA_ERROR(is_aligned ? TableMax<kWidest>(a) : TableMax<1>(a));
     DecodeTableKernel<T><<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip, output);
     JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     if constexpr (kWithWinner) {
@@ -145,44 +129,6 @@ struct Launcher {
       return is_aligned ? TableWinner<kWidest>(a) : TableWinner<1>(a);
     }
     return {};
-  }
-
-  // The first rows go directly to the table. The others are split into chunks. Each chunk is filtered by the lower
-  // bounds that the table has after the previous one.
-  template <int kVec>
-  CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
-    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
-      return JB_CUDA_STATUS(cudaErrorInvalidValue);
-    } else {
-      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
-      int multiprocessors = 0;
-      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-      const uint32_t blocks = kFilterBlocks * multiprocessors;
-      // Ends of the chunks, in 1/64 of the rows. The fraction of elements that pass the filter is inversely
-      // proportional to the number of rows before.
-      constexpr int kPartEnds[] = {4, 10, 26, 64};
-      int64_t begin = 0;
-      for (const int part_end : kPartEnds) {
-        // Chunks begin at multiples of 64 rows, to stay aligned.
-        const int64_t end = part_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * part_end;
-        TableArguments<T> part = a;
-        part.data = data + begin * problem.features;
-        part.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
-        part.problem.rows = end - begin;
-        if (begin == 0) {
-          JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(part));
-        } else {
-          constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
-          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
-          JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
-          part.blocks_per_batch = blocks;
-          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(part, floors);
-          JB_RETURN_IF_LAUNCH_ERROR(FilteredMaxKernel);
-        }
-        begin = end;
-      }
-      return {};
-    }
   }
 
   // Enough blocks for several waves on any GPU, but no more than there is work for.

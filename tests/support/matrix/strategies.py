@@ -186,8 +186,6 @@ UNREACHABLE = (
     ("segment_sum_of_exponentials", "*", "*"),
     # A table that is large enough to be made in parts has enough rows for a cache.
     ("segment_softmax*", "atomics_in_parts", "*"),
-    # The filter keeps the state of one table only.
-    ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
     # A scalar that the batch shares, and a tail, are handled as for one element.
     ("where", "scalar_*", "* = 0"),
 )
