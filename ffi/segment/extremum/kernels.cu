@@ -1,8 +1,6 @@
 // Maxima and minima, with or without winners: the choice of a kernel, and the tables of atomic maxima.
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/engine/tuning.h"
-#include "ffi/segment/extremum/launch.cuh"
-#include "ffi/segment/extremum/reduce.cuh"
 #include "ffi/segment/extremum/table.cuh"
 
 namespace jax_baracuda::segment {
@@ -14,18 +12,15 @@ enum class Algorithm {
   kSharedTable,  // one table per block in shared memory
 };
 
-struct Choice {
-  Algorithm algorithm;
-  Strategy strategy;  // of kReduce
-};
-
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
 constexpr int64_t kSharedTableBytes = 48 * 1024;
 
-int64_t StateBytes(int64_t element_bytes, bool with_winner) {
-  return with_winner ? 2 * KeyBytes(element_bytes) : element_bytes;
-}
+struct ExtremumPlan {
+  Algorithm algorithm;
+  ReducePlan reduce;  // of kReduce
+  Plan summary;
+};
 
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
@@ -34,54 +29,45 @@ int64_t StateBytes(int64_t element_bytes, bool with_winner) {
 //   * Unsorted rows that are narrow, or so few that a sort is launch-bound, use atomics on a table in global memory.
 //     One load per element, and an atomic if it raises its cell, cost less than sorting the ids.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
-Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
-  const Strategy strategy =
-      with_winner ? ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted)
-                  : ChooseStrategy(problem, element_bytes, StateBytes(element_bytes, false), indices_are_sorted);
-  const Choice reduce{Algorithm::kReduce, strategy};
-  if (strategy == Strategy::kFill || strategy == Strategy::kPrivateTable) return reduce;
-
-  const int64_t row_bytes = problem.features * element_bytes;
-  const int64_t cell_bytes = KeyBytes(element_bytes) + (with_winner ? sizeof(int32_t) : 0);
-  const bool fits_shared = problem.segments <= kSharedTableBytes / cell_bytes &&
-                           problem.segments * problem.features <= kSharedTableBytes / cell_bytes;
-  const bool has_few_segments = problem.rows / Tuning::kMinRowsToSharedSegment >= problem.segments;
-  if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
-    return {Algorithm::kSharedTable, Strategy::kFill};
-  }
-  if (strategy != Strategy::kSortThenTiles) return reduce;
-  const int64_t cells = problem.batch * problem.segments * problem.features;
+ExtremumPlan Choose(const ExtremumCall& call) {
+  const Problem& problem = call.problem;
+  const bool with_winner = call.with_winner;
+  const int64_t element_bytes = ElementBytes(call.type), key_bytes = KeyBytes(element_bytes);
+  const int64_t state_bytes = with_winner ? 2 * key_bytes : element_bytes;
+  const Strategy strategy = with_winner ? ChooseOrderedStrategy(problem, element_bytes, call.indices_are_sorted)
+                                        : ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
+  const int64_t row_bytes = problem.features * element_bytes, cells = problem.segments * problem.features;
+  const int64_t max_shared_cells = kSharedTableBytes / (key_bytes + (with_winner ? sizeof(int32_t) : 0));
+  const bool fits_shared = problem.segments <= max_shared_cells && cells <= max_shared_cells &&
+                           problem.rows / Tuning::kMinRowsToSharedSegment >= problem.segments;
   const bool is_small = problem.batch * problem.rows * row_bytes <=
                             (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
-                        (!FillsFirst(problem) || cells <= Tuning::kMaxFilledTableCells);
-  if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) {
-    return {Algorithm::kTable, Strategy::kFill};
+                        (!FillsFirst(problem) || problem.batch * cells <= Tuning::kMaxFilledTableCells);
+  Algorithm algorithm = Algorithm::kReduce;
+  if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable) {
+    if (fits_shared && !(call.indices_are_sorted && with_winner)) {
+      algorithm = Algorithm::kSharedTable;
+    } else if (strategy == Strategy::kSortThenTiles && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
+      algorithm = Algorithm::kTable;
+    }
   }
-  return reduce;
-}
-
-const char* NameOf(const Problem& problem, const Choice& choice) {
-  if (choice.algorithm == Algorithm::kReduce) return StrategyName(choice.strategy);
-  if (choice.algorithm == Algorithm::kSharedTable) return "shared_table";
-  return problem.features == 1 ? "atomics_single_feature" : "atomics";
-}
-
-Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes, bool with_winner) {
-  const char* const name = NameOf(problem, choice);
-  if (choice.algorithm == Algorithm::kReduce) {
-    return {name, ReduceScratchBytes(problem, choice.strategy, element_bytes, StateBytes(element_bytes, with_winner))};
+  if (algorithm == Algorithm::kReduce) {
+    const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
+    return {algorithm, reduce, reduce.Summary()};
   }
-  const int64_t cells = problem.batch * problem.segments * problem.features;
+  const char* const name = algorithm == Algorithm::kSharedTable ? "shared_table"
+                           : problem.features == 1              ? "atomics_single_feature"
+                                                                : "atomics";
   ScratchSizes sizes;
   // If keys are as wide as values, the output itself is the table.
-  if (KeyBytes(element_bytes) != element_bytes) sizes.Add(cells * KeyBytes(element_bytes));
-  return {name, sizes.total};
+  if (key_bytes != element_bytes) sizes.Add(problem.batch * cells * key_bytes);
+  return {algorithm, {}, {name, sizes.total}};
 }
 
 template <typename T, bool kWithWinner>
 struct Launcher {
   const ExtremumCall& arguments;
-  const Choice choice;
+  const ExtremumPlan& plan;
   cudaStream_t stream;
 
   const T* data = static_cast<const T*>(arguments.data);
@@ -91,13 +77,13 @@ struct Launcher {
   const FlipWord<T> flip = FlipWordMask<T>(arguments.type, arguments.is_minimum);
 
   CudaStatus Launch() const {
-    if (arguments.order != nullptr && choice.strategy != Strategy::kSortThenTiles) {
+    const bool is_reduced = plan.algorithm == Algorithm::kReduce;
+    if (arguments.order != nullptr && !(is_reduced && plan.reduce.strategy == Strategy::kSortThenTiles)) {
       JB_RETURN_IF_CUDA_ERROR(LaunchNaturalOrder(problem, arguments.order, stream));
     }
-    if (choice.algorithm != Algorithm::kReduce) return Table();
-    const int64_t state_bytes = StateBytes(sizeof(T), kWithWinner);
-    return kWithWinner ? ReduceWithWinner(arguments, choice.strategy, state_bytes, stream)
-                       : ReduceMaximum(arguments, choice.strategy, state_bytes, stream);
+    if (!is_reduced) return Table();
+    return kWithWinner ? ReduceWithWinner(arguments, plan.reduce, stream)
+                       : ReduceMaximum(arguments, plan.reduce, stream);
   }
 
   CudaStatus Table() const {
@@ -132,10 +118,9 @@ struct Launcher {
   }
 
   // Enough blocks for several waves on any GPU, but no more than there is work for.
-  int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t most_blocks) const {
-    const int64_t blocks = CeilDivide(vectors, threads);
-    const int64_t most = CeilDivide(most_blocks, problem.batch);
-    return blocks < most ? blocks : most;
+  int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t max_blocks) const {
+    const int64_t blocks = CeilDivide(vectors, threads), max_per_batch = CeilDivide(max_blocks, problem.batch);
+    return blocks < max_per_batch ? blocks : max_per_batch;
   }
 
   // As many blocks as are resident at once: each keeps one table for all its rows.
@@ -149,7 +134,7 @@ struct Launcher {
   template <int kVec>
   CudaStatus TableMax(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
-    if (choice.algorithm == Algorithm::kSharedTable) {
+    if (plan.algorithm == Algorithm::kSharedTable) {
       JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
       SharedTableMaxKernel<T, kVec>
@@ -170,7 +155,7 @@ struct Launcher {
   template <int kVec>
   CudaStatus TableWinner(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
-    if (choice.algorithm == Algorithm::kSharedTable) {
+    if (plan.algorithm == Algorithm::kSharedTable) {
       JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes = problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
       SharedTableWinnerKernel<T, kVec>
@@ -186,32 +171,26 @@ struct Launcher {
 
 }  // namespace
 
-Plan PlanExtremum(const ExtremumCall& call) {
-  if (call.problem.HasNoResult()) return {kNothing};
-  const int64_t element_bytes = ElementBytes(call.type);
-  const Choice choice = Choose(call.problem, element_bytes, call.indices_are_sorted, call.with_winner);
-  return PlanOf(call.problem, choice, element_bytes, call.with_winner);
-}
+Plan ExtremumCall::CudaPlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).summary; }
 
-CudaStatus LaunchExtremum(const ExtremumCall& arguments, cudaStream_t stream) {
-  const Problem& problem = arguments.problem;
-  if (problem.HasNoResult()) {
-    return arguments.order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, arguments.order, stream);
+CudaStatus ExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
+  if (order != nullptr && order_size != problem.rows) {
+    // If no order is wanted, its result still exists and is set to 0.
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(order, 0, problem.batch * order_size * sizeof(int32_t), stream));
+    ExtremumCall without_order = *this;
+    without_order.order = nullptr;
+    return without_order.LaunchOnCuda(stream);
   }
-  const bool with_winner = arguments.with_winner;
-  const int64_t element_bytes = ElementBytes(arguments.type);
-  const Choice choice = Choose(problem, element_bytes, arguments.indices_are_sorted, with_winner);
+  if (problem.HasNoResult()) return order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, order, stream);
+  const ExtremumPlan plan = Choose(*this);
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (!SegmentsFit(problem.segments)) return status;
-  if (arguments.scratch_bytes < PlanOf(problem, choice, element_bytes, with_winner).scratch_bytes) return status;
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) return status;
   if (with_winner) {
-    DispatchFloating(arguments.type, [&](auto tag) {
-      status = Launcher<typename decltype(tag)::type, true>{arguments, choice, stream}.Launch();
-    });
+    DispatchFloating(
+        type, [&](auto tag) { status = Launcher<typename decltype(tag)::type, true>{*this, plan, stream}.Launch(); });
   } else {
-    DispatchOrdered(arguments.type, [&](auto tag) {
-      status = Launcher<typename decltype(tag)::type, false>{arguments, choice, stream}.Launch();
-    });
+    DispatchOrdered(
+        type, [&](auto tag) { status = Launcher<typename decltype(tag)::type, false>{*this, plan, stream}.Launch(); });
   }
   return status;
 }
