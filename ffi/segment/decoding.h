@@ -220,8 +220,8 @@ class Decoder {
   // The number of segments, if no array has them as a dimension.
   ffi::Error Segments(int64_t num_segments) {
     Problem& problem = call_.problem;
-    const int64_t width = std::max<int64_t>(1, problem.features), most_cells = int64_t{1} << 56;
-    if (num_segments < 0 || num_segments > most_cells / width / std::max<int64_t>(1, problem.batch)) {
+    const int64_t width = std::max<int64_t>(1, problem.features), max_cells = int64_t{1} << 56;
+    if (num_segments < 0 || num_segments > max_cells / width / std::max<int64_t>(1, problem.batch)) {
       return InvalidArgument(op_, "num_segments is " + std::to_string(num_segments) +
                                       ", expected a non-negative number of segments that memory can hold");
     }

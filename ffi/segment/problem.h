@@ -3,13 +3,12 @@
 // A cell is one (segment, feature) pair of the result.
 //
 // Each op, or family of ops, has a folder with files of the same names:
-//   call.h            the decoded call, for both back ends
+//   call.h            the decoded call, for both back ends, and its CUDA launcher
 //   handler.h         the handlers: check the buffers of a call; templates over the back end that runs it
 //   arithmetic.h      the scalar arithmetic of both back ends
 //   kernels_cpu.cc    the CPU kernels and targets
 //   handler_cuda.cc   the CUDA targets
-//   launch.cuh        declares the launchers and plans of the CUDA kernels
-//   kernels*.cu       defines them, and kernels used by one file only
+//   kernels*.cu       the CUDA launchers and plans, and kernels used by one file only
 //   reduction.cuh     the op as a reduction for the kernels of engine/
 #pragma once
 
@@ -19,6 +18,13 @@
 
 #include "ffi/core/bit_cast.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/plan.h"
+
+// Calls declare their CUDA launchers in CPU builds too, which lack the headers of CUDA.
+using cudaStream_t = struct CUstream_st*;
+namespace jax_baracuda {
+struct CudaStatus;
+}  // namespace jax_baracuda
 
 namespace jax_baracuda::segment {
 
@@ -37,7 +43,11 @@ struct Problem {
   bool HasNoResult() const { return batch == 0 || segments == 0 || features == 0; }
 };
 
-// Common to the calls of all segment ops. A call is decoded once, for both back ends; ops add their arrays.
+// Common to the calls of all segment ops. A call is decoded once, for both back ends; ops add their arrays and, for the
+// CUDA module alone,
+//   CudaPlan()            how LaunchOnCuda runs, from shapes and flags alone
+//   LaunchOnCuda(stream)  writes every element of the results. It only enqueues work on `stream`: no allocation, no
+//                         synchronisation, and the same launches for the same problem
 struct SegmentCall {
   Problem problem{};
   ElementType type = ElementType::kUnsupported;  // of data, or of its cotangent

@@ -57,8 +57,8 @@ struct FeatureLanes {
   int columns;
 };
 
-inline FeatureLanes AssignFeatures(int64_t vectors, int most_lanes) {
-  const int64_t columns = CeilDivide(vectors, most_lanes);
+inline FeatureLanes AssignFeatures(int64_t vectors, int max_lanes) {
+  const int64_t columns = CeilDivide(vectors, max_lanes);
   // Columns of even width, so that none is left with only a few features.
   return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};
 }

@@ -18,6 +18,7 @@
 namespace jax_baracuda::segment {
 
 enum class Strategy {
+  kNothing,        // no result
   kFill,           // no rows
   kPrivateTable,   // few segments: one table per thread
   kSmallRows,      // few sorted rows, in one launch
@@ -30,6 +31,8 @@ enum class Strategy {
 
 inline const char* StrategyName(Strategy strategy) {
   switch (strategy) {
+    case Strategy::kNothing:
+      return kNothing;
     case Strategy::kFill:
       return "fill";
     case Strategy::kPrivateTable:
@@ -65,18 +68,13 @@ inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_by
 // any order; everything else is as above. `state_bytes` is the maximum size of an accumulator per cell.
 inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, int64_t state_bytes,
                                bool indices_are_sorted) {
+  if (problem.HasNoResult()) return Strategy::kNothing;
   const bool has_few_segments =
       problem.segments <= Tuning::kMaxPrivateSegments &&
       problem.rows / Tuning::kMinRowsToPrivateSegment >= problem.segments && problem.batch <= kMaxPrivateBlocks &&
       kMinPrivateWarps * PrivateWarpBytes(problem.segments, state_bytes) <= kPrivateTableBytes;
   if (problem.rows > 0 && has_few_segments && problem.features <= kMaxPrivateFeatures) return Strategy::kPrivateTable;
   return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
-}
-
-// Sorting numbers rows and segments in 32 bits. If the whole batch is too large for that, its elements are reduced one
-// by one.
-inline int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
-  return strategy == Strategy::kSortThenTiles && !OrderFits(problem) ? 1 : problem.batch;
 }
 
 // Assignment of rows to blocks.
@@ -87,11 +85,6 @@ struct RowGrid {
   int64_t blocks_per_batch;
   int64_t row_blocks;
 };
-
-// Vector width in elements; a vector never crosses a part of `part_features` features (a head, or the row).
-inline int TileVector(Strategy strategy, int64_t part_features, int64_t element_bytes) {
-  return strategy == Strategy::kStagedTiles ? 1 : RowVector(part_features, element_bytes);
-}
 
 inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector) {
   RowGrid grid;
@@ -121,34 +114,53 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
   return grid;
 }
 
-// For all `problem.batch` elements in one launch.
-inline int64_t ScratchBytesAtOnce(const Problem& problem, Strategy strategy, int vector, int64_t state_bytes) {
+// How a reduction runs, from shapes and flags alone.
+struct ReducePlan {
+  Strategy strategy;
+  int64_t elements_at_once;  // batch elements per launch
+  int64_t part_features;     // features per part of a row (a head, or the row) that vectors must not cross
+  int64_t state_bytes;       // maximum size of an accumulator per cell
+  RowGrid grid;              // of one launch
+  int64_t scratch_bytes;
+
+  Plan Summary() const { return {StrategyName(strategy), scratch_bytes}; }
+};
+
+inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int64_t elements_at_once,
+                                 int64_t part_features, int64_t element_bytes, int64_t state_bytes) {
+  ReducePlan plan{strategy, elements_at_once, part_features, state_bytes, {}, 0};
+  Problem at_once = problem;
+  at_once.batch = elements_at_once;
   ScratchSizes sizes;
   switch (strategy) {
+    case Strategy::kNothing:
     case Strategy::kFill:
-    case Strategy::kSmallRows:
-    case Strategy::kSmallTiles:
-      break;
+      return plan;
     case Strategy::kPrivateTable:
       sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
+      plan.scratch_bytes = sizes.total;
+      return plan;
+    default:
       break;
-    case Strategy::kSortThenTiles:
-      sizes.Add(SegmentOrderScratchBytes(problem, /*holds_order=*/true));
-      [[fallthrough]];
-    default: {
-      const RowGrid grid = MakeRowGrid(problem, strategy, vector);
-      sizes.Add(2 * sizeof(uint32_t));
-      sizes.Add(grid.row_blocks * sizeof(uint32_t));
-      sizes.Add(grid.row_blocks * problem.features * state_bytes);
-      sizes.Add(grid.row_blocks * problem.features * state_bytes);
-    }
   }
-  return sizes.total;
+  const int vector = strategy == Strategy::kStagedTiles ? 1 : RowVector(part_features, element_bytes);
+  plan.grid = MakeRowGrid(at_once, strategy, vector);
+  if (strategy == Strategy::kSmallRows || strategy == Strategy::kSmallTiles) return plan;
+  if (strategy == Strategy::kSortThenTiles) sizes.Add(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
+  sizes.Add(2 * sizeof(uint32_t));
+  sizes.Add(plan.grid.row_blocks * sizeof(uint32_t));
+  sizes.Add(plan.grid.row_blocks * problem.features * state_bytes);
+  sizes.Add(plan.grid.row_blocks * problem.features * state_bytes);
+  plan.scratch_bytes = sizes.total;
+  return plan;
 }
 
-inline int64_t ReduceScratchBytes(Problem problem, Strategy strategy, int64_t element_bytes, int64_t state_bytes) {
-  problem.batch = ElementsAtOnce(problem, strategy);
-  return ScratchBytesAtOnce(problem, strategy, TileVector(strategy, problem.features, element_bytes), state_bytes);
+// For rows of the data. Sorting numbers rows and segments in 32 bits. If the whole batch is too large for that, its
+// elements are reduced one by one.
+inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int64_t element_bytes,
+                                 int64_t state_bytes) {
+  const bool is_split = strategy == Strategy::kSortThenTiles && !OrderFits(problem);
+  return MakeReducePlan(problem, strategy, is_split ? 1 : problem.batch, problem.features, element_bytes, state_bytes);
 }
 
 // Number of blocks that fill wide gaps.
@@ -162,25 +174,22 @@ struct Reducer {
   using T = typename Reduction::Element;
 
   Problem problem;
-  Strategy strategy;
-  int64_t elements_at_once;  // batch elements per launch
-  int64_t part_features;     // features per part of a row that vectors must not cross
+  ReducePlan plan;
   const T* data;
   Gathering<T> gathering;
   const void* segment_ids;
   bool ids_are_64_bit;
   typename Reduction::Outputs outputs;
-  int64_t state_bytes;
   void* scratch;
   int32_t* order;  // [batch, rows]: receives the sort order, or nullptr
   cudaStream_t stream;
 
   CudaStatus Launch() const {
-    switch (strategy) {
+    switch (plan.strategy) {
       case Strategy::kFill:
         return LaunchFill<Reduction>(outputs, 0, problem.batch * problem.segments, problem.features, stream);
       case Strategy::kPrivateTable:
-        if constexpr (kTakesPrivateTable<Reduction>) return PrivateTable();
+        if constexpr (kTakesPrivateTable<Reduction> && !kGathers) return PrivateTable();
         return JB_CUDA_STATUS(cudaErrorInvalidValue);
       default:
         return InOrder();
@@ -205,8 +214,8 @@ struct Reducer {
     const int64_t warp_bytes = PrivateWarpBytes(problem.segments, sizeof(Cells));
     const int64_t fitting_warps = max_shared_bytes / warp_bytes;
     const int warps = static_cast<int>(fitting_warps < kMaxPrivateWarps ? fitting_warps : kMaxPrivateWarps);
-    const int64_t wanted = CeilDivide(multiprocessors, problem.batch), most = kMaxPrivateBlocks / problem.batch;
-    a.blocks_per_batch = static_cast<int>(wanted < most ? wanted : most);
+    const int64_t wanted = CeilDivide(multiprocessors, problem.batch), max_blocks = kMaxPrivateBlocks / problem.batch;
+    a.blocks_per_batch = static_cast<int>(wanted < max_blocks ? wanted : max_blocks);
     const int shared_bytes = static_cast<int>(warps * warp_bytes);
     kernel<<<GridSize(problem.batch * a.blocks_per_batch), 32 * warps, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(PrivateTableKernel);
@@ -217,16 +226,18 @@ struct Reducer {
   }
 
   CudaStatus InOrder() const {
-    for (int64_t b = 0; b < problem.batch; b += elements_at_once) {
-      JB_RETURN_IF_CUDA_ERROR(ElementsInOrder(b, elements_at_once));
+    for (int64_t b = 0; b < problem.batch; b += plan.elements_at_once) {
+      JB_RETURN_IF_CUDA_ERROR(ElementsFrom(b));
     }
     return {};
   }
 
-  // `batch` batch elements, starting at `first`.
-  CudaStatus ElementsInOrder(int64_t first, int64_t batch) const {
+  // The batch elements of one launch, starting at `first`.
+  CudaStatus ElementsFrom(int64_t first) const {
+    const Strategy strategy = plan.strategy;
+    const RowGrid& grid = plan.grid;
     Problem part = problem;
-    part.batch = batch;
+    part.batch = plan.elements_at_once;
     const int64_t first_id = problem.IdIndex(first, 0);
     const void* const ids = static_cast<const char*>(segment_ids) + first_id * (ids_are_64_bit ? 8 : 4);
     ScratchCarver carver(scratch);
@@ -241,7 +252,6 @@ struct Reducer {
         JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, segment_order, order + first * problem.rows, nullptr, stream));
       }
     }
-    const RowGrid grid = MakeRowGrid(part, strategy, TileVector(strategy, part_features, sizeof(T)));
     if constexpr (kGathers) {
       a.gathering = gathering.From(first, problem.rows, problem.features);
       a.data = data + (problem.data_is_shared ? 0 : first * gathering.num_rows * problem.features);
@@ -263,21 +273,22 @@ struct Reducer {
     }
     a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
-    a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
-    a.carries.out = carver.Take<char>(grid.row_blocks * problem.features * state_bytes);
+    a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * plan.state_bytes);
+    a.carries.out = carver.Take<char>(grid.row_blocks * problem.features * plan.state_bytes);
     if (FillsFirst(part)) {
       JB_RETURN_IF_CUDA_ERROR(
-          LaunchFill<Reduction>(outputs, a.first_segment, batch * problem.segments, problem.features, stream));
+          LaunchFill<Reduction>(outputs, a.first_segment, part.batch * problem.segments, problem.features, stream));
     } else {
       a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
     }
     if constexpr (kGathers) {
-      return DispatchRowVector<T>(
-          part_features, [&](auto vector) { return Tiles<decltype(vector)::value, RowSource::kGathered>(a, grid); });
+      return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
+        return Tiles<decltype(vector)::value, RowSource::kGathered>(a, grid);
+      });
     } else {
       if (strategy == Strategy::kRuns) return Runs(a, grid);
       if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, grid);
-      return DispatchRowVector<T>(part_features, [&](auto vector) {
+      return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
         constexpr int kVec = decltype(vector)::value;
         return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a, grid)
                                                     : Tiles<kVec, RowSource::kDirect>(a, grid);
@@ -322,7 +333,7 @@ struct Reducer {
 
   CudaStatus SmallRows(const TileArguments<Reduction>& a, const RowGrid& grid) const {
     const uint32_t blocks = GridSize(grid.row_blocks * grid.features.columns);
-    return DispatchRowVector<T>(part_features, [&](auto vector) {
+    return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
       SmallRowKernel<Reduction, kVec>
           <<<blocks, kSmallRowThreads, 0, stream>>>(a, SmallRowGrid(problem.features / kVec));
@@ -333,7 +344,7 @@ struct Reducer {
   CudaStatus SmallTiles(TileArguments<Reduction> a, const RowGrid& grid) const {
     a.gap_blocks = GridSize(a.problem.batch * SmallGapBlocks(a.problem.segments));
     const uint32_t blocks = GridSize(a.gap_blocks + grid.row_blocks * grid.features.columns);
-    return DispatchRowVector<T>(part_features, [&](auto vector) {
+    return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
       SmallTileKernel<Reduction, kVec><<<blocks, kSmallTileThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SmallTileKernel);
@@ -350,27 +361,23 @@ struct Reducer {
   }
 };
 
-// `arguments` is the call of an op; `order` as in Reducer.
-template <typename Reduction, typename Arguments>
-CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_t state_bytes,
-                           const typename Reduction::Outputs& outputs, int32_t* order, cudaStream_t stream) {
+// `call` is the call of an op; `order` as in Reducer.
+template <typename Reduction, typename Call>
+CudaStatus LaunchReduction(const Call& call, const ReducePlan& plan, const typename Reduction::Outputs& outputs,
+                           int32_t* order, cudaStream_t stream) {
   using T = typename Reduction::Element;
-  const Problem& problem = arguments.problem;
-  if (!SegmentsFit(problem.segments) ||
-      arguments.scratch_bytes < ReduceScratchBytes(problem, strategy, sizeof(T), state_bytes)) {
+  if (plan.strategy == Strategy::kNothing) return {};
+  if (!SegmentsFit(call.problem.segments) || call.scratch_bytes < plan.scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
-  const Reducer<Reduction> reducer{problem,
-                                   strategy,
-                                   ElementsAtOnce(problem, strategy),
-                                   problem.features,
-                                   static_cast<const T*>(arguments.data),
+  const Reducer<Reduction> reducer{call.problem,
+                                   plan,
+                                   static_cast<const T*>(call.data),
                                    /*gathering=*/{},
-                                   arguments.segment_ids,
-                                   arguments.ids_are_64_bit,
+                                   call.segment_ids,
+                                   call.ids_are_64_bit,
                                    outputs,
-                                   state_bytes,
-                                   arguments.scratch,
+                                   call.scratch,
                                    order,
                                    stream};
   return reducer.Launch();
@@ -380,19 +387,10 @@ CudaStatus LaunchReduction(const Arguments& arguments, Strategy strategy, int64_
 inline int64_t PairStateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
 
 // For ops that always use ChooseStrategy.
-inline Plan PlanByRule(const SegmentCall& call, int64_t state_bytes) {
-  if (call.problem.HasNoResult()) return {kNothing};
+inline ReducePlan PlanByRule(const SegmentCall& call, int64_t state_bytes) {
   const int64_t element_bytes = ElementBytes(call.type);
   const Strategy strategy = ChooseStrategy(call.problem, element_bytes, state_bytes, call.indices_are_sorted);
-  return {StrategyName(strategy), ReduceScratchBytes(call.problem, strategy, element_bytes, state_bytes)};
-}
-
-template <typename Reduction, typename Arguments>
-CudaStatus LaunchByRule(const Arguments& arguments, int64_t state_bytes, const typename Reduction::Outputs& outputs,
-                        cudaStream_t stream) {
-  constexpr int64_t kElementBytes = sizeof(typename Reduction::Element);
-  const Strategy strategy = ChooseStrategy(arguments.problem, kElementBytes, state_bytes, arguments.indices_are_sorted);
-  return LaunchReduction<Reduction>(arguments, strategy, state_bytes, outputs, nullptr, stream);
+  return MakeReducePlan(call.problem, strategy, element_bytes, state_bytes);
 }
 
 }  // namespace jax_baracuda::segment

@@ -601,13 +601,13 @@ inline constexpr AllOffsets kAllOffsets;
 
 inline RowBlock RowBlock::OfAll() const { return {count, known, 0, first_segment, kAllOffsets.values, ids}; }
 
-// Calls body(block) for blocks of up to `most_rows` rows that together are the rows [row_begin, row_end) of a batch
+// Calls body(block) for blocks of up to `max_rows` rows that together are the rows [row_begin, row_end) of a batch
 // element; if `are_listed`, only the rows of `segments`.
 __attribute__((noinline)) inline void ForEachBlockOfRows(const Problem& problem, SegmentIds ids, int64_t batch,
                                                          int64_t row_begin, int64_t row_end, SegmentRange segments,
-                                                         bool are_listed, int64_t most_rows,
+                                                         bool are_listed, int64_t max_rows,
                                                          FunctionRef<void(const RowBlock&)> body) {
-  most_rows = std::min(most_rows, kConvertedIds);
+  max_rows = std::min(max_rows, kConvertedIds);
   int32_t listed[kConvertedIds + kListSlack], listed_ids[kConvertedIds];
   const auto of_ids = [&](int64_t begin, int64_t end, const int32_t* row_ids, int64_t first_segment) {
     const auto id_of = [&](int64_t segment) {
@@ -615,8 +615,8 @@ __attribute__((noinline)) inline void ForEachBlockOfRows(const Problem& problem,
     };
     const int32_t first = id_of(segments.begin);
     const uint32_t size = static_cast<uint32_t>(id_of(segments.end) - first);
-    for (; begin < end; begin += most_rows, row_ids += most_rows) {
-      const int64_t count = std::min(most_rows, end - begin);
+    for (; begin < end; begin += max_rows, row_ids += max_rows) {
+      const int64_t count = std::min(max_rows, end - begin);
       if (are_listed) {
         const int64_t num_listed = ListRows(row_ids, count, first, size, listed);
         for (int64_t i = 0; i < num_listed; ++i) listed_ids[i] = row_ids[listed[i]];
@@ -803,8 +803,8 @@ void FoldInOrder(const Problem& problem, SegmentIds ids, const Rows& all_rows, c
                  CellsOf<Reduction> cells, int32_t* row_counts) {
   const int64_t features = problem.features;
   const auto rows = all_rows.At(problem, batch, 0);
-  const auto for_each_block = [&](int64_t most_rows, FunctionRef<void(const RowBlock&)> fold) {
-    ForEachBlockOfRows(problem, ids, batch, row_begin, row_end, segments, are_listed, most_rows, fold);
+  const auto for_each_block = [&](int64_t max_rows, FunctionRef<void(const RowBlock&)> fold) {
+    ForEachBlockOfRows(problem, ids, batch, row_begin, row_end, segments, are_listed, max_rows, fold);
   };
   if constexpr (decltype(rows)::kAreInOrder && kFoldsWidened<Reduction>) {
     if (features > 0 && features <= kMaxWidenedWidth<typename Reduction::Element>) {
@@ -846,9 +846,9 @@ inline int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes) {
 template <typename Reduction>
 int64_t NumRanges(const Problem& problem, int64_t row_bytes, int64_t num_threads) {
   if constexpr (Reduction::kRounds) {
-    const int64_t most = std::min(problem.rows / (kMinRowsPerRangeCellRow * problem.segments),
-                                  problem.rows * row_bytes / kMinBytesPerRoundedRange);
-    return std::clamp<int64_t>(most, 1, std::max<int64_t>(1, kMaxRoundedRanges / problem.batch));
+    const int64_t max_ranges = std::min(problem.rows / (kMinRowsPerRangeCellRow * problem.segments),
+                                        problem.rows * row_bytes / kMinBytesPerRoundedRange);
+    return std::clamp<int64_t>(max_ranges, 1, std::max<int64_t>(1, kMaxRoundedRanges / problem.batch));
   } else {
     return std::clamp<int64_t>(problem.rows / (kMinRowsPerRangeCellRow * problem.segments), 1,
                                CeilDivide(num_threads, problem.batch));

@@ -13,23 +13,28 @@
 
 namespace jax_baracuda::segment {
 
+template <auto kCallOf>
+Plan CudaPlanOf(const PlanParameters& parameters) {
+  return kCallOf(parameters).CudaPlan();
+}
+
 // Decodes the scratch that the plan needs, and launches the kernels.
-template <typename Call, Plan (*kPlan)(const Call&), CudaStatus (*kLaunch)(const Call&, cudaStream_t)>
+template <typename Call>
 ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, kPlan(*call).scratch_bytes, &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, call->CudaPlan().scratch_bytes, &scratch));
   call->scratch = scratch.data;
   call->scratch_bytes = scratch.bytes;
-  return ToError(op, kLaunch(*call, stream));
+  return ToError(op, call->LaunchOnCuda(stream));
 }
 
 // The same for edges, which must be sorted by segment.
-template <typename Call, Plan (*kPlan)(const Call&), CudaStatus (*kLaunch)(const Call&, cudaStream_t)>
+template <typename Call>
 ffi::Error RunSortedOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
   if (!call->indices_are_sorted) {
     return InvalidArgument(op, "indices_are_sorted is false, expected true: segment_order brings edges into order");
   }
-  return RunOnCuda<Call, kPlan, kLaunch>(stream, op, scratch_result, call);
+  return RunOnCuda(stream, op, scratch_result, call);
 }
 
 }  // namespace jax_baracuda::segment

@@ -16,6 +16,9 @@ struct ExtremumCall : SegmentCall {
   int32_t* winner = nullptr;  // with_winner: [batch, segments, features]
   int32_t* order = nullptr;   // with_winner: a permutation of each batch element's rows, grouped by segment
   int64_t order_size = 0;     // rows, or 1 if no order is wanted
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 struct ExtremumBackwardCall : SegmentCall {
@@ -30,12 +33,19 @@ struct ExtremumBackwardCall : SegmentCall {
   bool d_output_is_shared = false;
   bool winner_is_shared = false;  // output likewise
   bool order_is_shared = false;
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
+// The first row that attains each cell's maximum; the number of rows for an empty segment.
 struct ArgCall : SegmentCall {
   bool is_minimum = false;
   const void* data = nullptr;
   int32_t* row = nullptr;
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 }  // namespace jax_baracuda::segment

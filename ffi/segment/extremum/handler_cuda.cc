@@ -2,34 +2,22 @@
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/extremum/handler.h"
-#include "ffi/segment/extremum/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-// If no order is wanted, its result still exists and is set to 0.
-CudaStatus LaunchWithWinner(const ExtremumCall& call, cudaStream_t stream) {
-  if (call.order_size == call.problem.rows) return LaunchExtremum(call, stream);
-  const int64_t bytes = call.problem.batch * call.order_size * sizeof(int32_t);
-  JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(call.order, 0, bytes, stream));
-  ExtremumCall without_order = call;
-  without_order.order = nullptr;
-  return LaunchExtremum(without_order, stream);
-}
+constexpr auto kRun = RunOnCuda<ExtremumCall>;
+constexpr auto kRunBackward = RunOnCuda<ExtremumBackwardCall>;
+constexpr auto kRunArg = RunOnCuda<ArgCall>;
 
-constexpr auto kRun = RunOnCuda<ExtremumCall, PlanExtremum, LaunchExtremum>;
-constexpr auto kRunWithWinner = RunOnCuda<ExtremumCall, PlanExtremum, LaunchWithWinner>;
-constexpr auto kRunBackward = RunOnCuda<ExtremumBackwardCall, PlanExtremumBackward, LaunchExtremumBackward>;
-constexpr auto kRunArg = RunOnCuda<ArgCall, PlanArg, LaunchArg>;
-
-constexpr auto kPlan = PlanOf<PlanExtremum, ExtremumCallOf<false>>;
-constexpr auto kPlanWithWinner = PlanOf<PlanExtremum, ExtremumCallOf<true>>;
-constexpr auto kPlanBackward = PlanOf<PlanExtremumBackward, ExtremumBackwardCallOf>;
-constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
+constexpr auto kPlan = CudaPlanOf<ExtremumCallOf<false>>;
+constexpr auto kPlanWithWinner = CudaPlanOf<ExtremumCallOf<true>>;
+constexpr auto kPlanBackward = CudaPlanOf<ExtremumBackwardCallOf>;
+constexpr auto kPlanArg = CudaPlanOf<CallOf<ArgCall>>;
 
 #define JB_BIND_REDUCTION (BindCall<Stream, 2, 1, ReductionOptions>())
 #define JB_BIND_WITH_WINNER (BindCall<Stream, 2, 3, WinnerOptions>())
-#define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics", "atomics_single_feature"
+#define JB_TABLE_STRATEGIES "shared_table", "atomics", "atomics_single_feature"
 // With winners there are no private tables; the shared table replaces them.
 #define JB_WITH_WINNER_STRATEGIES \
   kNothing, "fill", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES
@@ -41,10 +29,10 @@ JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false>), JB_BI
                JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
 JB_CUDA_TARGET("segment_min", (HandleExtremum<cudaStream_t, kRun, true>), JB_BIND_REDUCTION, kPlan, kNothing,
                JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
-JB_CUDA_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRunWithWinner, false>),
-               JB_BIND_WITH_WINNER, kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
-JB_CUDA_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRunWithWinner, true>),
-               JB_BIND_WITH_WINNER, kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
+JB_CUDA_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, false>), JB_BIND_WITH_WINNER,
+               kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
+JB_CUDA_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, true>), JB_BIND_WITH_WINNER,
+               kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
 JB_CUDA_TARGET("segment_max_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, false>),
                BindExtremumBackward<Stream>(), kPlanBackward, JB_BACKWARD_STRATEGIES);
 JB_CUDA_TARGET("segment_min_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, true>),

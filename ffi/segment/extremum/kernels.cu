@@ -1,8 +1,6 @@
 // Maxima and minima, with or without winners: the choice of a kernel, and the tables of atomic maxima.
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/engine/tuning.h"
-#include "ffi/segment/extremum/launch.cuh"
-#include "ffi/segment/extremum/reduce.cuh"
 #include "ffi/segment/extremum/table.cuh"
 
 namespace jax_baracuda::segment {
@@ -14,87 +12,62 @@ enum class Algorithm {
   kSharedTable,  // one table per block in shared memory
 };
 
-struct Choice {
-  Algorithm algorithm;
-  Strategy strategy;  // of kReduce
-  bool filters_rows;  // table in global memory: elements are first compared with lower bounds in shared memory
-};
-
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
 constexpr int64_t kSharedTableBytes = 48 * 1024;
 
-bool FiltersRows(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
-  const int64_t cells = problem.segments * problem.features;
-  const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
-  const bool has_many_rows =
-      problem.rows >= Tuning::kMinFilteredRows && problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
-  return KeyBytes(element_bytes) == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 &&
-         problem.features <= 8 && outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
-}
-
-int64_t StateBytes(int64_t element_bytes, bool with_winner) {
-  return with_winner ? 2 * KeyBytes(element_bytes) : element_bytes;
-}
+struct ExtremumPlan {
+  Algorithm algorithm;
+  ReducePlan reduce;  // of kReduce
+  Plan summary;
+};
 
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
 //   * Few segments with many rows each use a table per block in shared memory if private tables would be too large, and
 //     always with winners. Finding winners reads the data twice, so sorted rows with winners use tiles instead.
 //   * Unsorted rows that are narrow, or so few that a sort is launch-bound, use atomics on a table in global memory.
-//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids. Elements are filtered
-//     if the table exceeds the L1 cache and has so many rows per cell that most of them come after a greater one.
+//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
-Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool with_winner) {
-  const Strategy strategy =
-      with_winner ? ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted)
-                  : ChooseStrategy(problem, element_bytes, StateBytes(element_bytes, false), indices_are_sorted);
-  const Choice reduce{Algorithm::kReduce, strategy, false};
-  if (strategy == Strategy::kFill || strategy == Strategy::kPrivateTable) return reduce;
-
-  const int64_t row_bytes = problem.features * element_bytes;
-  const int64_t cell_bytes = KeyBytes(element_bytes) + (with_winner ? sizeof(int32_t) : 0);
-  const bool fits_shared = problem.segments <= kSharedTableBytes / cell_bytes &&
-                           problem.segments * problem.features <= kSharedTableBytes / cell_bytes;
-  const bool has_few_segments = problem.rows / Tuning::kMinRowsToSharedSegment >= problem.segments;
-  if (fits_shared && has_few_segments && !(indices_are_sorted && with_winner)) {
-    return {Algorithm::kSharedTable, Strategy::kFill, false};
-  }
-  if (strategy != Strategy::kSortThenTiles) return reduce;
-  const int64_t cells = problem.batch * problem.segments * problem.features;
+ExtremumPlan Choose(const ExtremumCall& call) {
+  const Problem& problem = call.problem;
+  const bool with_winner = call.with_winner;
+  const int64_t element_bytes = ElementBytes(call.type), key_bytes = KeyBytes(element_bytes);
+  const int64_t state_bytes = with_winner ? 2 * key_bytes : element_bytes;
+  const Strategy strategy = with_winner ? ChooseOrderedStrategy(problem, element_bytes, call.indices_are_sorted)
+                                        : ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
+  const int64_t row_bytes = problem.features * element_bytes, cells = problem.segments * problem.features;
+  const int64_t max_shared_cells = kSharedTableBytes / (key_bytes + (with_winner ? sizeof(int32_t) : 0));
+  const bool fits_shared = problem.segments <= max_shared_cells && cells <= max_shared_cells &&
+                           problem.rows / Tuning::kMinRowsToSharedSegment >= problem.segments;
   const bool is_small = problem.batch * problem.rows * row_bytes <=
                             (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
-                        (!FillsFirst(problem) || cells <= Tuning::kMaxFilledTableCells);
-  if (row_bytes <= kSectorBytes || is_small || !OrderFits(problem)) {
-    return {Algorithm::kTable, Strategy::kFill, FiltersRows(problem, element_bytes, indices_are_sorted)};
+                        (!FillsFirst(problem) || problem.batch * cells <= Tuning::kMaxFilledTableCells);
+  Algorithm algorithm = Algorithm::kReduce;
+  if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable) {
+    if (fits_shared && !(call.indices_are_sorted && with_winner)) {
+      algorithm = Algorithm::kSharedTable;
+    } else if (strategy == Strategy::kSortThenTiles && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
+      algorithm = Algorithm::kTable;
+    }
   }
-  return reduce;
-}
-
-const char* NameOf(const Problem& problem, const Choice& choice) {
-  if (choice.algorithm == Algorithm::kReduce) return StrategyName(choice.strategy);
-  if (choice.algorithm == Algorithm::kSharedTable) return "shared_table";
-  if (choice.filters_rows) return "filtered_atomics";
-  return problem.features == 1 ? "atomics_single_feature" : "atomics";
-}
-
-Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes, bool with_winner) {
-  const char* const name = NameOf(problem, choice);
-  if (choice.algorithm == Algorithm::kReduce) {
-    return {name, ReduceScratchBytes(problem, choice.strategy, element_bytes, StateBytes(element_bytes, with_winner))};
+  if (algorithm == Algorithm::kReduce) {
+    const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
+    return {algorithm, reduce, reduce.Summary()};
   }
-  const int64_t cells = problem.batch * problem.segments * problem.features;
+  const char* const name = algorithm == Algorithm::kSharedTable ? "shared_table"
+                           : problem.features == 1              ? "atomics_single_feature"
+                                                                : "atomics";
   ScratchSizes sizes;
   // If keys are as wide as values, the output itself is the table.
-  if (KeyBytes(element_bytes) != element_bytes) sizes.Add(cells * KeyBytes(element_bytes));
-  if (choice.filters_rows) sizes.Add(kFloorBytes);
-  return {name, sizes.total};
+  if (key_bytes != element_bytes) sizes.Add(problem.batch * cells * key_bytes);
+  return {algorithm, {}, {name, sizes.total}};
 }
 
 template <typename T, bool kWithWinner>
 struct Launcher {
   const ExtremumCall& arguments;
-  const Choice choice;
+  const ExtremumPlan& plan;
   cudaStream_t stream;
 
   const T* data = static_cast<const T*>(arguments.data);
@@ -104,18 +77,17 @@ struct Launcher {
   const FlipWord<T> flip = FlipWordMask<T>(arguments.type, arguments.is_minimum);
 
   CudaStatus Launch() const {
-    if (arguments.order != nullptr && choice.strategy != Strategy::kSortThenTiles) {
+    const bool is_reduced = plan.algorithm == Algorithm::kReduce;
+    if (arguments.order != nullptr && !(is_reduced && plan.reduce.strategy == Strategy::kSortThenTiles)) {
       JB_RETURN_IF_CUDA_ERROR(LaunchNaturalOrder(problem, arguments.order, stream));
     }
-    if (choice.algorithm != Algorithm::kReduce) return Table();
-    const int64_t state_bytes = StateBytes(sizeof(T), kWithWinner);
-    return kWithWinner ? ReduceWithWinner(arguments, choice.strategy, state_bytes, stream)
-                       : ReduceMaximum(arguments, choice.strategy, state_bytes, stream);
+    if (!is_reduced) return Table();
+    return kWithWinner ? ReduceWithWinner(arguments, plan.reduce, stream)
+                       : ReduceMaximum(arguments, plan.reduce, stream);
   }
 
   CudaStatus Table() const {
     const int64_t cells = segments * problem.features;
-    ScratchCarver carver(arguments.scratch);
     TableArguments<T> a{};
     a.data = data;
     a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
@@ -125,7 +97,7 @@ struct Launcher {
     if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
       a.table = reinterpret_cast<TableKey<T>*>(output);
     } else {
-      a.table = carver.Take<TableKey<T>>(cells);
+      a.table = static_cast<TableKey<T>*>(arguments.scratch);
     }
     a.output = output;
     a.winner = arguments.winner;
@@ -134,9 +106,7 @@ struct Launcher {
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream));
-    JB_RETURN_IF_CUDA_ERROR(choice.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
-                            : is_aligned        ? TableMax<kWidest>(a)
-                                                : TableMax<1>(a));
+    JB_RETURN_IF_CUDA_ERROR(is_aligned ? TableMax<kWidest>(a) : TableMax<1>(a));
     DecodeTableKernel<T><<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip, output);
     JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     if constexpr (kWithWinner) {
@@ -147,49 +117,10 @@ struct Launcher {
     return {};
   }
 
-  // The first rows go directly to the table. The others are split into chunks. Each chunk is filtered by the lower
-  // bounds that the table has after the previous one.
-  template <int kVec>
-  CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
-    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
-      return JB_CUDA_STATUS(cudaErrorInvalidValue);
-    } else {
-      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
-      int multiprocessors = 0;
-      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-      const uint32_t blocks = kFilterBlocks * multiprocessors;
-      // Ends of the chunks, in 1/64 of the rows. The fraction of elements that pass the filter is inversely
-      // proportional to the number of rows before.
-      constexpr int kPartEnds[] = {4, 10, 26, 64};
-      int64_t begin = 0;
-      for (const int part_end : kPartEnds) {
-        // Chunks begin at multiples of 64 rows, to stay aligned.
-        const int64_t end = part_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * part_end;
-        TableArguments<T> part = a;
-        part.data = data + begin * problem.features;
-        part.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
-        part.problem.rows = end - begin;
-        if (begin == 0) {
-          JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(part));
-        } else {
-          constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
-          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
-          JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
-          part.blocks_per_batch = blocks;
-          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(part, floors);
-          JB_RETURN_IF_LAUNCH_ERROR(FilteredMaxKernel);
-        }
-        begin = end;
-      }
-      return {};
-    }
-  }
-
   // Enough blocks for several waves on any GPU, but no more than there is work for.
-  int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t most_blocks) const {
-    const int64_t blocks = CeilDivide(vectors, threads);
-    const int64_t most = CeilDivide(most_blocks, problem.batch);
-    return blocks < most ? blocks : most;
+  int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t max_blocks) const {
+    const int64_t blocks = CeilDivide(vectors, threads), max_per_batch = CeilDivide(max_blocks, problem.batch);
+    return blocks < max_per_batch ? blocks : max_per_batch;
   }
 
   // As many blocks as are resident at once: each keeps one table for all its rows.
@@ -203,7 +134,7 @@ struct Launcher {
   template <int kVec>
   CudaStatus TableMax(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
-    if (choice.algorithm == Algorithm::kSharedTable) {
+    if (plan.algorithm == Algorithm::kSharedTable) {
       JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
       SharedTableMaxKernel<T, kVec>
@@ -224,7 +155,7 @@ struct Launcher {
   template <int kVec>
   CudaStatus TableWinner(TableArguments<T> a) const {
     const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
-    if (choice.algorithm == Algorithm::kSharedTable) {
+    if (plan.algorithm == Algorithm::kSharedTable) {
       JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
       const size_t shared_bytes = problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
       SharedTableWinnerKernel<T, kVec>
@@ -240,32 +171,26 @@ struct Launcher {
 
 }  // namespace
 
-Plan PlanExtremum(const ExtremumCall& call) {
-  if (call.problem.HasNoResult()) return {kNothing};
-  const int64_t element_bytes = ElementBytes(call.type);
-  const Choice choice = Choose(call.problem, element_bytes, call.indices_are_sorted, call.with_winner);
-  return PlanOf(call.problem, choice, element_bytes, call.with_winner);
-}
+Plan ExtremumCall::CudaPlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).summary; }
 
-CudaStatus LaunchExtremum(const ExtremumCall& arguments, cudaStream_t stream) {
-  const Problem& problem = arguments.problem;
-  if (problem.HasNoResult()) {
-    return arguments.order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, arguments.order, stream);
+CudaStatus ExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
+  if (order != nullptr && order_size != problem.rows) {
+    // If no order is wanted, its result still exists and is set to 0.
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(order, 0, problem.batch * order_size * sizeof(int32_t), stream));
+    ExtremumCall without_order = *this;
+    without_order.order = nullptr;
+    return without_order.LaunchOnCuda(stream);
   }
-  const bool with_winner = arguments.with_winner;
-  const int64_t element_bytes = ElementBytes(arguments.type);
-  const Choice choice = Choose(problem, element_bytes, arguments.indices_are_sorted, with_winner);
+  if (problem.HasNoResult()) return order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, order, stream);
+  const ExtremumPlan plan = Choose(*this);
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (!SegmentsFit(problem.segments)) return status;
-  if (arguments.scratch_bytes < PlanOf(problem, choice, element_bytes, with_winner).scratch_bytes) return status;
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) return status;
   if (with_winner) {
-    DispatchFloating(arguments.type, [&](auto tag) {
-      status = Launcher<typename decltype(tag)::type, true>{arguments, choice, stream}.Launch();
-    });
+    DispatchFloating(
+        type, [&](auto tag) { status = Launcher<typename decltype(tag)::type, true>{*this, plan, stream}.Launch(); });
   } else {
-    DispatchOrdered(arguments.type, [&](auto tag) {
-      status = Launcher<typename decltype(tag)::type, false>{arguments, choice, stream}.Launch();
-    });
+    DispatchOrdered(
+        type, [&](auto tag) { status = Launcher<typename decltype(tag)::type, false>{*this, plan, stream}.Launch(); });
   }
   return status;
 }

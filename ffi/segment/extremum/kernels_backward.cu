@@ -1,10 +1,11 @@
 // The gradient of segment_max and segment_min: each cell's cotangent goes to its winner, in one pass over the rows.
 #include <type_traits>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/extremum/arithmetic.h"
-#include "ffi/segment/extremum/launch.cuh"
+#include "ffi/segment/extremum/call.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -59,18 +60,18 @@ __device__ __forceinline__ Vector<T, kVec> NarrowShares(const Vector<int32_t, kV
   constexpr float kSmallestNormal = std::is_same_v<T, Float16> ? 0x1p-14f : 0x1p-126f;
   const Vector<float, kVec> cotangents = Widen(cotangent), values = Widen(data), maxima = Widen(output);
   Vector<T, kVec> shares;
-  int32_t least = -1;
+  int32_t min_minus_members = -1;
   bool is_subnormal = false;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     const int32_t minus_members = min(winners.lane[i], -1);
-    least = min(least, minus_members);
+    min_minus_members = min(min_minus_members, minus_members);
     const bool attains = values.lane[i] == maxima.lane[i];
     const float share = attains ? cotangents.lane[i] * -ApproximateReciprocal(minus_members) : 0.0f;
     is_subnormal |= share != 0.0f && fabsf(share) < 2 * kSmallestNormal;
     shares.lane[i] = static_cast<T>(share);
   }
-  if (least < -kMaxMembers || is_subnormal) {
+  if (min_minus_members < -kMaxMembers || is_subnormal) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       shares.lane[i] = TiedGradient(min(winners.lane[i], -1), data.lane[i], output.lane[i], cotangent.lane[i]);
@@ -244,47 +245,45 @@ bool ReadsAllRows(int64_t element_bytes, bool shares_ties) { return element_byte
 
 }  // namespace
 
-Plan PlanExtremumBackward(const ExtremumBackwardCall& call) {
-  const Problem& problem = call.problem;
+Plan ExtremumBackwardCall::CudaPlan() const {
   if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {kNothing};
-  const bool has_order = call.has_order, reads_all = ReadsAllRows(ElementBytes(call.type), call.shares_ties);
-  const char* const strategy = reads_all          ? has_order ? "all_rows_in_order" : "all_rows"
-                               : call.shares_ties ? has_order ? "winners_and_ties_in_order" : "winners_and_ties"
-                               : has_order        ? "winners_in_order"
-                                                  : "winners";
+  const bool reads_all = ReadsAllRows(ElementBytes(type), shares_ties);
+  const char* const strategy = reads_all     ? has_order ? "all_rows_in_order" : "all_rows"
+                               : shares_ties ? has_order ? "winners_and_ties_in_order" : "winners_and_ties"
+                               : has_order   ? "winners_in_order"
+                                             : "winners";
   return {strategy, has_order ? static_cast<int64_t>(sizeof(unsigned long long)) : 0};
 }
 
-CudaStatus LaunchExtremumBackward(const ExtremumBackwardCall& arguments, cudaStream_t stream) {
-  const Problem& problem = arguments.problem;
+CudaStatus ExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {};
-  if (!SegmentsFit(problem.segments) || arguments.scratch_bytes < PlanExtremumBackward(arguments).scratch_bytes) {
+  if (!SegmentsFit(problem.segments) || scratch_bytes < CudaPlan().scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(arguments.type, [&](auto tag) {
+  DispatchFloating(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch = [&](auto vector, auto reads_data) {
       constexpr int kVec = decltype(vector)::value;
       BackwardArguments<T> a{};
-      a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
+      a.ids = {segment_ids, ids_are_64_bit, problem.segments};
       a.problem = problem;
-      a.order = arguments.order;
-      a.order_is_shared = arguments.order_is_shared;
-      a.d_output = static_cast<const T*>(arguments.d_output);
-      a.winner = arguments.winner;
-      a.data = static_cast<const T*>(arguments.data);
-      a.output = static_cast<const T*>(arguments.output);
-      a.d_data = static_cast<T*>(arguments.d_data);
-      a.d_output_is_shared = arguments.d_output_is_shared;
-      a.winner_is_shared = arguments.winner_is_shared;
+      a.order = order;
+      a.order_is_shared = order_is_shared;
+      a.d_output = static_cast<const T*>(d_output);
+      a.winner = winner;
+      a.data = static_cast<const T*>(data);
+      a.output = static_cast<const T*>(output);
+      a.d_data = static_cast<T*>(d_data);
+      a.d_output_is_shared = d_output_is_shared;
+      a.winner_is_shared = winner_is_shared;
       a.features = AssignFeatures(problem.features / kVec, 32);
       a.blocks_per_batch = CeilDivide(problem.rows, BlockRows(a.features));
       const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
       const size_t shared_bytes = BlockRows(a.features) * (sizeof(uint32_t) + sizeof(int32_t));
       const auto kernel = BackwardKernel<T, kVec, decltype(reads_data)::value>;
       if (a.order != nullptr) {
-        a.order_error = static_cast<unsigned long long*>(arguments.scratch);
+        a.order_error = static_cast<unsigned long long*>(scratch);
         status = JB_CUDA_STATUS(cudaMemsetAsync(a.order_error, 0, sizeof(*a.order_error), stream));
         if (!status.ok()) return;
         kernel<<<GridSize(blocks), kThreads, shared_bytes, stream>>>(a);
@@ -310,7 +309,7 @@ CudaStatus LaunchExtremumBackward(const ExtremumBackwardCall& arguments, cudaStr
       }
     };
     if constexpr (sizeof(T) == 2) {
-      if (ReadsAllRows(sizeof(T), arguments.shares_ties)) return launch_widest(std::true_type{});
+      if (ReadsAllRows(sizeof(T), shares_ties)) return launch_widest(std::true_type{});
     }
     launch_widest(std::false_type{});
   });

@@ -1,16 +1,16 @@
 // Maxima and minima in registers, without winners.
-#include "ffi/segment/extremum/reduce.cuh"
+#include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/extremum/reduction.cuh"
 
 namespace jax_baracuda::segment {
 
-CudaStatus ReduceMaximum(const ExtremumCall& arguments, Strategy strategy, int64_t state_bytes, cudaStream_t stream) {
+CudaStatus ReduceMaximum(const ExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchOrdered(arguments.type, [&](auto tag) {
+  DispatchOrdered(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const typename MaxReduction<T>::Outputs outputs{static_cast<T*>(arguments.output),
-                                                    FlipWordMask<T>(arguments.type, arguments.is_minimum)};
-    status = LaunchReduction<MaxReduction<T>>(arguments, strategy, state_bytes, outputs, arguments.order, stream);
+    const typename MaxReduction<T>::Outputs outputs{static_cast<T*>(call.output),
+                                                    FlipWordMask<T>(call.type, call.is_minimum)};
+    status = LaunchReduction<MaxReduction<T>>(call, plan, outputs, call.order, stream);
   });
   return status;
 }

@@ -6,6 +6,7 @@
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/engine/reduction.cuh"
 #include "ffi/segment/extremum/arithmetic.h"
+#include "ffi/segment/extremum/call.h"
 
 namespace jax_baracuda::segment {
 
@@ -247,5 +248,10 @@ struct ArgReduction {
     }
   };
 };
+
+// In registers (see engine/reduce.cuh). Each has its own file because these compile the most kernels.
+struct ReducePlan;
+CudaStatus ReduceMaximum(const ExtremumCall& call, const ReducePlan& plan, cudaStream_t stream);
+CudaStatus ReduceWithWinner(const ExtremumCall& call, const ReducePlan& plan, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

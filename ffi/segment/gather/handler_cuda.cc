@@ -2,13 +2,12 @@
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/gather/handler.h"
-#include "ffi/segment/gather/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr auto kRun = RunOnCuda<GatherCall, PlanGather, LaunchGather>;
-constexpr auto kPlan = PlanOf<PlanGather, CallOf<GatherCall>>;
+constexpr auto kRun = RunOnCuda<GatherCall>;
+constexpr auto kPlan = CudaPlanOf<CallOf<GatherCall>>;
 
 JB_CUDA_TARGET("segment_sum_backward", (HandleSumBackward<cudaStream_t, kRun>),
                (BindCall<Stream, 2, 1, GatherOptions>()), kPlan, kNothing, JB_MAP_ROWS_STRATEGIES);

@@ -1,6 +1,6 @@
 // The gradients of segment_sum and segment_mean.
 #include "ffi/segment/engine/map_rows.cuh"
-#include "ffi/segment/gather/launch.cuh"
+#include "ffi/segment/gather/call.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -27,18 +27,16 @@ struct GatherCells {
 
 }  // namespace
 
-Plan PlanGather(const GatherCall& call) { return PlanMapRows(call.problem, ElementBytes(call.type)); }
+Plan GatherCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
 
-CudaStatus LaunchGather(const GatherCall& arguments, cudaStream_t stream) {
-  const Problem& problem = arguments.problem;
+CudaStatus GatherCall::LaunchOnCuda(cudaStream_t stream) const {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(arguments.type, [&](auto tag) {
+  DispatchFloating(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const GatherCells<T> function{static_cast<const T*>(arguments.cells), arguments.count,
-                                  arguments.cells_are_shared ? 0 : problem.segments * problem.features,
-                                  arguments.count_is_shared ? 0 : problem.segments, problem.features};
-    status = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
-                           static_cast<T*>(arguments.rows), stream);
+    const GatherCells<T> function{static_cast<const T*>(cells), count,
+                                  cells_are_shared ? 0 : problem.segments * problem.features,
+                                  count_is_shared ? 0 : problem.segments, problem.features};
+    status = LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(rows), stream);
   });
   return status;
 }

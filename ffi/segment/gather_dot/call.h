@@ -17,6 +17,9 @@ struct GatherDotCall : GatheringCall {
   void* output = nullptr;  // [batch, edges, heads]
 
   bool HasNoElement() const { return problem.batch == 0 || problem.rows == 0 || heads == 0; }
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 }  // namespace jax_baracuda::segment

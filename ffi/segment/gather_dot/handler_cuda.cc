@@ -2,14 +2,12 @@
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/gather_dot/handler.h"
-#include "ffi/segment/gather_dot/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-JB_CUDA_TARGET("gather_segment_dot",
-               (HandleGatherDot<cudaStream_t, RunOnCuda<GatherDotCall, PlanGatherDot, LaunchGatherDot>>),
-               BindGatherDot<Stream>(), (PlanOf<PlanGatherDot, GatherDotCallOf>), kNothing, "edge_vectors");
+JB_CUDA_TARGET("gather_segment_dot", (HandleGatherDot<cudaStream_t, RunOnCuda<GatherDotCall>>), BindGatherDot<Stream>(),
+               (CudaPlanOf<GatherDotCallOf>), kNothing, "edge_vectors");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

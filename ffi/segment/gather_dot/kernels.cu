@@ -1,9 +1,10 @@
 // Dot products of each edge's segment and gathered row: the gradient of the edge weights.
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/engine/tuning.h"
-#include "ffi/segment/gather_dot/launch.cuh"
+#include "ffi/segment/gather_dot/call.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -103,34 +104,33 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
 
 }  // namespace
 
-Plan PlanGatherDot(const GatherDotCall& call) { return {call.HasNoElement() ? kNothing : "edge_vectors"}; }
+Plan GatherDotCall::CudaPlan() const { return {HasNoElement() ? kNothing : "edge_vectors"}; }
 
-CudaStatus LaunchGatherDot(const GatherDotCall& call, cudaStream_t stream) {
-  if (call.HasNoElement()) return {};
-  const Problem& problem = call.problem;
-  if (!SegmentsFit(problem.segments) || !SegmentsFit(call.num_rows) || call.heads > (int64_t{1} << 20)) {
+CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
+  if (HasNoElement()) return {};
+  if (!SegmentsFit(problem.segments) || !SegmentsFit(num_rows) || heads > (int64_t{1} << 20)) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  DispatchFloating(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    status = DispatchRowVector<T>(call.head_features, [&](auto vector) -> CudaStatus {
+    status = DispatchRowVector<T>(head_features, [&](auto vector) -> CudaStatus {
       constexpr int kVec = decltype(vector)::value;
       DotArguments<T> a{};
-      a.call = call;
-      a.ids = {call.segment_ids, call.ids_are_64_bit, problem.segments};
-      a.heads = ShortDivider(static_cast<uint64_t>(call.heads));
+      a.call = *this;
+      a.ids = {segment_ids, ids_are_64_bit, problem.segments};
+      a.heads = ShortDivider(static_cast<uint64_t>(heads));
       a.lanes = 1;
-      while (a.lanes < 32 && a.lanes * kVec < call.head_features) a.lanes *= 2;
+      while (a.lanes < 32 && a.lanes * kVec < head_features) a.lanes *= 2;
       const int64_t products = int64_t{kThreads / a.lanes} * Tuning::kDotsInFlight * Tuning::kDotSteps;
-      const int64_t edges = CeilDivide(products, call.heads);
+      const int64_t edges = CeilDivide(products, heads);
       a.edges_of_block = static_cast<int>(edges < kMaxEdges ? edges : kMaxEdges);
       a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
-      if (call.edge_order != nullptr) {
+      if (edge_order != nullptr) {
         // Edges missing from an invalid order get 0.
-        const int64_t outputs = problem.batch * problem.rows * call.heads;
-        const size_t bytes = outputs * (call.is_wide ? sizeof(ComputeType<T>) : sizeof(T));
-        JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(call.output, 0, bytes, stream));
+        const int64_t outputs = problem.batch * problem.rows * heads;
+        const size_t bytes = outputs * (is_wide ? sizeof(ComputeType<T>) : sizeof(T));
+        JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(output, 0, bytes, stream));
       }
       DotKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), kThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(DotKernel);

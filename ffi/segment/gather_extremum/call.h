@@ -14,6 +14,9 @@ struct GatherExtremumCall : GatheringCall {
   bool first_wins = false;
   void* output = nullptr;     // [batch, segments, features]
   int32_t* winner = nullptr;  // likewise, with_winner
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 // The gradient sums over transposed edges: each gathers the cotangents of a segment, and adds those of the cells that
@@ -33,6 +36,9 @@ struct GatherExtremumBackwardCall : GatheringCall {
   const void* extrema = nullptr;  // its output; nullptr unless ties are shared; shared by the batch if `winner` is
   bool shares_ties = false;
   void* d_data = nullptr;  // [batch, problem.segments, features]
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 }  // namespace jax_baracuda::segment

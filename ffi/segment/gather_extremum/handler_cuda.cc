@@ -2,17 +2,15 @@
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/gather_extremum/handler.h"
-#include "ffi/segment/gather_extremum/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr auto kRun = RunSortedOnCuda<GatherExtremumCall, PlanGatherExtremum, LaunchGatherExtremum>;
-constexpr auto kRunBackward =
-    RunSortedOnCuda<GatherExtremumBackwardCall, PlanGatherExtremumBackward, LaunchGatherExtremumBackward>;
-constexpr auto kPlan = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<false>>;
-constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<true>>;
-constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
+constexpr auto kRun = RunSortedOnCuda<GatherExtremumCall>;
+constexpr auto kRunBackward = RunSortedOnCuda<GatherExtremumBackwardCall>;
+constexpr auto kPlan = CudaPlanOf<GatherExtremumCallOf<false>>;
+constexpr auto kPlanWithWinner = CudaPlanOf<GatherExtremumCallOf<true>>;
+constexpr auto kPlanBackward = CudaPlanOf<GatherExtremumBackwardCallOf>;
 
 #define JB_BIND_EXTREMUM (BindCall<Stream, 3, 1, ReductionOptions>())
 #define JB_STRATEGIES kNothing, "fill", "tiles", "small_tiles"

@@ -1,46 +1,56 @@
-// Maxima and minima of gathered rows, without winners, and the choice of a kernel.
-#include "ffi/segment/gather_extremum/reduce.cuh"
+// Maxima and minima of gathered rows, with or without winners.
+#include "ffi/segment/engine/gather.cuh"
+#include "ffi/segment/extremum/reduction.cuh"
+#include "ffi/segment/gather_extremum/call.h"
 
 namespace jax_baracuda::segment {
+
+template <typename T, bool kFirstWins>
+inline constexpr EdgeInput kEdgeInput<WinnerReduction<T, kFirstWins>> = EdgeInput::kNumber;
+
 namespace {
 
-GatherGrid MakeGrid(const GatherExtremumCall& call) {
-  return MakeGatherGrid(call.problem, call.num_rows, call.problem.features);
-}
-
-int64_t StateBytes(const GatherExtremumCall& call) {
+ReducePlan PlanOf(const GatherExtremumCall& call) {
   const int64_t element_bytes = ElementBytes(call.type);
-  return call.with_winner ? PairStateBytes(element_bytes) : element_bytes;
+  return PlanGathered(call, call.problem.features, call.with_winner ? PairStateBytes(element_bytes) : element_bytes);
 }
 
-}  // namespace
-
-CudaStatus GatherMaximum(const GatherExtremumCall& call, const GatherGrid& grid, int64_t state_bytes,
-                         cudaStream_t stream) {
+CudaStatus GatherMaximum(const GatherExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     status = ReduceGathered<MaxReduction<T>>(
-        call, grid, GatheringOf<T>(call, /*clips=*/true), state_bytes,
+        call, plan, GatheringOf<T>(call, /*clips=*/true),
         {static_cast<T*>(call.output), FlipWordMask<T>(call.type, call.is_minimum)}, stream);
   });
   return status;
 }
 
-Plan PlanGatherExtremum(const GatherExtremumCall& call) {
-  if (call.problem.HasNoResult()) return {kNothing};
-  return PlanGather(call.problem, MakeGrid(call), ElementBytes(call.type), StateBytes(call));
+CudaStatus GatherWithWinner(const GatherExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  DispatchFloating(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto reduce = [&](auto first_wins) {
+      using Reduction = WinnerReduction<T, decltype(first_wins)::value>;
+      status = ReduceGathered<Reduction>(
+          call, plan, GatheringOf<T>(call, /*clips=*/true),
+          {static_cast<T*>(call.output), call.winner, FlipWordMask<T>(call.type, call.is_minimum)}, stream);
+    };
+    if (call.first_wins) {
+      reduce(std::true_type{});
+    } else {
+      reduce(std::false_type{});
+    }
+  });
+  return status;
 }
 
-CudaStatus LaunchGatherExtremum(const GatherExtremumCall& call, cudaStream_t stream) {
-  const Problem& problem = call.problem;
-  if (problem.HasNoResult()) return {};
-  if (!SegmentsFit(problem.segments) || !SegmentsFit(call.num_rows) ||
-      call.scratch_bytes < PlanGatherExtremum(call).scratch_bytes) {
-    return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  }
-  const auto reduce = call.with_winner ? GatherWithWinner : GatherMaximum;
-  return reduce(call, MakeGrid(call), StateBytes(call), stream);
+}  // namespace
+
+Plan GatherExtremumCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+
+CudaStatus GatherExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
+  return with_winner ? GatherWithWinner(*this, PlanOf(*this), stream) : GatherMaximum(*this, PlanOf(*this), stream);
 }
 
 }  // namespace jax_baracuda::segment

@@ -1,13 +1,13 @@
 // The gradient of maxima and minima of gathered rows. For each row, it sums over the row's edges the cotangents of the
 // cells that they won.
-#include "ffi/segment/gather_extremum/launch.cuh"
+#include "ffi/segment/gather_extremum/call.h"
 #include "ffi/segment/gather_sum/reduction.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-GatherGrid MakeGrid(const GatherExtremumBackwardCall& call) {
-  return MakeGatherGrid(call.problem, call.num_rows, call.problem.features);
+ReducePlan PlanOf(const GatherExtremumBackwardCall& call) {
+  return PlanGathered(call, call.problem.features, SumStateBytes(call.type));
 }
 
 template <typename T, EdgeInput kInput>
@@ -16,8 +16,8 @@ CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t str
   gathering.winners = call.winner;
   gathering.extrema = static_cast<const T*>(call.extrema);
   gathering.reduced = static_cast<const T*>(call.gathered);
-  return ReduceGathered<GatherSumReduction<T, kInput>>(call, MakeGrid(call), gathering, SumStateBytes(call.type),
-                                                       {call.d_data, /*is_wide=*/false}, stream);
+  return ReduceGathered<GatherSumReduction<T, kInput>>(call, PlanOf(call), gathering, {call.d_data, /*is_wide=*/false},
+                                                       stream);
 }
 
 // With shared ties, an edge won the cells whose extremum equals its row's element. This also holds if only one edge
@@ -52,29 +52,20 @@ GatherExtremumBackwardCall ElementOf(const GatherExtremumBackwardCall& call, int
 
 }  // namespace
 
-Plan PlanGatherExtremumBackward(const GatherExtremumBackwardCall& call) {
-  if (call.problem.HasNoResult()) return {kNothing};
-  return PlanGather(call.problem, MakeGrid(call), ElementBytes(call.type), SumStateBytes(call.type));
-}
+Plan GatherExtremumBackwardCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 
-CudaStatus LaunchGatherExtremumBackward(const GatherExtremumBackwardCall& call, cudaStream_t stream) {
-  const Problem& problem = call.problem;
+CudaStatus GatherExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.HasNoResult()) return {};
-  if (!SegmentsFit(problem.segments) || !SegmentsFit(call.num_rows) ||
-      call.scratch_bytes < PlanGatherExtremumBackward(call).scratch_bytes) {
-    return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  }
-  const bool is_shared =
-      problem.data_is_shared || call.winner_is_shared || (call.gathered != nullptr && call.gathered_is_shared);
+  const bool is_shared = problem.data_is_shared || winner_is_shared || (gathered != nullptr && gathered_is_shared);
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  DispatchFloating(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (problem.batch == 1 || !is_shared) {
-      status = SumOfWinners<T>(call, stream);
+      status = SumOfWinners<T>(*this, stream);
       return;
     }
     for (int64_t b = 0; b < problem.batch; ++b) {
-      status = SumOfWinners<T>(ElementOf<T>(call, b), stream);
+      status = SumOfWinners<T>(ElementOf<T>(*this, b), stream);
       if (!status.ok()) return;
     }
   });

@@ -18,6 +18,9 @@ struct GatherSumCall : GatheringCall {
   void* output = nullptr;  // [batch, segments, features]
 
   int64_t FeaturesPerHead() const { return heads == 0 ? 0 : problem.features / heads; }
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 }  // namespace jax_baracuda::segment

@@ -2,15 +2,12 @@
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/gather_sum/handler.h"
-#include "ffi/segment/gather_sum/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-JB_CUDA_TARGET("gather_segment_sum",
-               (HandleGatherSum<cudaStream_t, RunSortedOnCuda<GatherSumCall, PlanGatherSum, LaunchGatherSum>>),
-               BindGatherSum<Stream>(), (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "fill", "tiles",
-               "small_tiles");
+JB_CUDA_TARGET("gather_segment_sum", (HandleGatherSum<cudaStream_t, RunSortedOnCuda<GatherSumCall>>),
+               BindGatherSum<Stream>(), (CudaPlanOf<GatherSumCallOf>), kNothing, "fill", "tiles", "small_tiles");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

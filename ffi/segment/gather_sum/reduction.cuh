@@ -5,7 +5,7 @@
 
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/engine/gather.cuh"
-#include "ffi/segment/gather_sum/launch.cuh"
+#include "ffi/segment/gather_sum/call.h"
 #include "ffi/segment/sum/reduction.cuh"
 
 namespace jax_baracuda::segment {
@@ -61,28 +61,6 @@ struct GatherSumReduction {
 template <typename T, EdgeInput kInput>
 inline constexpr EdgeInput kEdgeInput<GatherSumReduction<T, kInput>> = kInput;
 
-template <typename T, EdgeInput kInput>
-inline constexpr bool kTakesPrivateTable<GatherSumReduction<T, kInput>> = false;
-
 inline int64_t SumStateBytes(ElementType type) { return ElementBytes(type) == 8 ? 8 : 4; }
-
-// With weights, in its own translation unit.
-CudaStatus LaunchWeightedGatherSum(const GatherSumCall& call, const GatherGrid& grid, cudaStream_t stream);
-
-template <EdgeInput kInput>
-CudaStatus SumGathered(const GatherSumCall& call, const GatherGrid& grid, cudaStream_t stream) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    Gathering<T> gathering = GatheringOf<T>(call, call.clips_gather_ids);
-    gathering.weights = static_cast<const T*>(call.weights);
-    gathering.weights_are_shared = call.weights_are_shared;
-    gathering.heads = call.heads;
-    gathering.features_per_head = call.FeaturesPerHead();
-    status = ReduceGathered<GatherSumReduction<T, kInput>>(call, grid, gathering, SumStateBytes(call.type),
-                                                           {call.output, call.is_wide}, stream);
-  });
-  return status;
-}
 
 }  // namespace jax_baracuda::segment

@@ -2,13 +2,12 @@
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/order/handler.h"
-#include "ffi/segment/order/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-JB_CUDA_TARGET("segment_order", (HandleOrder<cudaStream_t, RunOnCuda<OrderCall, PlanOrder, LaunchOrder>>),
-               (BindCall<Stream, 1, 2, OrderOptions>()), (PlanOf<PlanOrder, CallOf<OrderCall>>), kNothing, "one_block",
+JB_CUDA_TARGET("segment_order", (HandleOrder<cudaStream_t, RunOnCuda<OrderCall>>),
+               (BindCall<Stream, 1, 2, OrderOptions>()), (CudaPlanOf<CallOf<OrderCall>>), kNothing, "one_block",
                "radix_sort");
 
 }  // namespace

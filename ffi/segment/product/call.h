@@ -12,6 +12,9 @@ struct ProductCall : SegmentCall {
   void* output = nullptr;
   void* mantissa = nullptr;   // with `packed`, the residual for the gradient (see arithmetic.h); or nullptr
   int32_t* packed = nullptr;  // see `mantissa`
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 struct ProductBackwardCall : SegmentCall {
@@ -22,6 +25,9 @@ struct ProductBackwardCall : SegmentCall {
   void* d_data = nullptr;
   bool d_output_is_shared = false;
   bool product_is_shared = false;  // mantissa and packed are shared
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 }  // namespace jax_baracuda::segment

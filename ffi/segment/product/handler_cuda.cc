@@ -2,22 +2,21 @@
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/product/handler.h"
-#include "ffi/segment/product/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr auto kRun = RunOnCuda<ProductCall, PlanProduct, LaunchProduct>;
-constexpr auto kRunBackward = RunOnCuda<ProductBackwardCall, PlanProductBackward, LaunchProductBackward>;
-constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
+constexpr auto kRun = RunOnCuda<ProductCall>;
+constexpr auto kRunBackward = RunOnCuda<ProductBackwardCall>;
+constexpr auto kPlan = CudaPlanOf<CallOf<ProductCall>>;
 
 JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, ReductionOptions>()), kPlan,
                kNothing, JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_prod_with_residual", (HandleProductWithResidual<cudaStream_t, kRun>),
                (BindCall<Stream, 2, 3, ReductionOptions>()), kPlan, kNothing, JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_prod_backward", (HandleProductBackward<cudaStream_t, kRunBackward>),
-               (BindCall<Stream, 5, 1, GatherOptions>()), (PlanOf<PlanProductBackward, CallOf<ProductBackwardCall>>),
-               kNothing, JB_MAP_ROWS_STRATEGIES);
+               (BindCall<Stream, 5, 1, GatherOptions>()), (CudaPlanOf<CallOf<ProductBackwardCall>>), kNothing,
+               JB_MAP_ROWS_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

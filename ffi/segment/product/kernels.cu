@@ -3,7 +3,7 @@
 
 #include "ffi/segment/engine/map_rows.cuh"
 #include "ffi/segment/engine/reduce.cuh"
-#include "ffi/segment/product/launch.cuh"
+#include "ffi/segment/product/call.h"
 #include "ffi/segment/product/reduction.cuh"
 
 namespace jax_baracuda::segment {
@@ -67,45 +67,42 @@ struct ProductGradient {
 };
 
 // State bytes per cell: a mantissa and 64 bits. (Integers need less; plans were measured with PairStateBytes.)
-int64_t StateBytes(ElementType type) {
-  const int64_t element_bytes = ElementBytes(type);
-  return DispatchFloating(type, [](auto) {}) ? std::max<int64_t>(element_bytes, 4) + 8 : PairStateBytes(element_bytes);
+ReducePlan PlanOf(const ProductCall& call) {
+  const int64_t element_bytes = ElementBytes(call.type);
+  return PlanByRule(call, DispatchFloating(call.type, [](auto) {}) ? std::max<int64_t>(element_bytes, 4) + 8
+                                                                   : PairStateBytes(element_bytes));
 }
 
 }  // namespace
 
-Plan PlanProduct(const ProductCall& call) { return PlanByRule(call, StateBytes(call.type)); }
+Plan ProductCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 
-Plan PlanProductBackward(const ProductBackwardCall& call) { return PlanMapRows(call.problem, ElementBytes(call.type)); }
+Plan ProductBackwardCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
 
-CudaStatus LaunchProduct(const ProductCall& arguments, cudaStream_t stream) {
-  if (arguments.problem.HasNoResult()) return {};
+CudaStatus ProductCall::LaunchOnCuda(cudaStream_t stream) const {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchWrapping(arguments.type, [&](auto tag) {
+  DispatchWrapping(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ProductOutputs<T> outputs{static_cast<T*>(arguments.output), static_cast<ComputeType<T>*>(arguments.mantissa),
-                                    arguments.packed};
-    status = LaunchByRule<ProductReduction<T>>(arguments, StateBytes(arguments.type), outputs, stream);
+    const ProductOutputs<T> outputs{static_cast<T*>(output), static_cast<ComputeType<T>*>(mantissa), packed};
+    status = LaunchReduction<ProductReduction<T>>(*this, PlanOf(*this), outputs, nullptr, stream);
   });
   return status;
 }
 
-CudaStatus LaunchProductBackward(const ProductBackwardCall& arguments, cudaStream_t stream) {
-  const Problem& problem = arguments.problem;
+CudaStatus ProductBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(arguments.type, [&](auto tag) {
+  DispatchFloating(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;
-    const ProductGradient<T> function{static_cast<const T*>(arguments.d_output),
-                                      static_cast<const ComputeType<T>*>(arguments.mantissa),
-                                      arguments.packed,
-                                      static_cast<const T*>(arguments.data),
-                                      arguments.d_output_is_shared ? 0 : cells,
-                                      arguments.product_is_shared ? 0 : cells,
+    const ProductGradient<T> function{static_cast<const T*>(d_output),
+                                      static_cast<const ComputeType<T>*>(mantissa),
+                                      packed,
+                                      static_cast<const T*>(data),
+                                      d_output_is_shared ? 0 : cells,
+                                      product_is_shared ? 0 : cells,
                                       problem.data_is_shared ? 0 : problem.rows * problem.features,
                                       problem.features};
-    status = LaunchMapRows(problem, arguments.segment_ids, arguments.ids_are_64_bit, function,
-                           static_cast<T*>(arguments.d_data), stream);
+    status = LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
   });
   return status;
 }

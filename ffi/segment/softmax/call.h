@@ -10,6 +10,9 @@ struct SoftmaxCall : SegmentCall {
   const void* inputs[2] = {nullptr, nullptr};  // logits; or probabilities and their cotangents
   bool is_shared[2] = {false, false};
   void* output = nullptr;
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 }  // namespace jax_baracuda::segment

@@ -47,12 +47,12 @@ template <>
 struct RangeCheck<float> {
   // Floats that are not negative have the order of their bits. NaN is above them.
   static constexpr uint32_t kMin = (127u + 6) << 23, kMax = (127u + 120) << 23;
-  uint32_t most_above = 0;
+  uint32_t max_above = 0;
 
   __device__ __forceinline__ void Add(float sum) {
-    most_above = __viaddmax_u32(static_cast<uint32_t>(__float_as_int(sum)), 0u - kMin, most_above);
+    max_above = __viaddmax_u32(static_cast<uint32_t>(__float_as_int(sum)), 0u - kMin, max_above);
   }
-  __device__ __forceinline__ bool AllInRange() const { return most_above <= kMax - kMin; }
+  __device__ __forceinline__ bool AllInRange() const { return max_above <= kMax - kMin; }
 };
 
 // The sum times 2^-kExpScale.

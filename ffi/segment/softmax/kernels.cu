@@ -5,7 +5,7 @@
 #include "ffi/core/scratch.h"
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/tuning.h"
-#include "ffi/segment/softmax/launch.cuh"
+#include "ffi/segment/softmax/call.h"
 #include "ffi/segment/softmax/long_runs.cuh"
 #include "ffi/segment/softmax/small.cuh"
 #include "ffi/segment/softmax/table.cuh"
@@ -244,8 +244,8 @@ struct Launcher {
     }
     a.columns = static_cast<int>(CeilDivide(vectors, a.lanes));
     const int64_t wanted = SmallBlocks(a.rows.segments, a.columns);
-    const int64_t most_segment_blocks = wanted > a.columns ? wanted / a.columns : 1;
-    const int64_t block_segments = CeilDivide(a.rows.segments, most_segment_blocks);
+    const int64_t max_segment_blocks = wanted > a.columns ? wanted / a.columns : 1;
+    const int64_t block_segments = CeilDivide(a.rows.segments, max_segment_blocks);
     a.block_segments = static_cast<int>(block_segments < kMaxSmallSegments ? block_segments : kMaxSmallSegments);
     const int64_t blocks = CeilDivide(a.rows.segments, a.block_segments) * a.columns;
     SmallKernel<T, kVec, kBackward><<<GridSize(blocks), kSmallSoftmaxThreads, 0, call.stream>>>(a);
@@ -309,9 +309,9 @@ struct Launcher {
     int multiprocessors = 0;
     JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
     a.lanes = AssignFeatures(a.features / kVec, kMaxLongRunLanes);
-    const int64_t most = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
+    const int64_t max_blocks = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
     const int64_t useful = CeilDivide(2 * a.tiles, kLongRunWarps);
-    const int64_t blocks = (useful < most ? useful : most) * a.lanes.columns;
+    const int64_t blocks = (useful < max_blocks ? useful : max_blocks) * a.lanes.columns;
     LongRunsKernel<T, kVec, kBackward><<<GridSize(blocks), kLongRunThreads, 0, call.stream>>>(a);
     return JB_LAUNCH_STATUS(LongRunsKernel);
   }
@@ -390,11 +390,11 @@ struct Launcher {
       int multiprocessors = 0;
       JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
       // As many as are resident at once: usually they have nothing to do.
-      const int64_t most = CeilDivide(4 * multiprocessors, problem.batch);
+      const int64_t max_blocks = CeilDivide(4 * multiprocessors, problem.batch);
       blocks = blocks_for(kSoftmaxRowsInFlight);
-      if (a.blocks_per_batch > most) {
+      if (a.blocks_per_batch > max_blocks) {
         const int64_t row_blocks = CeilDivide(a.row_vectors, kSoftmaxTableThreads);
-        a.blocks_per_batch = most > row_blocks ? most : row_blocks;
+        a.blocks_per_batch = max_blocks > row_blocks ? max_blocks : row_blocks;
         blocks = GridSize(problem.batch * a.blocks_per_batch);
       }
       MaxPassKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
@@ -418,23 +418,20 @@ CudaStatus Launch(const Call& call) {
 
 }  // namespace
 
-Plan PlanSoftmax(const SoftmaxCall& call) {
-  if (IsEmpty(call.problem)) return {kNothing};
-  const int64_t element_bytes = ElementBytes(call.type);
-  const Strategy strategy = ChooseStrategy(call.problem, element_bytes, call.indices_are_sorted, call.deterministic);
-  return {NameOf(call.problem, strategy, element_bytes),
-          ScratchBytes(call.problem, strategy, element_bytes, call.is_backward)};
+// Scratch memory depends on the shapes and flags alone, the name of the strategy also on the number of multiprocessors.
+Plan SoftmaxCall::CudaPlan() const {
+  if (IsEmpty(problem)) return {kNothing};
+  const int64_t element_bytes = ElementBytes(type);
+  const Strategy strategy = ChooseStrategy(problem, element_bytes, indices_are_sorted, deterministic);
+  return {NameOf(problem, strategy, element_bytes), ScratchBytes(problem, strategy, element_bytes, is_backward)};
 }
 
-CudaStatus LaunchSoftmax(const SoftmaxCall& softmax_call, cudaStream_t stream) {
-  const Problem& problem = softmax_call.problem;
+CudaStatus SoftmaxCall::LaunchOnCuda(cudaStream_t stream) const {
   if (IsEmpty(problem)) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  const int64_t element_bytes = ElementBytes(softmax_call.type);
-  const Call call{softmax_call,
-                  ChooseStrategy(problem, element_bytes, softmax_call.indices_are_sorted, softmax_call.deterministic),
-                  stream};
-  return call.is_backward ? Launch<true>(call) : Launch<false>(call);
+  const Strategy strategy = ChooseStrategy(problem, ElementBytes(type), indices_are_sorted, deterministic);
+  const Call call{*this, strategy, stream};
+  return is_backward ? Launch<true>(call) : Launch<false>(call);
 }
 
 }  // namespace jax_baracuda::segment

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
       for (int u = 0; u < kInFlight; ++u) take(i + u, segment[u]);
     }
   };
-  const int most_warp_rows = kMaxWarpSteps * (32 / a.lanes);
+  const int max_warp_rows = kMaxWarpSteps * (32 / a.lanes);
   const uint32_t lower_lanes = (1u << lane) - 1;
   for (int i = threadIdx.x; i < kSmallWarps * kMaxSmallSegments; i += kSmallSoftmaxThreads) {
     next_places[i / kMaxSmallSegments][i % kMaxSmallSegments] = 0;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
   });
   __syncthreads();
   if (warp == 0) {
-    int start = 0, most = 0;
+    int start = 0, max_count = 0;
     for (int first = 0; first < segments; first += 32) {
       const int segment = first + lane;
       int count = 0;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
         const int before = __shfl_up_sync(kFullWarp, end, step);
         if (lane >= step) end += before;
       }
-      most = max(most, count);
+      max_count = max(max_count, count);
       int place = start + end - count;
       if (segment < segments) {
         starts[segment] = place;
@@ -114,10 +114,10 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
       }
       start += __shfl_sync(kFullWarp, end, 31);
     }
-    most = __reduce_max_sync(kFullWarp, most);
+    max_count = __reduce_max_sync(kFullWarp, max_count);
     if (lane == 0) {
       starts[segments] = start;
-      has_long = most > most_warp_rows;
+      has_long = max_count > max_warp_rows;
     }
   }
   __syncthreads();
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kSmallSoftmaxThreads, 2) SmallKernel(const __g
       });
     }
   };
-  const auto is_long = [&](int segment) { return starts[segment + 1] - starts[segment] > most_warp_rows; };
+  const auto is_long = [&](int segment) { return starts[segment + 1] - starts[segment] > max_warp_rows; };
   for (int segment = warp; segment < segments; segment += kSmallWarps) {
     if (!is_long(segment)) take_segment(std::false_type{}, segment);
   }

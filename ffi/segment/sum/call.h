@@ -18,6 +18,9 @@ struct SumCall : SegmentCall {
   const void* data = nullptr;
   void* output = nullptr;
   int32_t* count = nullptr;  // with is_mean: [batch, segments]
+
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
 }  // namespace jax_baracuda::segment

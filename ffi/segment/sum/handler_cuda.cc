@@ -2,22 +2,20 @@
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/sum/handler.h"
-#include "ffi/segment/sum/launch.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr auto kRun = RunOnCuda<SumCall, PlanSum, LaunchSum>;
+constexpr auto kRun = RunOnCuda<SumCall>;
 
 JB_CUDA_TARGET("segment_sum", (HandleSum<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, SumOptions>()),
-               (PlanOf<PlanSum, SumCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES, "atomics",
-               "atomics_single_feature");
+               (CudaPlanOf<SumCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES, "atomics", "atomics_single_feature");
 JB_CUDA_TARGET("segment_mean", (HandleMean<cudaStream_t, kRun>), (BindCall<Stream, 2, 2, SumOptions>()),
-               (PlanOf<PlanSum, SumCallOf<true>>), kNothing, "fill_counts", JB_REDUCE_STRATEGIES, "atomics",
+               (CudaPlanOf<SumCallOf<true>>), kNothing, "fill_counts", JB_REDUCE_STRATEGIES, "atomics",
                "atomics_single_feature");
 JB_CUDA_TARGET("segment_sum_of_exponentials", (HandleSumOfExponentials<cudaStream_t, kRun>),
-               (BindCall<Stream, 2, 1, SumOptions>()), (PlanOf<PlanSum, SumCallOf<false>>), kNothing,
-               JB_REDUCE_STRATEGIES, "atomics", "atomics_single_feature");
+               (BindCall<Stream, 2, 1, SumOptions>()), (CudaPlanOf<SumCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES,
+               "atomics", "atomics_single_feature");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

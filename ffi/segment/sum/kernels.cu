@@ -1,37 +1,19 @@
 // Sums and means: the choice of a kernel.
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/engine/tuning.h"
-#include "ffi/segment/sum/launch.cuh"
-#include "ffi/segment/sum/reduce.cuh"
 #include "ffi/segment/sum/reduction.cuh"
 #include "ffi/segment/sum/table.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
-struct Choice {
-  bool takes_table;  // atomic additions to a table in global memory; otherwise in registers (see reduce.cuh)
-  Strategy strategy;
+struct SumPlan {
+  bool takes_table;   // atomic additions to a table in global memory; otherwise in registers (see reduce.cuh)
+  ReducePlan reduce;  // unless takes_table
+  Plan summary;
 };
 
 int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
-
-int64_t StateBytes(int64_t element_bytes, bool is_mean) { return ComputeBytes(element_bytes) * (is_mean ? 2 : 1); }
-
-// Depends on shapes and flags only. As reduce.cuh chooses, but unsorted rows that are narrow or few are added to a
-// table, which costs less than sorting them, unless a segment has so many rows that additions contend. Atomic additions
-// have no fixed order, so deterministic sums never use the table. All other calls too large for the sort's 32-bit
-// numbers use it.
-Choice Choose(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic,
-              bool is_mean) {
-  const Strategy strategy =
-      ChooseStrategy(problem, element_bytes, StateBytes(element_bytes, is_mean), indices_are_sorted);
-  if (strategy != Strategy::kSortThenTiles || deterministic) return {false, strategy};
-  const int64_t row_bytes = problem.features * element_bytes;
-  const bool is_small = problem.batch * problem.rows * row_bytes <= Tuning::kMaxAddedBytes;
-  const bool is_contended = problem.rows / Tuning::kMinContendedRowsToSegment >= problem.segments;
-  return {((row_bytes <= Tuning::kMaxAddedRowBytes || is_small) && !is_contended) || !OrderFits(problem), strategy};
-}
 
 // Whether each thread reads a vector of rows of one feature. Every batch element must then begin at a vector boundary.
 bool TakesSingleFeatures(const Problem& problem, int64_t element_bytes) {
@@ -39,16 +21,30 @@ bool TakesSingleFeatures(const Problem& problem, int64_t element_bytes) {
   return problem.features == 1 && (problem.batch == 1 || problem.data_is_shared || problem.rows % vector == 0);
 }
 
-Plan PlanOf(const Problem& problem, const Choice& choice, int64_t element_bytes, bool is_mean) {
-  if (!choice.takes_table) {
-    return {StrategyName(choice.strategy),
-            ReduceScratchBytes(problem, choice.strategy, element_bytes, StateBytes(element_bytes, is_mean))};
+// Depends on shapes and flags only. As reduce.cuh chooses, but unsorted rows that are narrow or few are added to a
+// table, which costs less than sorting them, unless a segment has so many rows that additions contend. Atomic additions
+// have no fixed order, so deterministic sums never use the table. All other calls too large for the sort's 32-bit
+// numbers use it.
+SumPlan Choose(const SumCall& call) {
+  const Problem& problem = call.problem;
+  const int64_t element_bytes = ElementBytes(call.type), compute_bytes = ComputeBytes(element_bytes);
+  const int64_t state_bytes = compute_bytes * (call.is_mean ? 2 : 1);
+  const Strategy strategy = ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
+  const int64_t row_bytes = problem.features * element_bytes;
+  const bool is_small = problem.batch * problem.rows * row_bytes <= Tuning::kMaxAddedBytes;
+  const bool is_contended = problem.rows / Tuning::kMinContendedRowsToSegment >= problem.segments;
+  const bool takes_table =
+      strategy == Strategy::kSortThenTiles && !call.deterministic &&
+      (((row_bytes <= Tuning::kMaxAddedRowBytes || is_small) && !is_contended) || !OrderFits(problem));
+  if (!takes_table) {
+    const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
+    return {false, reduce, reduce.Summary()};
   }
   ScratchSizes sizes;
-  if (ComputeBytes(element_bytes) != element_bytes) {
-    sizes.Add(problem.batch * problem.segments * problem.features * ComputeBytes(element_bytes));
+  if (compute_bytes != element_bytes) {
+    sizes.Add(problem.batch * problem.segments * problem.features * compute_bytes);
   }
-  return {TakesSingleFeatures(problem, element_bytes) ? "atomics_single_feature" : "atomics", sizes.total};
+  return {true, {}, {TakesSingleFeatures(problem, element_bytes) ? "atomics_single_feature" : "atomics", sizes.total}};
 }
 
 template <typename T, bool kIsOfExponentials>
@@ -56,20 +52,16 @@ struct Launcher {
   using C = ComputeType<T>;
   using Reduction = SumReduction<T, kIsOfExponentials>;
   const SumCall& arguments;
-  const Choice choice;
+  const SumPlan& plan;
   cudaStream_t stream;
 
   const Problem& problem = arguments.problem;
   T* output = static_cast<T*>(arguments.output);
 
   CudaStatus Launch() const {
-    if (choice.takes_table) {
-      const Plan plan = PlanOf(problem, choice, sizeof(T), arguments.is_mean);
-      return arguments.scratch_bytes < plan.scratch_bytes ? JB_CUDA_STATUS(cudaErrorInvalidValue) : Table();
-    }
-    const int64_t state_bytes = StateBytes(sizeof(T), arguments.is_mean);
-    if (arguments.is_mean) return ReduceMean(arguments, choice.strategy, state_bytes, stream);
-    return LaunchReduction<Reduction>(arguments, choice.strategy, state_bytes, {output}, nullptr, stream);
+    if (plan.takes_table) return Table();
+    if (arguments.is_mean) return ReduceMean(arguments, plan.reduce, stream);
+    return LaunchReduction<Reduction>(arguments, plan.reduce, {output}, nullptr, stream);
   }
 
  private:
@@ -116,32 +108,26 @@ struct Launcher {
 
 }  // namespace
 
-Plan PlanSum(const SumCall& call) {
-  const Problem& problem = call.problem;
+Plan SumCall::CudaPlan() const {
   // Counts are returned even without features.
-  if (problem.HasNoResult()) return {call.is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
-  const int64_t element_bytes = ElementBytes(call.type);
-  const Choice choice = Choose(problem, element_bytes, call.indices_are_sorted, call.deterministic, call.is_mean);
-  return PlanOf(problem, choice, element_bytes, call.is_mean);
+  if (problem.HasNoResult()) return {is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
+  return Choose(*this).summary;
 }
 
-CudaStatus LaunchSum(const SumCall& arguments, cudaStream_t stream) {
-  const Problem& problem = arguments.problem;
-  const bool is_mean = arguments.is_mean;
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+CudaStatus SumCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.HasNoResult()) {
     if (!is_mean || problem.batch * problem.segments == 0) return {};
-    const int64_t bytes = problem.batch * problem.segments * sizeof(int32_t);
-    return JB_CUDA_STATUS(cudaMemsetAsync(arguments.count, 0, bytes, stream));
+    return JB_CUDA_STATUS(cudaMemsetAsync(count, 0, problem.batch * problem.segments * sizeof(int32_t), stream));
   }
-  if (!SegmentsFit(problem.segments)) return status;
-  DispatchWrapping(arguments.type, [&](auto tag) {
+  const SumPlan plan = Choose(*this);
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) return status;
+  DispatchWrapping(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Choice choice = Choose(problem, sizeof(T), arguments.indices_are_sorted, arguments.deterministic, is_mean);
-    if (!arguments.is_of_exponentials) {
-      status = Launcher<T, false>{arguments, choice, stream}.Launch();
+    if (!is_of_exponentials) {
+      status = Launcher<T, false>{*this, plan, stream}.Launch();
     } else if constexpr (std::is_floating_point_v<T>) {
-      status = Launcher<T, true>{arguments, choice, stream}.Launch();
+      status = Launcher<T, true>{*this, plan, stream}.Launch();
     }
   });
   return status;

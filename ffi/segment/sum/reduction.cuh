@@ -103,4 +103,8 @@ struct MeanReduction {
 template <typename T>
 inline constexpr bool kStoresCellsAlone<MeanReduction<T>> = false;
 
+// Means in registers (see engine/reduce.cuh), in a separate file: they compile as many kernels as sums.
+struct ReducePlan;
+CudaStatus ReduceMean(const SumCall& call, const ReducePlan& plan, cudaStream_t stream);
+
 }  // namespace jax_baracuda::segment
