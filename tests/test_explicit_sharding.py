@@ -29,6 +29,7 @@ from jax_baracuda import (
     causal_conv1d_update,
     rope,
     rope_backward,
+    rope_qk,
     segment_max_backward,
     segment_min_backward,
     segment_plan,
@@ -73,6 +74,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "long_state": (8, 6, 12),
     "weight": (6, 4),
     "q": (4, 2, 8, 8),
+    "k": (4, 4, 8, 8),
+    "positions": (4, 8),
     "cache": (8, 12, 6),
     "window": (8, 2, 6),
 }
@@ -87,6 +90,8 @@ def make_array(rng: np.random.Generator, call: str, name: str) -> np.ndarray:
     shape = SHAPES[name]
     if name == "ids":
         return rng.permutation(IDS)
+    if name == "positions":
+        return rng.integers(0, 99, shape).astype(np.int32)
     if "prod" in call:
         return rng.choice(np.float32([-2, -1, 1, 2]), shape)
     if name == "rows" and re.search("max|min", call):
@@ -97,6 +102,8 @@ def make_array(rng: np.random.Generator, call: str, name: str) -> np.ndarray:
 def allowed_error(call: str, arrays: Sequence[np.ndarray]) -> np.ndarray | float:
     """How much results may differ from those of one device, element by element."""
     eps = float(np.finfo(np.float32).eps)
+    if "rope_qk" in call:
+        return 2 * 2 * 2 * eps * 2 * np.hypot(3, 3)
     if "rope" in call:
         # Features are rotated forward and back. Each rotation errs by at most 2 units of the length of a pair.
         return 2 * 2 * 2 * eps * Rotation().of(2 * arrays[0]).lengths.astype(np.float64)
@@ -214,6 +221,11 @@ CALLS: dict[str, Call] = (
             {"rows": P("x", "y")},
         ),
         "gradient of rope": (gradient(rope), {"q": P("x", "y")}),
+        "gradient of rope over split features": (gradient(rope), {"q": P("x", None, None, "y")}),
+        "gradients of rope_qk": (
+            gradient(rope_qk, (0, 1)),
+            {"q": P("x", None, "y"), "k": P(None, "y"), "positions": P("y", "x")},
+        ),
         "gradient of rope over a split sequence": (gradient(rope), {"q": P(None, None, "x")}),
         "gradient of rope_backward": (gradient(rope_backward), {"q": P("x", "y")}),
         "second derivatives of write_slice": (

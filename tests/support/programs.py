@@ -58,6 +58,11 @@ def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str)
     return rng.integers(-3, 4, shape).astype(dtype)
 
 
+def integers_like(x: Any) -> jax.Array:
+    """Small integers of a type."""
+    return (jax.lax.iota(jnp.int32, x.size) % 5 - 2).reshape(x.shape).astype(x.dtype)
+
+
 def some_outside(ids: np.ndarray, num_segments: int) -> np.ndarray:
     """The ids, some of them made negative or too large; their order is unchanged."""
     return (ids * (num_segments + 2) // num_segments - 1).astype(ids.dtype)
@@ -83,11 +88,7 @@ def program_of(rng: np.random.Generator, example: Example) -> Program:
 
     def program(*arrays: Any) -> Any:
         given = dict(zip(operands, arrays, strict=True))
-        cotangents = jax.tree.map(
-            lambda y: (jax.lax.iota(jnp.int32, y.size) % 5 - 2).reshape(y.shape).astype(y.dtype),
-            jax.eval_shape(call, **given),
-        )
-        return run(given, cotangents)
+        return run(given, jax.tree.map(integers_like, jax.eval_shape(call, **given)))
 
     return Program(example.name, program, tuple(operands.values()))
 
