@@ -13,12 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from rope.reference import LAYOUTS, Rotation, features_shape
 from segment.reference import DIFFERENTIABLE, MAX, MEAN, MIN, PROD, REDUCTIONS, SOFTMAX, SUM, Reduction
 from support import cases
 from support.cases import assert_same_bits
-
-from jax_baracuda import rope
 
 pytestmark = pytest.mark.thorough
 
@@ -166,43 +163,3 @@ def test_relations(problem: dict[str, Any]) -> None:
         mean = MEAN.value(data, ids, segments)
         margin = mean.error + cases.eps_of(np.float32) * np.abs(mean.exact)
         assert ((output >= low - margin) & (output <= high + margin))[~is_empty].all()
-
-
-@st.composite
-def rotations(draw: st.DrawFn) -> tuple[Rotation, np.ndarray, np.ndarray]:
-    """The arguments of a rotation, features and a cotangent. There are few sizes, so that programs are reused."""
-    layout = draw(st.sampled_from(LAYOUTS))
-    examples, length = draw(st.sampled_from([(1, 1), (2, 1), (2, 5)]))
-    heads, size = draw(st.sampled_from([(1, 2), (3, 10), (2, 32)]))
-    shape = features_shape(layout, examples, heads, length, size)
-    features = data_of(draw(st.sampled_from(cases.FLOATING)), shape)
-    positions = hnp.arrays(np.int32, draw(st.sampled_from([(length,), (examples, length)])))
-    rotation = Rotation(
-        draw(st.one_of(st.none(), positions)),
-        draw(st.sampled_from([10000.0, 2.5])),
-        draw(st.booleans()),
-        layout,
-        draw(st.sampled_from([None, 2, size])),
-        scale=draw(st.sampled_from([1.0, -0.75])),
-    )
-    x = draw(features)
-    return rotation, x, draw(data_of(x.dtype, shape))
-
-
-@functools.partial(jax.jit, static_argnames="options")
-def rotation_and_gradient(x: Any, cotangent: Any, positions: Any, *, options: tuple[Any, ...]) -> Any:
-    output, vjp = jax.vjp(lambda x: rope(x, positions, **dict(options)), x)
-    return output, *vjp(cotangent)
-
-
-@SETTINGS
-@given(problem=rotations())
-def test_rotation(problem: tuple[Rotation, np.ndarray, np.ndarray]) -> None:
-    rotation, x, cotangent = problem
-    with cases.x64_for(x.dtype):
-        results = rotation_and_gradient(x, cotangent, rotation.positions, options=tuple(rotation.options().items()))
-    for features, direction, result in zip((x, cotangent), (1, -1), results, strict=True):
-        expected = rotation.of(features, direction).expected()
-        # Subnormal numbers may be treated as zeros.
-        tiny = float(np.finfo(cases.accumulator(x.dtype)).tiny)
-        cases.Expected(expected.exact, x.dtype, expected.error + tiny).check(result, str(rotation))

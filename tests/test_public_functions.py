@@ -73,17 +73,6 @@ def exact_operands(rng: np.random.Generator, example: Example) -> Arrays:
     return jax.tree.map(jnp.asarray, programs.exact_operands(rng, example))
 
 
-def assert_same(example: Example, actual: Any, expected: Any, where: Any = "") -> None:
-    """Asserts the same bits on CPUs. On GPUs, XLA may round differently in another program."""
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        if cases.PLATFORM == "cpu":
-            np.testing.assert_array_equal(got, want, err_msg=str(where))
-        else:
-            tolerance = max(example.tolerance["float32"])
-            scale = np.abs(want, where=np.isfinite(want), out=np.zeros(np.shape(want))).max(initial=1)
-            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * scale, err_msg=str(where))
-
-
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @programs.each_function
 def test_transformation(rng: np.random.Generator, example: Example, transformation: str) -> None:
@@ -95,7 +84,7 @@ def test_transformation(rng: np.random.Generator, example: Example, transformati
 
     transformed = TRANSFORMATIONS[transformation](function, zeros)
     expected = with_gradient(example, function)(operands)
-    assert_same(example, with_gradient(example, transformed)(operands), expected)
+    programs.assert_same(example, with_gradient(example, transformed)(operands), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -104,7 +93,7 @@ def test_donated(rng: np.random.Generator, example: Example) -> None:
     """Values and gradients are the same if all operands are donated."""
     program, operands = with_gradient(example, call_of(example)), exact_operands(rng, example)
     expected = jax.jit(program)(operands)
-    assert_same(example, jax.jit(program, donate_argnums=0)(jax.tree.map(jnp.copy, operands)), expected)
+    programs.assert_same(example, jax.jit(program, donate_argnums=0)(jax.tree.map(jnp.copy, operands)), expected)
 
 
 @programs.each_function
@@ -133,7 +122,9 @@ def test_batches(rng: np.random.Generator, example: Example) -> None:
                 levels = list(zip(mapped, reversed(index), strict=True))
                 own = [tuple(i for of_level, i in reversed(levels) if name in of_level) for name in names]
                 element = {name: batched[name][at] for name, at in zip(names, own, strict=True)}
-                assert_same(example, jax.tree.map(lambda x, i=index: x[i], results), of_one(element), (mapped, index))
+                programs.assert_same(
+                    example, jax.tree.map(lambda x, i=index: x[i], results), of_one(element), (mapped, index)
+                )
 
 
 @programs.each_function

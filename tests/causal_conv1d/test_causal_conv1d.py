@@ -183,31 +183,6 @@ def test_sizes(rng: np.random.Generator, dtype: str, channels_last: bool) -> Non
     batch.run()
 
 
-@pytest.mark.parametrize(("dtype", "wider"), [*((dtype, False) for dtype in FLOATING), ("bfloat16", True)])
-def test_backward(rng: np.random.Generator, dtype: str, wider: bool) -> None:
-    """The public backward function is right, with and without a cotangent of the final state."""
-    batch = Batch()
-    for (k, options), has_d_state in itertools.product(enumerate(OPTIONS), (True, False)):
-        channels_last, width = bool(k % 2), WIDER[k % 3] if wider else 1 + k % 5
-        problem = make_problem(rng, (2, 5, 11), width, dtype, **options)
-        dy, d_state = cotangents(rng, problem)
-        expected = expected_gradients(problem, dy, d_state if has_d_state else np.zeros_like(d_state))
-
-        def check(
-            gradients: Any,
-            problem: Problem = problem,
-            expected: dict[str, Expected] = expected,
-            channels_last: bool = channels_last,
-            where: str = f"{options} width {width}",
-        ) -> None:
-            check_gradients(gradients, expected, channels_last, where)
-
-        call = functools.partial(backward, problem, channels_last)
-        batch.add(call, (dy, d_state if has_d_state else None), check)
-    with cases.x64_for(dtype):
-        assert batch.run() == ({} if wider else {"causal_conv1d_backward": 2 * len(OPTIONS)})
-
-
 @settings(deadline=None, max_examples=15)
 @given(
     shape=st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(0, 40)),

@@ -208,28 +208,6 @@ def test_sizes(rng: np.random.Generator, dtype: str, interleaved: bool, layout: 
     batch.run()
 
 
-@each_layout
-@each_pairing
-def test_backward_functions(rng: np.random.Generator, interleaved: bool, layout: str) -> None:
-    """The public gradients are rotations by the negative angles."""
-    size = (2, 4, 9, 12)
-    batch = Batch()
-    for variant in range(8):
-        rotation = make_rotation(rng, variant, size, layout, interleaved)
-        dq, dk = (make_features(rng, features_shape(layout, 2, heads, 9, 12), "float32") for heads in (4, 1))
-
-        def check(results: Any, dq: np.ndarray = dq, dk: np.ndarray = dk, rotation: Rotation = rotation) -> None:
-            for result, cotangent in zip(results, (dq, dq, dk), strict=True):
-                rotation.of(cotangent, -1).check(result, str(rotation))
-
-        def call(dq: Any, dk: Any, positions: Any, rotation: Rotation = rotation) -> list[Any]:
-            options = rotation.options()
-            return [rope_backward(dq, positions, **options), *rope_qk_backward(dq, dk, positions, **options)]
-
-        batch.add(call, (dq, dk, rotation.positions), check)
-    assert batch.run() == {"rope_backward": 8, "rope_qk_backward": 8}
-
-
 @settings(deadline=None, max_examples=25)
 @given(
     size=st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 40), st.integers(1, 40).map(lambda d: 2 * d)),

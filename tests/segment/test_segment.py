@@ -30,14 +30,11 @@ from segment.reference import (
     Batch,
     Options,
     Reduction,
-    each_option,
     kernels_in,
-    options_id,
 )
 from support import cases
 from support.cases import (
     BIG_SHAPE,
-    FLOATING,
     INTEGERS,
     MOSTLY_EMPTY_SHAPES,
     POWER_LAW_SHAPES,
@@ -229,22 +226,6 @@ def test_empty_segments(reduction: Reduction) -> None:
         expected = np.full((6, 3), empty, np.int32 if reduction in (ARGMAX, ARGMIN) else dtype)
         expected[4] = 0 if reduction in (ARGMAX, ARGMIN) else 1
         assert_same_bits(output, expected)
-
-
-@each_reduction
-def test_no_data(reduction: Reduction) -> None:
-    """Without rows, features or segments, value and gradient have the right shape and hold the identity."""
-    for rows, row_shape, segments in itertools.product((0, 3), ((), (0,), (2,)), (0, 4)):
-        shape = Shape(rows, row_shape, segments)
-        data, ids = np.ones((rows, *row_shape), np.float32), np.arange(rows)
-        expected = reduction.value(data, ids, segments)
-        expected.check(reduction(data, ids, segments), f"{shape} eager")
-        if reduction.gradient is not None:
-            cotangent = np.ones(reduction.result_shape(shape), np.float32)
-            output, d_data = reduction.pullback(data, ids, segments, cotangent)
-            expected.check(output, f"{shape}")
-            residual = reduction.residual(data, output)
-            reduction.gradient(cotangent, residual, ids, segments, **reduction.options[0]).check(d_data, f"{shape}")
 
 
 @pytest.mark.parametrize("hot", ["no segment", "one segment", "all in one"])
@@ -533,37 +514,6 @@ def test_rows_of_winners_have_no_derivative(reduction: Reduction) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The backward functions.
-
-
-@pytest.mark.parametrize(
-    ("reduction", "options"),
-    each_option(DIFFERENTIABLE),
-    ids=lambda x: str(x) if isinstance(x, Reduction) else options_id(x),
-)
-def test_backward(rng: np.random.Generator, reduction: Reduction, options: Options) -> None:
-    """Public backward functions give the gradient, eagerly and under jit, for every dtype and order of ids."""
-    shape = Shape(150, (7,), 20)
-    for dtype in FLOATING:
-        data, ids = reduction.make_data(rng, shape, dtype), cases.make_ids(rng, 150, 20)
-        cotangent = cases.cotangent(rng, reduction.result_shape(shape), dtype)
-        with cases.x64_for(dtype):
-            residual = reduction.residual(data, reduction(data, ids, 20, **options))
-            expected = reduction.gradient(cotangent, residual, ids, 20, **options)
-            backward = functools.partial(reduction.call_backward, segments=20, **options)
-            expected.check(backward(cotangent, residual, ids), f"{dtype} eager")
-            jitted = jax.jit(backward)
-            assert kernels_in(jitted.lower(cotangent, residual, ids).as_text())[-1] == reduction.kernels[-1]
-            expected.check(jitted(cotangent, residual, ids), f"{dtype} jit")
-            if "indices_are_sorted" in inspect.signature(backward_function(reduction)).parameters:
-                order = np.argsort(ids, kind="stable")
-                by_row = cotangent[order] if reduction.result_has_rows else cotangent
-                is_sorted = jax.jit(functools.partial(backward, indices_are_sorted=True))
-                expected = reduction.gradient(by_row, residual[order], ids[order], 20, **options)
-                expected.check(is_sorted(by_row, residual[order], ids[order]), f"{dtype} sorted")
-
-
-def backward_function(reduction: Reduction) -> Callable[..., jax.Array]:
-    return getattr(jax_baracuda, f"{reduction.name}_backward")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,13 +16,11 @@ from segment.reference import (
     MIN,
     Batch,
     Reduction,
-    exact_problem,
     extremum_gradient_of_rows,
     value_and_pullback,
 )
 from support import cases
 from support.cases import FLOATING, TIE_BREAKS, Shape, assert_same_bits
-from support.programs import small_integers
 
 from jax_baracuda import segment_max_backward, unsorted_segment_max_backward
 from jax_baracuda._core.op import OPS
@@ -368,79 +366,6 @@ def test_unsorted_backward_names_itself() -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Higher derivatives and forward mode at ties, against the matrix of shares.
-
-
-def jacobian(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str) -> np.ndarray:
-    """d maxima / d data as a matrix ``[segments * features, rows * features]``, in float64."""
-    weights = cases.shares(data, ids, segments, tie_break)
-    rows, features = data.shape
-    matrix = np.zeros((segments, features, rows, features))
-    for row, feature in np.ndindex(rows, features):
-        if 0 <= ids[row] < segments:
-            matrix[ids[row], feature, row, feature] = weights[row, feature]
-    return matrix.reshape(segments * features, rows * features)
-
-
-@each_tie_break
-@each_extremum
-def test_higher_derivatives_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
-    """The first three derivatives of sum(output ** 3) equal their closed forms, in every combination of modes."""
-    data, ids = exact_problem(rng, "ties")
-    a = jacobian(data, ids, 3, tie_break)
-    data = flip(extremum, data)
-    output = extremum.value(data, ids, 3).exact.reshape(-1)
-    hessian = a.T @ np.diag(6 * output) @ a
-    u, v = small_integers(rng, (2, *data.shape), "float64")
-
-    def loss(x: jax.Array) -> jax.Array:
-        return (extremum(x, ids, 3, tie_break=tie_break) ** 3).sum()
-
-    @jax.jit
-    def derivatives(x: jax.Array, u: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        hvp_reverse = jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x), v))
-        return (
-            jax.grad(loss)(x),
-            jax.hessian(loss)(x),
-            jax.jacrev(jax.jacrev(loss))(x),
-            jax.jvp(jax.grad(loss), (x,), (v,))[1],
-            hvp_reverse(x),
-            jax.grad(lambda x: jnp.vdot(jax.grad(jax.checkpoint(loss))(x), v))(x),
-            jax.grad(lambda x: jnp.vdot(hvp_reverse(x), u))(x),
-        )
-
-    third = a.T @ (6 * (a @ u.reshape(-1)) * (a @ v.reshape(-1)))
-    hvp = hessian @ v.reshape(-1)
-    expected = (a.T @ (3 * output**2), hessian, hessian, hvp, hvp, hvp, third)
-    with jax.enable_x64(True):
-        for k, (actual, want) in enumerate(zip(derivatives(data, u, v), expected, strict=True)):
-            np.testing.assert_array_equal(np.asarray(actual).reshape(want.shape), want, str(k))
-
-
-@each_tie_break
-@each_extremum
-def test_forward_mode_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
-    """jvp, jacfwd and linearize of the forward-mode function, and grad of its jvp, equal the matrix of shares."""
-    data, ids = exact_problem(rng, "ties")
-    tangent = small_integers(rng, data.shape, "float64")
-    a = jacobian(data, ids, 3, tie_break)
-    data = flip(extremum, data)
-    pushed = a @ tangent.reshape(-1)
-
-    @jax.jit
-    def derivatives(x: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
-        reduce = lambda x: extremum.in_forward_mode(x, ids, 3, tie_break=tie_break)  # noqa: E731
-        return (
-            jax.jvp(reduce, (x,), (t,))[1],
-            jax.linearize(reduce, x)[1](t),
-            jax.jacfwd(reduce)(x),
-            jax.grad(lambda x: reduce(x).sum())(x),
-            jax.grad(lambda x: jax.jvp(lambda x: reduce(x) ** 2, (x,), (t,))[1].sum())(x),
-        )
-
-    expected = (pushed, pushed, a, a.sum(0), a.T @ (2 * pushed))
-    with jax.enable_x64(True):
-        for actual, want in zip(derivatives(data, tangent), expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(actual).reshape(want.shape), want)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

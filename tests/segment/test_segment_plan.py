@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from segment.reference import DIFFERENTIABLE, REDUCTIONS, Batch, Reduction, kernels_in, value_and_pullback
+from segment.reference import DIFFERENTIABLE, REDUCTIONS, Reduction, kernels_in
 from support import cases
-from support.cases import SHAPES, Shape
 
 import jax_baracuda
-from jax_baracuda import SegmentPlan, forward_mode, segment_plan
+from jax_baracuda import SegmentPlan, segment_plan
 
 ROWS, SEGMENTS = 400, 30
 
@@ -28,52 +27,6 @@ each_differentiable = pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=s
 def small_integers(rng: np.random.Generator, *shape: int) -> jax.Array:
     """Data with ties."""
     return jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
-
-
-@pytest.mark.parametrize(
-    ("reduction", "dtype"), [pytest.param(r, dtype, id=f"{r}-{dtype}") for r in REDUCTIONS for dtype in r.dtypes]
-)
-def test_value_and_gradients(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Values and both gradients, also the public one, agree with the NumPy reference for every dtype and size."""
-    batch = Batch()
-    for shape in SHAPES:
-        ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=False)
-        _add(batch, rng, reduction, dtype, shape, ids)
-    with cases.x64_for(dtype):
-        batch.run()
-
-
-def _add(
-    batch: Batch, rng: np.random.Generator, reduction: Reduction, dtype: str, shape: Shape, ids: np.ndarray
-) -> None:
-    data = reduction.make_data(rng, shape, dtype)
-    options = reduction.options[-1]
-    expected = reduction.value(data, ids, shape.segments)
-
-    def value(data: Any, ids: Any) -> jax.Array:
-        return reduction(data, plan=segment_plan(ids, shape.segments), **options)
-
-    batch.add(value, (data, ids), lambda output: expected.check(output, str(shape)))
-    if reduction.gradient is None or not cases.is_floating(data.dtype):
-        return
-    cotangent = cases.cotangent(rng, reduction.result_shape(shape), dtype)
-
-    def both_gradients(data: Any, ids: Any, cotangent: Any) -> tuple[jax.Array, ...]:
-        plan = segment_plan(ids, shape.segments)
-        output, d_data = value_and_pullback(lambda x: reduction(x, plan=plan, **options), jnp.asarray(data), cotangent)
-        residual = output if reduction.result_has_rows else data
-        backward = getattr(jax_baracuda, f"{reduction.name}_backward")
-        takes_data = reduction.name not in ("segment_sum", "segment_mean")
-        tie_break = {name: value for name, value in options.items() if name == "tie_break"}
-        arrays = (cotangent, residual) if takes_data else (cotangent,)
-        return output, d_data, backward(*arrays, plan=plan, **tie_break)
-
-    def check(output: jax.Array, *gradients: jax.Array) -> None:
-        reference = reduction.gradient(cotangent, reduction.residual(data, output), ids, shape.segments, **options)
-        for gradient in gradients:
-            reference.check(gradient, f"{shape} gradient")
-
-    batch.add(both_gradients, (data, ids, cotangent), check)
 
 
 @each_differentiable
@@ -103,41 +56,6 @@ def test_plan_of_edges_serves_rows(rng: np.random.Generator, reduction: Reductio
     np.testing.assert_array_equal(reduction(data, plan=plan), reduction(data, plan=segment_plan(ids, SEGMENTS)))
     expected = reduction.value(np.asarray(data), gather_ids, 20)
     expected.check(reduction(data, plan=plan.transposed))
-
-
-@each_differentiable
-def test_transformations(rng: np.random.Generator, reduction: Reduction) -> None:
-    """A plan passes through jit, vmap over data, plans or both, scan, checkpoint and forward mode."""
-    all_ids = rng.integers(-2, SEGMENTS + 2, (3, ROWS))
-    data = small_integers(rng, 3, ROWS, 4) + 4
-    plans = [jax.jit(segment_plan, static_argnums=1)(ids, SEGMENTS) for ids in all_ids]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *plans)
-
-    def gradient(data: jax.Array, plan: SegmentPlan) -> Any:
-        value, vjp = jax.vjp(jax.checkpoint(lambda data: reduction(data, plan=plan)), data)
-        return value, vjp(jnp.cos(value))
-
-    single = [jax.jit(gradient)(data[i], plans[i]) for i in range(3)]
-    shared = [jax.jit(gradient)(data[i], plans[0]) for i in range(3)]
-    own = [jax.jit(gradient)(data[0], plan) for plan in plans]
-    # Sums with another number of features may be split differently. Terms are integers, so only two ops round.
-    close = {"rtol": 1e-6} if reduction.name in ("segment_softmax", "segment_prod") else {"rtol": 0}
-    for axes, arguments, expected in (
-        ((0, 0), (data, stacked), single),
-        ((0, None), (data, plans[0]), shared),
-        ((None, 0), (data[0], stacked), own),
-    ):
-        mapped = jax.jit(jax.vmap(gradient, in_axes=axes))(*arguments)
-        for i in range(3):
-            jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, **close), mapped, expected[i])
-    _, scanned = jax.lax.scan(lambda plan, data: (plan, gradient(data, plan)), plans[0], data)
-    for i in range(3):
-        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, **close), scanned, shared[i])
-    twin = getattr(forward_mode, reduction.name)
-    tangent = small_integers(rng, ROWS, 4)
-    got = jax.jvp(lambda data: twin(data, plan=plans[0]), (data[0],), (tangent,))[1]
-    want = jax.jvp(lambda data: twin(data, all_ids[0], SEGMENTS), (data[0],), (tangent,))[1]
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @cases.on_two_devices

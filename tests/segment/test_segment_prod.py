@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from segment.reference import PROD, Batch, plain_prod
+from segment.matrix import reference_prod
+from segment.reference import PROD, Batch
 from support import cases
 from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
 from support.programs import small_integers
@@ -295,7 +296,7 @@ def test_higher_derivatives_with_zeros(rng: np.random.Generator) -> None:
         )
 
     with jax.enable_x64(True):
-        for actual, expected in zip(derivatives(segment_prod)(data), derivatives(plain_prod)(data), strict=True):
+        for actual, expected in zip(derivatives(segment_prod)(data), derivatives(reference_prod)(data), strict=True):
             np.testing.assert_array_equal(actual, expected)
 
 

@@ -96,3 +96,14 @@ def program_of(rng: np.random.Generator, example: Example) -> Program:
 def tiny_programs(rng: np.random.Generator) -> list[Program]:
     """A launch-bound program for each example."""
     return [program_of(rng, example) for example in all_examples()]
+
+
+def assert_same(example: Example, actual: Any, expected: Any, where: Any = "") -> None:
+    """Asserts the same bits on CPUs. On GPUs, XLA may round differently in another program."""
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if cases.PLATFORM == "cpu":
+            np.testing.assert_array_equal(got, want, err_msg=str(where))
+        else:
+            tolerance = max(example.tolerance["float32"])
+            scale = np.abs(want, where=np.isfinite(want), out=np.zeros(np.shape(want))).max(initial=1)
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * scale, err_msg=str(where))
