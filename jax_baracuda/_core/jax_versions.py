@@ -283,6 +283,8 @@ def finish_partitioned_call(ctx: Any, call: Any, name: str, *content: Any) -> No
 
 
 def _mesh_content(mesh: Mesh) -> tuple[Any, ...]:
+    if mesh.empty:  # has None for a device
+        return ()
     types_of_axes = [str(axis_type) for axis_type in mesh.axis_types]
     return mesh.axis_names, types_of_axes, mesh.devices.shape, [device.id for device in mesh.devices.flat]
 
