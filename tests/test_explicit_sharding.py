@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from segment.reference import SOFTMAX
-from support import cases
+from support import cases, programs
 from support.meshes import MESH_SHAPE
 
 import jax_baracuda
@@ -281,20 +281,18 @@ def test_plans_of_split_ids(rng: np.random.Generator, name: str) -> None:
             assert_split_results_agree(call, arrays, specs, AxisType.Explicit)
 
 
-JACOBIANS: dict[str, Callable[..., Any]] = {
-    "segment_sum": lambda x: jax_baracuda.segment_sum(x, np.array([0, 1, 1, 0]), 2),
-    "segment_softmax": lambda x: jax_baracuda.segment_softmax(x, np.array([0, 1, 1, 0]), 2),
-    "causal_conv1d": lambda x: causal_conv1d(x[None], jnp.ones((4, 3))),
-    "rope": lambda x: rope(x[None, None]),
-    "where": lambda x: where(x > 0, x, 2 * x),
-    "write_slice": lambda x: write_slice(jnp.zeros((8, 8)), x, (1, 0)),
-}
-
-
 @pytest.mark.versions
-@pytest.mark.parametrize("name", JACOBIANS)
-def test_jacobians(rng: np.random.Generator, name: str) -> None:
+@programs.each_function
+def test_jacobians(rng: np.random.Generator, example: Example) -> None:
     """JAX maps the derivative over a basis that has no mesh."""
-    x = rng.integers(-3, 4, (4, 8)).astype(np.float32)
-    for specs in ([P()], [random_spec(rng, x.ndim)]):
-        assert_split_results_agree(jax.jacrev(JACOBIANS[name]), [x], specs, AxisType.Explicit)
+    operands, names = example.make_operands(rng, "float32", "small"), example.differentiated("float32")
+    if not names:
+        pytest.skip("it has no derivative")
+
+    def jacobian(*arrays: jax.Array) -> Any:
+        given = dict(zip(operands, arrays, strict=True))
+        return jax.jacrev(lambda x: example.call("small")(**{**given, names[0]: x}))(given[names[0]])
+
+    arrays = list(operands.values())
+    for specs in ([P() for _ in arrays], [random_spec(rng, x.shape) for x in arrays]):
+        assert_split_results_agree(jacobian, arrays, specs, AxisType.Explicit)

@@ -33,8 +33,6 @@ from support.handlers import Call, with_dtypes
 
 import jax_baracuda
 from jax_baracuda import SegmentPlan, gather_segment_sum, segment_plan
-from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.op import OPS
 
 OP = OPS["gather_segment_sum"]
@@ -436,30 +434,6 @@ def test_edges_that_no_order_names_win_nothing(rng: np.random.Generator, order: 
 def test_unsorted_edges_are_refused(call: Call) -> None:
     unsorted = dataclasses.replace(call, attributes={**call.attributes, "indices_are_sorted": False})
     handlers.assert_refused(unsorted, "unsorted", ["indices_are_sorted"])
-
-
-@pytest.mark.parametrize("platform", KERNEL_PLATFORMS)
-def test_every_strategy_is_planned(platform: str) -> None:
-    native = NATIVE_MODULES[platform]
-    if native.module is None:
-        cases.skip_for_lack_of(platform, f"{platform}: {native.problem}")
-    flags = {"is_wide": False, "clips_gather_ids": True, "has_edge_order": False}
-    plans = set()
-    for edges, segments, heads, features, is_sorted in itertools.product(
-        (0, 64, 1 << 21), (0, 3, 5000), (1, 4), (1, 8, 100), (False, True)
-    ):
-        shapes = [(9, heads, features), (edges,), (edges,), (edges, heads)]
-        operands = [
-            jax.ShapeDtypeStruct(shape, dtype)
-            for shape, dtype in zip(shapes, (np.float32, np.int32, np.int32, np.float32), strict=True)
-        ]
-        params = {"num_segments": segments, "indices_are_sorted": is_sorted, "has_weights": True, **flags}
-        plans.add(OpCall(OP, operands, params).plan(platform).strategy)
-    assert plans == set(native.strategies()["gather_segment_sum"])
-    for edges, expected in ((0, "nothing"), (5, {"cpu": "edges", "cuda": "edge_vectors"}[platform])):
-        operands = [jax.ShapeDtypeStruct((9, 2, 3), np.float32)] * 2 + [jax.ShapeDtypeStruct((edges,), np.int32)] * 2
-        plan = OpCall(OPS["gather_segment_dot"], operands, {"is_wide": False, "has_edge_order": False}).plan(platform)
-        assert plan.strategy == expected and expected in native.strategies()["gather_segment_dot"]
 
 
 def test_public_names() -> None:

@@ -35,6 +35,7 @@ from segment.reference import (
 from support import cases
 from support.cases import (
     BIG_SHAPE,
+    FLOATING,
     INTEGERS,
     MOSTLY_EMPTY_SHAPES,
     POWER_LAW_SHAPES,
@@ -66,9 +67,10 @@ def add_calls(
     shape: Shape,
     ids: np.ndarray,
     is_sorted: bool,
+    data: np.ndarray | None = None,
 ) -> collections.Counter[str]:
     """Adds the value and any gradient, for all options of the reduction. Returns the kernels that these calls run."""
-    data = reduction.make_data(rng, shape, dtype)
+    data = reduction.make_data(rng, shape, dtype) if data is None else data
     cotangent = cases.cotangent(rng, reduction.result_shape(shape), dtype) if cases.is_floating(data.dtype) else None
     kernels: collections.Counter[str] = collections.Counter()
     where = f"{shape} {'sorted' if is_sorted else 'unsorted'}"
@@ -143,6 +145,37 @@ def test_big(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None
     ids = cases.make_ids(rng, BIG_SHAPE.rows, BIG_SHAPE.segments)
     with cases.x64_for(dtype):
         add_calls(batch := Batch(), rng, reduction, dtype, BIG_SHAPE, ids, False)
+        batch.run()
+
+
+SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
+SPECIALS_OF = {PROD: (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0, 0.5), SOFTMAX: (np.nan, *SPECIALS[2:7], -300.0)}
+FILLERS = {MAX: (-np.inf, -2), ARGMAX: (-np.inf,), MIN: (np.inf, 2), ARGMIN: (np.inf,), PROD: (1,), SOFTMAX: (-np.inf,)}
+"""What is between special values in rows far apart; other reductions have zeros there."""
+
+
+@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows", "far apart"])
+@pytest.mark.parametrize("dtype", FLOATING)
+@each_reduction
+def test_special_values_exhaustively(rng: np.random.Generator, reduction: Reduction, dtype: str, layout: str) -> None:
+    """Every sequence of one to four special values is right, also in rows that different threads or blocks reduce."""
+    batch = Batch()
+    for length in range(1, 5) if layout != "far apart" else (3,):
+        columns = np.array(list(itertools.product(SPECIALS_OF.get(reduction, SPECIALS), repeat=length))).T
+        for filler in FILLERS.get(reduction, (0,)) if layout == "far apart" else (0,):
+            data, ids, segments = columns, np.zeros(length, np.int32), 1  # a cell per feature
+            if layout == "far apart":
+                data, ids = np.full((1500, columns.shape[1]), float(filler)), np.zeros(1500, np.int32)
+                data[[10, 700, 1499]] = columns
+            elif layout != "wide rows":  # a cell per segment
+                width = 1 if layout == "scalar rows" else 2
+                segments = columns.shape[1] // width
+                data = columns[:, : width * segments].reshape(length * segments, width)
+                data = data[:, 0] if width == 1 else data
+                ids = np.tile(np.arange(segments, dtype=np.int32), length)
+            shape, data = Shape(len(data), data.shape[1:], segments), data.astype(jnp.dtype(dtype))
+            add_calls(batch, rng, reduction, dtype, shape, ids, False, data)
+    with cases.x64_for(dtype):
         batch.run()
 
 

@@ -37,67 +37,6 @@ def flip(extremum: Reduction, data: np.ndarray) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------------------
 # Special values.
 
-SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
-
-
-def special_columns(length: int) -> np.ndarray:
-    """Every sequence of this length of NaN, infinities, zeros and ones of both signs: ``[length, 8 ** length]``."""
-    return np.array(list(itertools.product(SPECIALS, repeat=length))).T
-
-
-def add_value_and_gradients(
-    batch: Batch, extremum: Reduction, data: np.ndarray, ids: np.ndarray, segments: int, cotangent: np.ndarray
-) -> None:
-    """Adds the value alone, and value and gradient for each rule of breaking ties."""
-    expected = extremum.value(data, ids, segments)
-    batch.add(lambda x: extremum(x, ids, segments), (data,), expected.check)
-    for options in extremum.options:
-
-        def check(output: jax.Array, d_data: jax.Array, options: dict[str, Any] = options) -> None:
-            expected.check(output)
-            extremum.gradient(cotangent, data, ids, segments, **options).check(d_data, str(options))
-
-        pullback = functools.partial(extremum.pullback, ids=ids, segments=segments, **options)
-        batch.add(lambda x, d, f=pullback: f(x, cotangent=d), (data, cotangent), check)
-
-
-@pytest.mark.parametrize("filler", [2.0, np.inf])
-@pytest.mark.parametrize("dtype", FLOATING)
-@each_extremum
-def test_special_values_far_apart(extremum: Reduction, dtype: str, filler: float) -> None:
-    """Three special values in rows far apart give the right extremum: different threads or blocks reduce them."""
-    columns = special_columns(3)
-    data = np.full((1500, columns.shape[1]), -filler if extremum is MAX else filler, jnp.dtype(dtype))
-    data[[10, 700, 1499]] = columns.astype(data.dtype)
-    ids = np.zeros(len(data), np.int32)
-    cotangent = np.full((1, columns.shape[1]), 3000, data.dtype)
-    add_value_and_gradients(batch := Batch(), extremum, data, ids, 1, cotangent)
-    with cases.x64_for(dtype):
-        batch.run()
-
-
-@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
-@pytest.mark.parametrize("dtype", FLOATING)
-@each_extremum
-def test_special_values_exhaustively(extremum: Reduction, dtype: str, layout: str) -> None:
-    """Value and gradient are right for every sequence of one to four special values."""
-    batch = Batch()
-    for length in range(1, 5):
-        columns = special_columns(length)
-        if layout == "wide rows":  # a cell per feature
-            data, ids, segments = columns, np.zeros(length, np.int32), 1
-        else:  # a cell per segment
-            width = 1 if layout == "scalar rows" else 2
-            segments = columns.shape[1] // width
-            data = columns.reshape(length * segments, width)
-            data = data[:, 0] if width == 1 else data
-            ids = np.tile(np.arange(segments, dtype=np.int32), length)
-        data = data.astype(jnp.dtype(dtype))
-        cotangent = np.full((segments, *data.shape[1:]), 3, data.dtype)
-        add_value_and_gradients(batch, extremum, data, ids, segments, cotangent)
-    with cases.x64_for(dtype):
-        batch.run()
-
 
 def tiny_data(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Zeros and subnormal numbers of both signs."""

@@ -19,8 +19,6 @@ from support.programs import small_integers
 
 from jax_baracuda import Implementation, forward_mode, segment_prod, segment_prod_backward
 
-SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0, 0.5)
-
 
 def check_value_and_gradient(
     data: np.ndarray, ids: np.ndarray, segments: int, cotangent: np.ndarray | None = None, where: str = ""
@@ -34,34 +32,6 @@ def check_value_and_gradient(
             value.check(output, where)
             value.check(segment_prod(data, ids, segments, is_sorted), where)
             gradient.check(d_data, f"{where} gradient")
-
-
-@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_special_values_exhaustively(dtype: str, layout: str) -> None:
-    """Value and gradient are right for every sequence of one to four special values and ordinary numbers."""
-    batch = Batch()
-    for length in range(1, 5):
-        columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T
-        if layout == "wide rows":
-            data, ids, segments = columns, np.zeros(length, np.int32), 1
-        else:
-            width = 1 if layout == "scalar rows" else 2
-            segments = columns.shape[1] // width
-            data = columns.reshape(length * segments, width)
-            data = data[:, 0] if width == 1 else data
-            ids = np.tile(np.arange(segments, dtype=np.int32), length)
-        data = data.astype(jnp.dtype(dtype))
-        cotangent = np.full((segments, *data.shape[1:]), -3, data.dtype)
-        value, gradient = PROD.value(data, ids, segments), PROD.gradient(cotangent, data, ids, segments)
-
-        def check(output: jax.Array, d_data: jax.Array, value=value, gradient=gradient, where=f"{length}") -> None:
-            value.check(output, where)
-            gradient.check(d_data, f"{where} gradient")
-
-        batch.add(lambda x, d, ids=ids, segments=segments: PROD.pullback(x, ids, segments, d), (data, cotangent), check)
-    with cases.x64_for(dtype):
-        batch.run()
 
 
 @pytest.mark.parametrize("num_zeros", [0, 1, 2, 3, 5])

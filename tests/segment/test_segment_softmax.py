@@ -64,33 +64,6 @@ def test_large_logits(rng: np.random.Generator, dtype: str) -> None:
                 assert np.isfinite(np.asarray(actual).astype(np.float64)).all()
 
 
-SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -300.0)
-
-
-@pytest.mark.parametrize("layout", ["wide rows", "scalar rows"])
-@each_dtype
-def test_special_values_exhaustively(dtype: str, layout: str) -> None:
-    """For every sequence of one to four NaN, infinities and numbers, results agree with jax.nn.softmax."""
-    batch = Batch()
-    for length in range(1, 5):
-        columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T.astype(jnp.dtype(dtype))
-        segments = 1 if layout == "wide rows" else columns.shape[1]
-        logits = columns if layout == "wide rows" else columns.reshape(-1)
-        ids = np.zeros(length, np.int32) if layout == "wide rows" else np.tile(np.arange(segments), length)
-        expected = SOFTMAX.value(logits, ids, segments)
-        with cases.x64_for(dtype):
-            by_jax = np.asarray(jax.nn.softmax(columns.astype(cases.accumulator(dtype)), axis=0)).reshape(logits.shape)
-        Expected(expected.exact, by_jax.dtype, expected.error).check(by_jax, f"jax.nn.softmax {length}")
-        for options in SOFTMAX.options:
-            batch.add(
-                lambda x, i=ids, s=segments, o=options: segment_softmax(x, i, s, **o),
-                (logits,),
-                lambda actual, e=expected, where=f"{length} {options}": e.check(actual, where),
-            )
-    with cases.x64_for(dtype):
-        batch.run()
-
-
 @each_dtype
 def test_masked_rows(dtype: str) -> None:
     """A logit of -inf has probability +0. A segment is NaN if it has only such logits, or any NaN or +inf."""
