@@ -304,36 +304,6 @@ def test_shard_map_that_leaves_two_axes(reduction: Reduction, of_rows: str | tup
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("data_spec", [P("rows", "features"), P(None, "features"), P()])
-@pytest.mark.parametrize("ids_spec", [P("rows"), P()])
-@each_reduction
-def test_explicit_mode_types(reduction: Reduction, data_spec: P, ids_spec: P) -> None:
-    """The result's type says how it is sharded, whatever the sharding of the ids."""
-    data, ids, cotangent = make_operands(reduction, seed=7)
-    expected = value_and_gradient(reduction, reduction.options[0], data, ids, cotangent)
-    mesh = make_mesh(AxisType.Explicit)
-    full_spec = P(*data_spec, *(None,) * (2 - len(data_spec)))
-    result_spec = cells_or_rows(reduction, full_spec)
-    with jax.set_mesh(mesh):
-        placed = (
-            jax.device_put(data, NamedSharding(mesh, data_spec)),
-            jax.device_put(ids, NamedSharding(mesh, ids_spec)),
-        )
-
-        @jax.jit
-        def function(data: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
-            results = value_and_gradient(
-                reduction, reduction.options[0], data, ids, jax.sharding.reshard(cotangent, result_spec)
-            )
-            assert tuple(jax.typeof(results[0]).sharding.spec) == tuple(result_spec)
-            if len(results) == 2:
-                assert jax.typeof(results[1]).sharding.spec == jax.typeof(data).sharding.spec
-            return results
-
-        assert_same(reduction, function(*placed), expected, data, ids, cotangent)
-
-
-@pytest.mark.versions
 @each_reduction
 def test_out_sharding(reduction: Reduction) -> None:
     data, ids, cotangent = make_operands(reduction, seed=8)

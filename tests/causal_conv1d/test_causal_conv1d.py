@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from causal_conv1d import matrix
 from causal_conv1d import reference as convolutions
 from causal_conv1d.reference import (
     LAYOUTS,
@@ -26,7 +27,6 @@ from causal_conv1d.reference import (
     in_layout,
     make_problem,
     part_of,
-    plain_convolution,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,44 +92,29 @@ def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_
     batch.add(call, (operands, dy_in_layout, d_state), check)
 
 
-def backward(problem: Problem, channels_last: bool, dy: Any, d_state: Any) -> dict[str, Any]:
-    """The results of the public backward function, by name."""
-    arrays = problem.operands(channels_last)
-    results = causal_conv1d_backward(
-        in_layout(dy, channels_last),
-        arrays["x"],
-        arrays["weight"],
-        arrays.get("bias"),
-        activation=problem.activation,
-        channels_last=channels_last,
-        initial_state=arrays.get("initial_state"),
-        segment_ids=problem.segment_ids,
-        d_final_state=d_state,
-    )
-    assert (results[2] is None) == ("bias" not in arrays)
-    assert len(results) == (4 if "initial_state" in arrays else 3)
-    named = dict(zip(("x", "weight", "bias", "initial_state"), results, strict=False))
-    return {name: gradient for name, gradient in named.items() if gradient is not None}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Values and gradients.
 
 
 def test_reference_itself(rng: np.random.Generator) -> None:
-    """The NumPy reference agrees with np.convolve; its outputs and gradients agree with plain JAX."""
+    """The NumPy reference agrees with np.convolve; its outputs and gradients agree with the reference of the matrix."""
     problem = make_problem(rng, (2, 3, 20), 4, "float64", activation=None)
     x, weight, bias = problem.arrays.values()
     y, _ = convolutions.reference(problem)
     for example, channel in np.ndindex(2, 3):
         expected = np.convolve(x[example, channel], weight[channel, ::-1])[:20] + bias[channel]
         np.testing.assert_allclose(y[example, channel].astype(np.float64), expected, rtol=1e-12, atol=1e-12)
+
+    def of_matrix(problem: Problem, arrays: dict[str, Any]) -> Any:
+        activation = jax.nn.silu if problem.activation else lambda z: z
+        operands = (arrays.get(name) for name in ("x", "weight", "bias", "initial_state"))
+        return matrix.reference(activation, *operands, problem.segment_ids)
+
     for options in OPTIONS:
         problem = make_problem(rng, (2, 3, 20), 4, "float64", **options)
         dy, d_state = cotangents(rng, problem)
         with jax.enable_x64(True):
-            plain = functools.partial(plain_convolution, segment_ids=problem.segment_ids, activation=problem.activation)
-            outputs, vjp = jax.vjp(lambda arrays, plain=plain: plain(**arrays), problem.arrays)
+            outputs, vjp = jax.vjp(functools.partial(of_matrix, problem), problem.arrays)
             check_outputs(problem, False, *outputs, str(options))
             expected = expected_gradients(problem, dy, d_state)
             check_gradients(vjp((dy, d_state))[0], expected, False, str(options))
@@ -206,7 +191,10 @@ def test_long_sums(rng: np.random.Generator) -> None:
     dy, d_state = cotangents(rng, problem)
     expected = expected_gradients(problem, dy, np.zeros_like(d_state))
     for channels_last in LAYOUTS:
-        check_gradients(backward(problem, channels_last, dy, None), expected, channels_last)
+        arrays = problem.operands(channels_last)
+        options = {"activation": problem.activation, "channels_last": channels_last}
+        results = causal_conv1d_backward(in_layout(dy, channels_last), *arrays.values(), **options)
+        check_gradients(dict(zip(arrays, results, strict=True)), expected, channels_last)
 
 
 def test_positive_long_sums_of_16_bits(rng: np.random.Generator) -> None:

@@ -275,20 +275,6 @@ def test_gradient_of_tangent_without_segments(reduction: str) -> None:
         np.testing.assert_array_equal(gradient, jnp.zeros_like(x))
 
 
-@each_function
-def test_any_plan_is_safe(rng: np.random.Generator, name: str) -> None:
-    """A plan of arbitrary integers gives some result, and reads nothing out of bounds."""
-    data, weights = rng.normal(size=(20, 6)).astype(np.float32), rng.normal(size=(BATCH, 400)).astype(np.float32)
-    arrays = [rng.integers(-(2**31), 2**31, (BATCH, 400)).astype(np.int32) for _ in range(8)]
-    plans = SegmentPlan(*map(jnp.asarray, arrays), num_segments=10, num_rows=20)
-
-    def call(data: Any, weights: Any) -> jax.Array:
-        return jax.vmap(lambda w, plan: FUNCTIONS[name](data, w, plan=plan))(weights, plans)
-
-    output, vjp = jax.vjp(call, data, weights)
-    jax.block_until_ready(vjp(output))
-
-
 @pytest.mark.parametrize("name", ["sum", "max"])
 @pytest.mark.parametrize(("segments", "is_joined"), [(2**30 - 1, True), (2**30, False)])
 def test_more_segments_than_32_bits_number(name: str, segments: int, is_joined: bool) -> None:

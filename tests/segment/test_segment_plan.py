@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from segment.reference import DIFFERENTIABLE, REDUCTIONS, Reduction, kernels_in
 from support import cases
 
 import jax_baracuda
 from jax_baracuda import SegmentPlan, segment_plan
+from jax_baracuda._examples import all_examples
 
 ROWS, SEGMENTS = 400, 30
 
@@ -58,52 +58,46 @@ def test_plan_of_edges_serves_rows(rng: np.random.Generator, reduction: Reductio
     expected.check(reduction(data, plan=plan.transposed))
 
 
-@cases.on_two_devices
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-@each_differentiable
-def test_sharding_of_features(rng: np.random.Generator, reduction: Reduction, axis_type: AxisType) -> None:
-    """Splitting features needs no collective, in both passes."""
-    mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
-    ids, data = rng.integers(-2, SEGMENTS + 2, ROWS), small_integers(rng, ROWS, 8) + 4
-    plan = segment_plan(ids, SEGMENTS)
+def weighted(name: str) -> Callable[..., jax.Array]:
+    function = getattr(jax_baracuda, name)
+    if name == "segment_attention":
+        return lambda data, plan: function(jnp.arange(ROWS, dtype=jnp.float32), data, plan=plan)
+    if name.startswith("gather") and name.endswith(("sum", "mean")):
+        return lambda data, plan: function(data, weights=jnp.arange(ROWS, dtype=jnp.float32), plan=plan)
+    return lambda data, plan: function(data, plan=plan)
 
-    @jax.jit
+
+WITH_PLAN = sorted(
+    name
+    for name in {example.function.__name__ for example in all_examples()}
+    if "plan" in inspect.signature(getattr(jax_baracuda, name)).parameters and not name.endswith("_backward")
+)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["one", "batch"])
+@pytest.mark.parametrize("name", WITH_PLAN)
+def test_any_plan_is_safe(rng: np.random.Generator, name: str, is_mapped: bool) -> None:
+    """A plan of arbitrary integers gives some result, and no access out of bounds; later calls are right."""
+    function, gathers = weighted(name), name.startswith("gather") or name in ("segment_attention", "take_rows")
+    data, ids = small_integers(rng, 20 if gathers else ROWS, 3), rng.integers(0, 10, ROWS)
+
     def run(data: jax.Array, plan: SegmentPlan) -> Any:
-        value, vjp = jax.vjp(lambda data: reduction(data, plan=plan), data)
-        return value, vjp(value)
-
-    expected = run(data, plan)
-    with jax.set_mesh(mesh):
-        split = jax.device_put(data, NamedSharding(mesh, P(None, "x")))
-        whole = jax.device_put(plan, NamedSharding(mesh, P()))
-        results = run(split, whole)
-        program = run.lower(split, whole).compile().as_text()
-    assert not re.findall(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", program)
-    for result, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        assert result.sharding.spec[-1] == "x"
-        np.testing.assert_allclose(result, want, rtol=1e-6)
-
-
-@each_reduction
-def test_any_plan_is_safe(rng: np.random.Generator, reduction: Reduction) -> None:
-    """A plan of arbitrary integers gives some result, and no access out of bounds."""
-    data, ids = small_integers(rng, ROWS, 3), rng.integers(0, SEGMENTS, ROWS)
-    good = segment_plan(ids, SEGMENTS)
-    expected = reduction(data, plan=good)
-
-    @jax.jit
-    def run(data: jax.Array, plan: SegmentPlan) -> Any:
-        value, vjp = jax.vjp(lambda data: reduction(data, plan=plan), data)
+        value, vjp = jax.vjp(lambda data: function(data, plan), data)
         return value, vjp(jnp.zeros(value.shape, jax.dtypes.float0) if value.dtype == jnp.int32 else value)
 
-    for _ in range(5):
-        orders = [rng.integers(-(2**31), 2**31, ROWS).astype(np.int32) for _ in range(3)]
-        bad = SegmentPlan(orders[0], None, orders[1], orders[2], None, None, None, None, SEGMENTS, None)
-        value, _ = jax.block_until_ready(run(data, bad))
-        assert value.shape == expected.shape
-        with pytest.raises(ValueError, match="SegmentPlan.validate: "):
-            bad.validate()
-    np.testing.assert_array_equal(reduction(data, plan=good), expected)
+    batch = (3,) if is_mapped else ()
+    program = jax.jit(jax.vmap(run, (None, 0)) if is_mapped else run)
+    good = segment_plan(ids, 20 if name == "take_rows" else 10, ids, 20)
+    expected = function(data, good)
+    for _ in range(3):
+        arrays = [rng.integers(-(2**31), 2**31, (*batch, ROWS)).astype(np.int32) for _ in range(8)]
+        bad = SegmentPlan(*map(jnp.asarray, arrays), num_segments=good.num_segments, num_rows=20)
+        value, _ = jax.block_until_ready(program(data, bad))
+        assert value.shape == (*batch, *expected.shape)
+        if not is_mapped:
+            with pytest.raises(ValueError, match="SegmentPlan.validate: "):
+                bad.validate()
+    np.testing.assert_array_equal(function(data, good), expected)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

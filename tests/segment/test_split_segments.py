@@ -195,11 +195,16 @@ def test_split_table_of_embeddings(rng: np.random.Generator, of_ids: P, dtype: s
     assert exchanged(gradient, *placed) == (exchange if splits(of_ids) else {})
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize(
+    "name", [f"{of}_{kind}" for of in ("segment", "gather_segment") for kind in ("sum", "mean", "max", "min")]
+)
 def test_features_with_a_plan(rng: np.random.Generator, name: str) -> None:
     """With a plan, edges are replicated. Splitting features needs no collective, in both passes."""
-    mesh, function = mesh_of(), getattr(jb, f"gather_segment_{name}")
-    data, cotangent = small_integers(rng, NODES, 8), 120 * small_integers(rng, SEGMENTS, 8)
+    mesh, function = mesh_of(), getattr(jb, name)
+    data, cotangent = (
+        small_integers(rng, NODES if "gather" in name else EDGES, 8),
+        120 * small_integers(rng, SEGMENTS, 8),
+    )
     plan = jb.segment_plan(rng.integers(-1, SEGMENTS + 1, EDGES), SEGMENTS, rng.integers(0, NODES, EDGES), NODES)
 
     def run(data: jax.Array, cotangent: jax.Array, plan: jb.SegmentPlan) -> Any:
