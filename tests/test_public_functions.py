@@ -107,7 +107,7 @@ def test_batches(rng: np.random.Generator, example: Example) -> None:
     for mapped in ((names,), *(((name,),) for name in names if len(names) > 1), (names[:1], names[-1:])):
         axes = [{name: 0 if name in of_level else None for name in names} for of_level in mapped]
         nested = functools.reduce(lambda f, axes: jax.vmap(f, (axes,)), axes, program)
-        for size in (0, 1, 3) if len(mapped) == 1 else (2,):
+        for size in (2,) if len(mapped) > 1 else (0, 1, 3) if names[0] in mapped[0] else (3,):
             front = (size,) * len(mapped)
             batched = {
                 name: batch_of(x, [size for of_level in mapped if name in of_level]) for name, x in operands.items()

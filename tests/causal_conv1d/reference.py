@@ -289,10 +289,6 @@ def part_of(expected: Expected, index: Any) -> Expected:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Another reference, in plain JAX, for derivatives of any order: a product with the matrix of all pairs of times.
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Comparison.
 
 

@@ -235,10 +235,6 @@ def options_id(options: Options) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items()) or "default"
 
 
-def each_option(reductions: Sequence[Reduction]) -> list[tuple[Reduction, Options]]:
-    return [(reduction, options) for reduction in reductions for options in reduction.options]
-
-
 @dataclasses.dataclass
 class Batch:
     """Many calls in one program, because compilation dominates the tests' time. Each call has a check of its result."""

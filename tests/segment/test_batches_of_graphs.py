@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
+from support.meshes import COLLECTIVES
 
 from jax_baracuda import (
     SegmentPlan,
@@ -300,7 +301,6 @@ def test_more_segments_than_32_bits_number(name: str, segments: int, is_joined: 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Many devices.
-KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
 
 @cases.on_four_devices
@@ -319,7 +319,7 @@ def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: 
         placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
         program = run.lower(*placed).compile()
         jax.tree.map(np.testing.assert_array_equal, program(*placed), expected)
-    exchanged = re.findall(rf" = ([^=]*?) ({KINDS})(?:-start)?\(", program.as_text())
+    exchanged = re.findall(rf" = ([^=]*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text())
     # If edges are split, each device merges a part of the extrema and winners.
     merges = {"all-to-all", "all-gather"} if name == "max" and spec != P("x") else set()
     assert {kind for _, kind in exchanged} == {"all-reduce"} | merges

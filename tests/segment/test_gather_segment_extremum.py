@@ -206,11 +206,6 @@ def test_mean_with_weights(rng: np.random.Generator) -> None:
 # Transformations.
 
 
-def exact_data(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Distinct numbers. Their quotients by 2, 3, 4 and 5, and sums of these, are exact."""
-    return 120 * rng.permutation(int(np.prod(shape))).reshape(shape).astype(np.float32)
-
-
 def plain(kind: str, data: Any, gather_ids: Any, segment_ids: Any, num_segments: int) -> jax.Array:
     return getattr(jax.ops, f"segment_{kind}")(data[gather_ids], segment_ids, num_segments)
 
@@ -294,10 +289,6 @@ def test_no_array_of_edges_times_features(rng: np.random.Generator, kind: str) -
 
     program = jax.jit(jax.grad(loss)).lower(graph.data, graph.gather_ids, graph.segment_ids).compile()
     assert program.memory_analysis().temp_size_in_bytes < edges * features  # a quarter of the messages
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sharding.
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -30,12 +30,10 @@ from segment.gather_reference import (
 )
 from support import cases, handlers
 from support.handlers import Call, with_dtypes
+from support.programs import small_floats
 
 import jax_baracuda
 from jax_baracuda import SegmentPlan, gather_segment_sum, segment_plan
-from jax_baracuda._core.op import OPS
-
-OP = OPS["gather_segment_sum"]
 
 # (nodes, edges, segments, row_shape, weight_dims)
 GRAPHS = (
@@ -136,11 +134,6 @@ def test_gather_ids_mean_what_they_mean_in_jax_numpy(rng: np.random.Generator, f
     np.testing.assert_array_equal(vjp(d_output)[0], plain_vjp(d_output)[0])
 
 
-def small_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Numbers whose products and sums are exact in any order."""
-    return rng.integers(-4, 5, shape).astype(np.float32)
-
-
 def plain(data: Any, gather_ids: Any, segment_ids: Any, num_segments: int, weights: Any = None) -> jax.Array:
     rows = data[gather_ids]
     if weights is not None:
@@ -195,7 +188,7 @@ def test_plan_holds_stable_orders(rng: np.random.Generator) -> None:
 def test_plan_passes_through_transformations(rng: np.random.Generator) -> None:
     """A plan may be an argument of jit, beside donated data, in a loop, and under grad, vmap and checkpoint."""
     nodes, edges, segments = 30, 500, 30
-    data = small_integers(rng, nodes, 8)
+    data = small_floats(rng, nodes, 8)
     ids = rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
     plan = jax.jit(segment_plan, static_argnums=(1, 3))(ids[1], segments, ids[0], nodes)
     expected = plain(data, *ids, segments)
@@ -221,9 +214,9 @@ def test_plan_passes_through_transformations(rng: np.random.Generator) -> None:
 
 def test_weights_and_a_plan_in_plain_jax(rng: np.random.Generator) -> None:
     """Weights and their gradient are in the order of the ids, not in the order of the plan."""
-    data, weights = small_integers(rng, 20, 3), small_integers(rng, 400)
+    data, weights = small_floats(rng, 20, 3), small_floats(rng, 400)
     gather_ids, segment_ids = rng.integers(0, 20, 400), rng.integers(0, 11, 400)  # id 10 is out of range
-    cotangent = small_integers(rng, 10, 3)
+    cotangent = small_floats(rng, 10, 3)
     plan = segment_plan(segment_ids, 10, gather_ids, 20)
     output, pull_back = jax.vjp(
         lambda x, w: gather_segment_sum(x, weights=w, plan=plan, implementation="xla"), data, weights
@@ -236,10 +229,6 @@ def test_weights_and_a_plan_in_plain_jax(rng: np.random.Generator) -> None:
     gradients = pull_back(cotangent)
     np.testing.assert_array_equal(gradients[0], d_data)
     np.testing.assert_array_equal(gradients[1], (data[gather_ids] * of_segment[segment_ids]).sum(axis=1))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sharding.
 
 
 # ----------------------------------------------------------------------------------------------------------------------

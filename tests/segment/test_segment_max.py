@@ -304,10 +304,6 @@ def test_unsorted_backward_names_itself() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Higher derivatives and forward mode at ties, against the matrix of shares.
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The order in which the backward kernel may process the rows.
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from segment.reference import DIFFERENTIABLE, REDUCTIONS, Reduction, kernels_in
 from support import cases
+from support.programs import small_floats
 
 import jax_baracuda
 from jax_baracuda import SegmentPlan, segment_plan
@@ -24,16 +25,11 @@ each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 each_differentiable = pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=str)
 
 
-def small_integers(rng: np.random.Generator, *shape: int) -> jax.Array:
-    """Data with ties."""
-    return jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
-
-
 @each_differentiable
 @pytest.mark.parametrize("num_features", [3, 128])
 def test_nothing_sorts_any_more(rng: np.random.Generator, reduction: Reduction, num_features: int) -> None:
     """With a plan, the value's kernels are told that ids are sorted, and XLA sorts nothing."""
-    data = small_integers(rng, ROWS, num_features)
+    data = small_floats(rng, ROWS, num_features)
     plan = segment_plan(cases.make_ids(rng, ROWS, SEGMENTS, is_sorted=False), SEGMENTS)
 
     @jax.jit
@@ -51,7 +47,7 @@ def test_nothing_sorts_any_more(rng: np.random.Generator, reduction: Reduction, 
 def test_plan_of_edges_serves_rows(rng: np.random.Generator, reduction: Reduction) -> None:
     """Reductions of rows ignore the gather ids of a plan. Its transpose reduces the rows by these ids."""
     ids, gather_ids = rng.integers(-2, SEGMENTS + 2, ROWS), rng.integers(0, 20, ROWS)
-    data = small_integers(rng, ROWS, 4)
+    data = small_floats(rng, ROWS, 4)
     plan = segment_plan(ids, SEGMENTS, gather_ids, 20)
     np.testing.assert_array_equal(reduction(data, plan=plan), reduction(data, plan=segment_plan(ids, SEGMENTS)))
     expected = reduction.value(np.asarray(data), gather_ids, 20)
@@ -79,7 +75,7 @@ WITH_PLAN = sorted(
 def test_any_plan_is_safe(rng: np.random.Generator, name: str, is_mapped: bool) -> None:
     """A plan of arbitrary integers gives some result, and no access out of bounds; later calls are right."""
     function, gathers = weighted(name), name.startswith("gather") or name in ("segment_attention", "take_rows")
-    data, ids = small_integers(rng, 20 if gathers else ROWS, 3), rng.integers(0, 10, ROWS)
+    data, ids = small_floats(rng, 20 if gathers else ROWS, 3), rng.integers(0, 10, ROWS)
 
     def run(data: jax.Array, plan: SegmentPlan) -> Any:
         value, vjp = jax.vjp(lambda data: function(data, plan), data)

@@ -58,6 +58,11 @@ def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str)
     return rng.integers(-3, 4, shape).astype(dtype)
 
 
+def small_floats(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Numbers whose products and sums are exact in any order."""
+    return small_integers(rng, shape, "float32")
+
+
 def integers_like(x: Any) -> jax.Array:
     """Small integers of a type."""
     return (jax.lax.iota(jnp.int32, x.size) % 5 - 2).reshape(x.shape).astype(x.dtype)
