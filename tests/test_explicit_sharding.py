@@ -17,18 +17,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from rope.reference import Rotation
 from segment.reference import SOFTMAX
-from support import cases
+from support import cases, programs
 from support.meshes import MESH_SHAPE
 
 import jax_baracuda
 from jax_baracuda import (
-    causal_conv1d,
-    causal_conv1d_backward,
-    causal_conv1d_update,
-    rope,
-    rope_backward,
     segment_max_backward,
     segment_min_backward,
     segment_plan,
@@ -36,13 +30,11 @@ from jax_baracuda import (
     segment_softmax_backward,
     unsorted_segment_max_backward,
     where,
-    where_backward,
     write_slice,
 )
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
-from jax_baracuda.ops import segment
 
 NUM_SEGMENTS = 8
 pytestmark = cases.on_two_devices
@@ -66,13 +58,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "features": (6,),
     "ids": (16,),
     "cells": (NUM_SEGMENTS, 6),
-    "x": (8, 6, 24),
-    "dy": (8, 6, 24),
-    "step": (8, 6, 1),
-    "state": (8, 6, 3),
-    "long_state": (8, 6, 12),
-    "weight": (6, 4),
-    "q": (4, 2, 8, 8),
     "cache": (8, 12, 6),
     "window": (8, 2, 6),
 }
@@ -97,9 +82,6 @@ def make_array(rng: np.random.Generator, call: str, name: str) -> np.ndarray:
 def allowed_error(call: str, arrays: Sequence[np.ndarray]) -> np.ndarray | float:
     """How much results may differ from those of one device, element by element."""
     eps = float(np.finfo(np.float32).eps)
-    if "rope" in call:
-        # Features are rotated forward and back. Each rotation errs by at most 2 units of the length of a pair.
-        return 2 * 2 * 2 * eps * Rotation().of(2 * arrays[0]).lengths.astype(np.float64)
     if call == "second derivative of segment_softmax":
         # Each result is a probability times sums over at most 4 rows. Terms are products of about 10 factors up to 4.
         data, ids = arrays
@@ -130,18 +112,6 @@ def _segment_calls() -> dict[str, Call]:
             split = {"cells": P(None, "y"), "rows": of_rows, "ids": P("x") if of_rows else P()}
             calls[f"{backward.__name__}, rows {of_rows}"] = backward, split
             calls[f"gradients of {backward.__name__}, rows {of_rows}"] = gradient(backward, (0, 1)), split
-    for name in ("sum", "mean", "max", "min"):
-        reduce = functools.partial(getattr(jax_baracuda, f"gather_segment_{name}"), num_segments=NUM_SEGMENTS)
-
-        def reduce_reversed(rows: Any, ids: Any, reduce: Function = reduce) -> Any:
-            return reduce(rows, ids[::-1], ids)
-
-        one_axis_twice = {"rows": P(None, "y"), "ids": P("y")}
-        calls[f"gather_segment_{name}, features and edges over one axis"] = reduce_reversed, one_axis_twice
-        calls[f"gradient of gather_segment_{name}, features and edges over one axis"] = (
-            gradient(reduce_reversed),
-            one_axis_twice,
-        )
     calls["segment_softmax_backward"] = (
         lambda d, p, ids: segment_softmax_backward(d, p, ids, NUM_SEGMENTS),
         {"rows": P(None, "y"), "other_rows": P("x", None), "ids": P("x")},
@@ -149,79 +119,24 @@ def _segment_calls() -> dict[str, Call]:
     return calls
 
 
-def _convolution_calls() -> dict[str, Call]:
-    calls: dict[str, Call] = {}
-    for split in (P("x", None, None), P(None, "y", None), P("x", "y", None), P(None, None, "x"), P(None, "y", "x")):
-        for with_final_state in (False, True):
-            for with_state in (False, True):
-
-                def convolve(x: Any, weight: Any, *state: Any, with_final_state: bool = with_final_state) -> Any:
-                    options = {"initial_state": state[0]} if state else {}
-                    return causal_conv1d(x, weight, return_final_state=with_final_state, **options)
-
-                operands = {"x": split, "weight": P()} | ({"state": P("x")} if with_state else {})
-                what = "causal_conv1d" + " with state" * with_state + " and final state" * with_final_state
-                calls[f"{what}, {split}"] = convolve, operands
-                calls[f"gradients of {what}, {split}"] = gradient(convolve, (0, 1)), operands
-    update = {"step": P(), "state": P("x"), "weight": P("y")}
-    return (
-        calls
-        | {
-            "causal_conv1d_backward": (
-                lambda x, weight, dy: causal_conv1d_backward(dy, x, weight, None),
-                {"x": P("x"), "weight": P("y"), "dy": P(None, "y")},
-            ),
-            "causal_conv1d_update": (causal_conv1d_update, update),
-            "gradients of causal_conv1d_update": (gradient(causal_conv1d_update, (0, 1, 2)), update),
-        }
-        | _updates_of_long_states()
-    )
-
-
-def _updates_of_long_states() -> dict[str, Call]:
-    """States with more inputs than the filter needs. Their cotangents are sums of terms that are split differently."""
-    calls: dict[str, Call] = {}
-    for of_x in (P(), P("x", None, "y"), P(None, "y"), P(None, None, "x")):
-        for of_state in (P("x"), P(None, "y"), P("x", "y"), P(None, "y", "x")):
-            for of_weight in (P("y"), P(None, "x")):
-                split = {"x": of_x, "long_state": of_state, "weight": of_weight}
-                calls[f"causal_conv1d_update, long, {split}"] = causal_conv1d_update, split
-                calls[f"gradients of causal_conv1d_update, long, {split}"] = (
-                    gradient(causal_conv1d_update, (0, 1, 2)),
-                    split,
-                )
-    return calls
-
-
 def _select(a: Any, b: Any) -> Any:
     return where(a > 0, a * b, b)
 
 
-CALLS: dict[str, Call] = (
-    _segment_calls()
-    | _convolution_calls()
-    | {
-        "second derivatives of where": (
-            gradient(gradient(_select, (0, 1)), (0, 1)),
-            {"rows": P("x", None), "other_rows": P(None, "y")},
-        ),
-        "second derivatives of where of a row": (
-            gradient(gradient(_select, (0, 1)), (0, 1)),
-            {"rows": P("x", "y"), "features": P("y")},
-        ),
-        "gradient of where_backward": (
-            gradient(lambda dy: where_backward(dy, jnp.arange(16)[:, None] % 2, b_shape=(6,))),
-            {"rows": P("x", "y")},
-        ),
-        "gradient of rope": (gradient(rope), {"q": P("x", "y")}),
-        "gradient of rope over a split sequence": (gradient(rope), {"q": P(None, None, "x")}),
-        "gradient of rope_backward": (gradient(rope_backward), {"q": P("x", "y")}),
-        "second derivatives of write_slice": (
-            gradient(gradient(lambda cache, window: write_slice(cache, window * window, (0, 3, 0)), (0, 1)), (0, 1)),
-            {"cache": P("x", None, "y"), "window": P()},
-        ),
-    }
-)
+CALLS: dict[str, Call] = _segment_calls() | {
+    "second derivatives of where": (
+        gradient(gradient(_select, (0, 1)), (0, 1)),
+        {"rows": P("x", None), "other_rows": P(None, "y")},
+    ),
+    "second derivatives of where of a row": (
+        gradient(gradient(_select, (0, 1)), (0, 1)),
+        {"rows": P("x", "y"), "features": P("y")},
+    ),
+    "second derivatives of write_slice": (
+        gradient(gradient(lambda cache, window: write_slice(cache, window * window, (0, 3, 0)), (0, 1)), (0, 1)),
+        {"cache": P("x", None, "y"), "window": P()},
+    ),
+}
 
 
 @pytest.mark.versions
@@ -260,10 +175,12 @@ def test_sums_that_are_not_reduced_are_refused() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Segment functions whose operands have unrelated shardings.
+# Operands with unrelated shardings.
 
-SEGMENT_EXAMPLES = [example for example in all_examples() if example.function.__module__.startswith(segment.__name__)]
-SPLIT_SIZES = {"row": 16, "feature": 8, "feature1": 8, "segment": NUM_SEGMENTS, "node": 8}
+NOT_MAPPED = [example for example in all_examples() if example.mapped is None]
+"""JAX maps no arrays whose mapped dimensions are split differently."""
+SPLIT_SIZES = {"row": 16, "feature": 8, "feature1": 8, "segment": NUM_SEGMENTS, "node": 8, "example": 8, "channel": 8}
+SPLIT_SIZES |= {"time": 24, "new": 8, "head": 8, "q_head": 8, "k_head": 16, "sequence": 4, "batch": 8}
 EDGES = ("data", "senders", "receivers")
 
 WITH_PLAN: dict[str, tuple[Sequence[str], Function]] = {
@@ -289,12 +206,14 @@ WITH_PLAN: dict[str, tuple[Sequence[str], Function]] = {
 }
 
 
-def random_spec(rng: np.random.Generator, ndim: int) -> P:
-    entries: list[Any] = [None] * ndim
-    for axis in ("x", "y"):
-        at = rng.integers(-1, ndim)
-        if at >= 0:
+def random_spec(rng: np.random.Generator, shape: tuple[int, ...]) -> P:
+    entries: list[Any] = [None] * len(shape)
+    parts = [1] * len(shape)
+    for axis, size in zip(("x", "y"), MESH_SHAPE, strict=True):
+        at = rng.integers(-1, len(shape))
+        if at >= 0 and shape[at] % (parts[at] * size) == 0:
             entries[at] = axis if entries[at] is None else (entries[at], axis)
+            parts[at] *= size
     return P(*entries)
 
 
@@ -312,10 +231,11 @@ def assert_split_results_agree(
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
-@pytest.mark.parametrize("example", SEGMENT_EXAMPLES, ids=lambda example: example.name)
-def test_one_axis_for_rows_and_features(rng: np.random.Generator, example: Example, axis_type: AxisType) -> None:
-    """Results agree if one axis splits the last dimension of every operand, and for random shardings."""
-    example = dataclasses.replace(example, sizes={"split": SPLIT_SIZES})
+@pytest.mark.parametrize("example", NOT_MAPPED, ids=lambda example: example.name)
+def test_unrelated_shardings(rng: np.random.Generator, example: Example, axis_type: AxisType) -> None:
+    """Results agree for random shardings, and if one axis splits the last dimension of every operand. In explicit mode,
+    gradients have the shardings of the operands."""
+    example = dataclasses.replace(example, sizes={"split": {**example.sizes["small"], **SPLIT_SIZES}})
     operands = example.make_operands(rng, "float32", "split")
     call, names = example.call("split"), example.differentiated("float32")
 
@@ -323,10 +243,14 @@ def test_one_axis_for_rows_and_features(rng: np.random.Generator, example: Examp
         given = dict(zip(operands, arrays, strict=True))
         ones = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), jax.eval_shape(call, **given))
         value, vjp = jax.vjp(lambda chosen: call(**{**given, **chosen}), {name: given[name] for name in names})
-        return value, vjp(reshard_like(ones, jax.typeof(value))) if names else ()
+        gradients = vjp(jax.tree.map(lambda x, y: reshard_like(x, jax.typeof(y)), ones, value)) if names else ({},)
+        for name, gradient in gradients[0].items():
+            assert axis_type == AxisType.Auto or jax.typeof(gradient) == jax.typeof(given[name]), name
+        return value, gradients
 
     arrays = list(operands.values())
-    for specs in ([P(*[None] * (x.ndim - 1), "x") for x in arrays], [random_spec(rng, x.ndim) for x in arrays]):
+    last = [P(*[None] * (x.ndim - 1), "x") if x.ndim and x.shape[-1] % MESH_SHAPE[0] == 0 else P() for x in arrays]
+    for specs in (last, [random_spec(rng, x.shape) for x in arrays]):
         assert_split_results_agree(value_and_gradients, arrays, specs, axis_type)
 
 
@@ -355,27 +279,25 @@ def test_plans_of_split_ids(rng: np.random.Generator, name: str) -> None:
     ids = [receivers.clip(0, 7), *gathered[:1]]
     for _ in range(2):
         for call, arrays in ((of_split_ids, [data, *ids]), (of_split_plan, [data, *map(np.asarray, leaves)])):
-            specs = [random_spec(rng, x.ndim) for x in arrays]
+            specs = [random_spec(rng, x.shape) for x in arrays]
             assert_split_results_agree(call, arrays, specs, AxisType.Explicit)
 
 
-JACOBIANS: dict[str, Callable[..., Any]] = {
-    "segment_sum": lambda x: jax_baracuda.segment_sum(x, np.array([0, 1, 1, 0]), 2),
-    "segment_softmax": lambda x: jax_baracuda.segment_softmax(x, np.array([0, 1, 1, 0]), 2),
-    "causal_conv1d": lambda x: causal_conv1d(x[None], jnp.ones((4, 3))),
-    "rope": lambda x: rope(x[None, None]),
-    "where": lambda x: where(x > 0, x, 2 * x),
-    "write_slice": lambda x: write_slice(jnp.zeros((8, 8)), x, (1, 0)),
-}
-
-
 @pytest.mark.versions
-@pytest.mark.parametrize("name", JACOBIANS)
-def test_jacobians(rng: np.random.Generator, name: str) -> None:
+@programs.each_function
+def test_jacobians(rng: np.random.Generator, example: Example) -> None:
     """JAX maps the derivative over a basis that has no mesh."""
-    x = rng.integers(-3, 4, (4, 8)).astype(np.float32)
-    for specs in ([P()], [random_spec(rng, x.ndim)]):
-        assert_split_results_agree(jax.jacrev(JACOBIANS[name]), [x], specs, AxisType.Explicit)
+    operands, names = example.make_operands(rng, "float32", "small"), example.differentiated("float32")
+    if not names:
+        pytest.skip("it has no derivative")
+
+    def jacobian(*arrays: jax.Array) -> Any:
+        given = dict(zip(operands, arrays, strict=True))
+        return jax.jacrev(lambda x: example.call("small")(**{**given, names[0]: x}))(given[names[0]])
+
+    arrays = list(operands.values())
+    for specs in ([P() for _ in arrays], [random_spec(rng, x.shape) for x in arrays]):
+        assert_split_results_agree(jacobian, arrays, specs, AxisType.Explicit)
 
 
 @pytest.mark.parametrize("dims", [0, 1, 2])

@@ -64,9 +64,11 @@ without_cuda_module = pytest.mark.filterwarnings("ignore:.* runs as plain JAX on
 @without_cuda_module
 @programs.each_function
 def test_programs_for_several_platforms(example: Example, rng: np.random.Generator) -> None:
-    """Value and gradient can be lowered and exported for several platforms. All or some of these have kernels."""
+    """Value and gradient can be lowered and exported for several platforms. All, some or none of these have kernels."""
     program = programs.program_of(rng, example)
     function, expected = jax.jit(program.function), program.results()
+    without_kernels = function.trace(*program.operands).lower(lowering_platforms=("tpu",))
+    assert "@jax_baracuda." not in without_kernels.as_text()
     for platforms in (("cpu", "cuda"), ("tpu", cases.PLATFORM)):
         function.trace(*program.operands).lower(lowering_platforms=platforms)
         export = jax.export.export(function, platforms=platforms, disabled_checks=jb.DISABLE_JAX_EXPORT_CHECKS)
@@ -98,15 +100,7 @@ KNOWN_DIMS = {"tap", "state", "half", "two"}
 CONSTRAINTS = ("new <= time", "part <= example")
 
 
-def is_of_segments(example: Example) -> bool:
-    return "ops.segment" in example.function.__module__
-
-
-SYMBOLIC = [x for x in all_examples() if is_of_segments(x) or x is examples_of(x.function.__name__)[0]]
-"""The first example of each function, and all examples of segment functions, which take a number of segments."""
-
-
-@pytest.mark.parametrize("example", SYMBOLIC, ids=lambda example: example.name)
+@pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
 def test_symbolic_sizes(rng: np.random.Generator, example: Example) -> None:
     """A program that is exported once runs as plain JAX. Value and gradient agree with kernels at other sizes."""
     known = KNOWN_DIMS | ({"feature"} if example.name.startswith("rope") else set())

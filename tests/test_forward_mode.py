@@ -84,14 +84,14 @@ def pushed(function: Callable[[Arrays], Any], chosen: Arrays, tangents: Arrays) 
     return jax.linear_transpose(lambda cotangents: vjp(cotangents)[0], results)(tangents)[0]
 
 
-def assert_close(actual: Any, expected: Any) -> None:
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         y = np.asarray(y)
         np.testing.assert_allclose(
             np.asarray(x),
             y,
-            rtol=1e-5,
-            atol=1e-5 * np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max(initial=1),
+            rtol=tolerance,
+            atol=tolerance * np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max(initial=1),
         )
 
 
@@ -132,27 +132,45 @@ def test_tangent(rng: np.random.Generator, example: Example) -> None:
 
 
 @each_function
-def test_second_derivatives(rng: np.random.Generator, example: Example) -> None:
-    """Forward over reverse and reverse over forward give the same product of a Hessian and a tangent."""
-    operands, chosen, tangents = problem_of(example, rng)
+def test_derivatives_of_higher_order(rng: np.random.Generator, example: Example) -> None:
+    """Second and third derivatives agree with plain JAX, in each order of modes."""
+    operands, chosen, tangents = jax.tree.map(np.asarray, problem_of(example, rng))
+    others = {name: rng.normal(size=x.shape) for name, x in chosen.items()}
 
-    def loss(function: Callable[..., Any], operands: Arrays, chosen: Arrays) -> jax.Array:
-        results = bound(example, function, operands)(chosen)
+    def loss(function: Callable[..., Any], chosen: Arrays) -> jax.Array:
+        results = bound(example, function, in_float64(operands))(chosen)
         return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 3) for x in results)
 
-    twin = functools.partial(loss, twin_of(example), operands)
-
-    @jax.jit
-    def products(chosen: Arrays, tangents: Arrays) -> Any:
-        forward_over_reverse = jax.jvp(jax.grad(twin), (chosen,), (tangents,))[1]
-        reverse_over_forward = jax.grad(lambda x: jax.jvp(twin, (x,), (tangents,))[1])(chosen)
-        return forward_over_reverse, reverse_over_forward
+    def product(x: Arrays, y: Arrays) -> Any:
+        return sum(jnp.vdot(x[name], y[name]) for name in x)
 
     with jax.enable_x64(True):
-        plain = jax.grad(functools.partial(loss, example.plain_jax, in_float64(operands)))
-        expected = pushed(plain, in_float64(chosen), in_float64(tangents))
-    for actual in products(chosen, tangents):
-        assert_close(actual, expected)
+        x, u, v = in_float64(chosen), others, in_float64(tangents)
+
+        def reverse(loss: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+            """Products of the second and third derivatives."""
+            second = jax.grad(lambda x: product(jax.grad(loss)(x), v))
+            return second, jax.grad(lambda x: product(second(x), u))
+
+        of_plain = [jax.jit(f)(x) for f in reverse(functools.partial(loss, example.plain_jax))]
+        ours, twin = (functools.partial(loss, f) for f in (example.function, twin_of(example)))
+        second, third = reverse(ours)
+        checkpointed, _ = reverse(jax.checkpoint(ours))
+
+        @jax.jit
+        def products(x: Arrays) -> tuple[list[Any], list[Any]]:
+            push = functools.partial(jax.jvp, primals=(x,), tangents=(v,))
+            return [
+                second(x),
+                checkpointed(x),
+                push(jax.grad(ours))[1],
+                push(jax.grad(twin))[1],
+                jax.grad(lambda x: jax.jvp(twin, (x,), (v,))[1])(x),
+            ], [third(x), jax.jvp(second, (x,), (u,))[1]]
+
+        for of_order, expected in zip(products(x), of_plain, strict=True):
+            for actual in of_order:
+                assert_close(actual, expected, 1e-9)
 
 
 DATA = np.asarray([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [2.0, 2.5]], np.float32)
@@ -274,10 +292,24 @@ def test_integers_have_no_tangent() -> None:
     assert tangent.dtype == jax.dtypes.float0
 
 
-def test_words_of_the_error() -> None:
-    """The error of a function without forward mode names its twin. Other errors are unchanged."""
-    with pytest.raises(TypeError, match=r"can't apply forward-mode.*use jax_baracuda\.forward_mode\.segment_max"):
-        jax.jvp(lambda x: jax_baracuda.segment_max(x, IDS, 3), (DATA,), (DATA,))
+@each_function
+def test_words_of_the_error(rng: np.random.Generator, example: Example) -> None:
+    """The error of a function without forward mode names its twin, also after calls of the twin."""
+    operands, chosen, tangents = problem_of(example, rng)
+    name = example.function.__name__
+    function, twin = (bound(example, x, operands) for x in (example.function, twin_of(example)))
+    twin(chosen)
+    program = str(jax.make_jaxpr(function)(chosen))
+    of_twin = rf".*use jax_baracuda\.forward_mode\.{name}"
+    for call, hint in ((function, of_twin), (jax.jit(function), "")):  # under jit, the error is JAX's own
+        if any(x in program for x in ("custom_vjp_call", "baracuda_batched_vjp")):
+            with pytest.raises(TypeError, match=f"can't apply forward-mode{hint}"):
+                jax.jvp(call, (chosen,), (tangents,))
+        else:  # its primitive has both modes
+            assert_close(jax.jvp(call, (chosen,), (tangents,)), jax.jvp(twin, (chosen,), (tangents,)))
+
+
+def test_other_errors_are_unchanged() -> None:
     with pytest.raises(TypeError, match="segment_ids must have an integer dtype"):
         jax_baracuda.segment_max(DATA, IDS + 0.5, 3)
 

@@ -13,12 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from rope.reference import LAYOUTS, Rotation, features_shape
-from segment.reference import DIFFERENTIABLE, MAX, MEAN, MIN, PROD, REDUCTIONS, SOFTMAX, SUM, Reduction
+from segment.reference import DIFFERENTIABLE, REDUCTIONS, Reduction
 from support import cases
-from support.cases import assert_same_bits
-
-from jax_baracuda import rope
 
 pytestmark = pytest.mark.thorough
 
@@ -123,86 +119,3 @@ def test_gradient(problem: dict[str, Any], random: st.DataObject) -> None:
     of_reduction = {name: options[name] for name in reduction.options[0]}
     expected = reduction.gradient(cotangent, reduction.residual(data, output), ids, segments, **of_reduction)
     expected.check(gradient)
-
-
-exact_problems = st.one_of(problems((MAX, MIN), ("int32", "float32")), problems((SUM, PROD), ("int32",)))
-
-
-@SETTINGS
-@given(problem=exact_problems, order=st.randoms(use_true_random=False))
-def test_order_of_rows_does_not_matter(problem: dict[str, Any], order: Any) -> None:
-    """A permutation of the rows does not change exact results, and permutes the shares of a split gradient."""
-    reduction, data, ids, segments = (problem[name] for name in ("reduction", "data", "ids", "segments"))
-    permutation = np.array(order.sample(range(len(ids)), len(ids)), np.int64)
-    options = dict(problem["options"]) | {"indices_are_sorted": False}
-    permuted = problem | {"data": data[permutation], "ids": ids[permutation], "options": tuple(options.items())}
-    with cases.x64_for(ids.dtype):
-        assert_same_bits(value(**permuted), np.asarray(value(**problem)))
-        if data.dtype == np.float32 and options["tie_break"] == "split":
-            cotangent = np.ones((segments, *data.shape[1:]), np.float32)
-            _, gradient = value_and_gradient(**problem, cotangent=cotangent)
-            _, of_permuted = value_and_gradient(**permuted, cotangent=cotangent)
-            assert_same_bits(of_permuted, np.asarray(gradient)[permutation])
-
-
-@SETTINGS
-@given(problem=problems((MEAN, SOFTMAX), ("float32",)))
-def test_relations(problem: dict[str, Any]) -> None:
-    """Means are between the extrema; probabilities are between 0 and 1 and sum to 1."""
-    reduction, data, ids, segments = (problem[name] for name in ("reduction", "data", "ids", "segments"))
-    data = np.clip(np.nan_to_num(data), -100, 100)
-    mode = dict(problem["options"])["mode"]
-    with cases.x64_for(ids.dtype):
-        output = np.asarray(value(**(problem | {"data": data})))
-    ids = cases.in_mode(ids, segments, mode)
-    is_empty = cases.counts(ids, segments) == 0
-    if reduction is SOFTMAX:
-        assert ((output >= 0) & (output <= 1)).all()
-        total = cases.segment_sum(output, ids, segments)
-        of_terms = SOFTMAX.value(data, ids, segments).error + cases.eps_of(np.float32) / 2 * output
-        assert (np.abs(total - 1) <= cases.segment_sum(of_terms, ids, segments))[~is_empty].all()
-    else:
-        low, high = (f(data, ids, segments) for f in (cases.reference_min, cases.reference_max))
-        mean = MEAN.value(data, ids, segments)
-        margin = mean.error + cases.eps_of(np.float32) * np.abs(mean.exact)
-        assert ((output >= low - margin) & (output <= high + margin))[~is_empty].all()
-
-
-@st.composite
-def rotations(draw: st.DrawFn) -> tuple[Rotation, np.ndarray, np.ndarray]:
-    """The arguments of a rotation, features and a cotangent. There are few sizes, so that programs are reused."""
-    layout = draw(st.sampled_from(LAYOUTS))
-    examples, length = draw(st.sampled_from([(1, 1), (2, 1), (2, 5)]))
-    heads, size = draw(st.sampled_from([(1, 2), (3, 10), (2, 32)]))
-    shape = features_shape(layout, examples, heads, length, size)
-    features = data_of(draw(st.sampled_from(cases.FLOATING)), shape)
-    positions = hnp.arrays(np.int32, draw(st.sampled_from([(length,), (examples, length)])))
-    rotation = Rotation(
-        draw(st.one_of(st.none(), positions)),
-        draw(st.sampled_from([10000.0, 2.5])),
-        draw(st.booleans()),
-        layout,
-        draw(st.sampled_from([None, 2, size])),
-        scale=draw(st.sampled_from([1.0, -0.75])),
-    )
-    x = draw(features)
-    return rotation, x, draw(data_of(x.dtype, shape))
-
-
-@functools.partial(jax.jit, static_argnames="options")
-def rotation_and_gradient(x: Any, cotangent: Any, positions: Any, *, options: tuple[Any, ...]) -> Any:
-    output, vjp = jax.vjp(lambda x: rope(x, positions, **dict(options)), x)
-    return output, *vjp(cotangent)
-
-
-@SETTINGS
-@given(problem=rotations())
-def test_rotation(problem: tuple[Rotation, np.ndarray, np.ndarray]) -> None:
-    rotation, x, cotangent = problem
-    with cases.x64_for(x.dtype):
-        results = rotation_and_gradient(x, cotangent, rotation.positions, options=tuple(rotation.options().items()))
-    for features, direction, result in zip((x, cotangent), (1, -1), results, strict=True):
-        expected = rotation.of(features, direction).expected()
-        # Subnormal numbers may be treated as zeros.
-        tiny = float(np.finfo(cases.accumulator(x.dtype)).tiny)
-        cases.Expected(expected.exact, x.dtype, expected.error + tiny).check(result, str(rotation))

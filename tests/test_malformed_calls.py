@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +349,35 @@ def run(rng: np.random.Generator, call: Call) -> str | None:
     return None
 
 
+def changed_in_one_respect(good: Call) -> Iterator[tuple[str, Call]]:
+    """Calls with one array of another shape, one array more or less, other scratch or another flag."""
+
+    def other_shapes(x: Array) -> dict[str, Array]:
+        return handlers.with_other_shapes(x) if x.shape else {}
+
+    yield from ((f"{x.name} {how}", call) for how, x, call in good.with_other(other_shapes))
+    for kind in ("operands", "results"):
+        arrays = getattr(good, kind)
+        # On GPUs, XLA removes a call that has no result.
+        minimum = int(kind == "results" and cases.PLATFORM == "cuda")
+        for count in range(minimum, len(arrays)):
+            yield f"{count} {kind}", dataclasses.replace(good, **{kind: arrays[:count]})
+        yield f"one of {kind} too many", dataclasses.replace(good, **{kind: (*arrays, Array("extra", (3, 2)))})
+    for scratch_bytes in {0, 1, good.scratch_bytes - 1} - {-1, good.scratch_bytes}:
+        yield f"{scratch_bytes} bytes of scratch", dataclasses.replace(good, scratch_bytes=scratch_bytes)
+    for name, value in good.attributes.items():
+        if isinstance(value, bool) and name.startswith(("has_", *LAYOUT_FLAGS)):
+            yield f"{name} {not value}", dataclasses.replace(good, attributes={**good.attributes, name: not value})
+    if "num_batch_dims" in good.attributes:
+        for number in (good.attributes["num_batch_dims"] - 1, good.attributes["num_batch_dims"] + 1):
+            attributes = {**good.attributes, "num_batch_dims": np.int64(number)}
+            yield f"{number} batch dimensions", dataclasses.replace(good, attributes=attributes)
+
+
+LAYOUT_FLAGS = ("channels_last", "heads_first")
+NO_ARGUMENTS = ("got", "expected", "scratch")
+"""Beginnings of messages about the number of buffers, which name no argument."""
+
 BY_XLA = re.compile(
     r"Wrong number of (arguments|results|attributes): |Unexpected attribute: |Attribute name mismatch: "
     r"|Wrong (scalar|array) data type: expected |Wrong attribute type: expected |Unsupported array element type for "
@@ -356,7 +385,31 @@ BY_XLA = re.compile(
 """XLA's own errors, for calls that never reach the handler."""
 
 
-@pytest.mark.parametrize("target", sorted(NATIVE_MODULES[cases.PLATFORM].targets))
+each_target = pytest.mark.parametrize("target", sorted(NATIVE_MODULES[cases.PLATFORM].targets))
+
+
+@each_target
+def test_calls_changed_in_one_respect(rng: np.random.Generator, target: str) -> None:
+    """Errors name the target and one of its arguments. Calls that are accepted fit the definition of the op."""
+    goods, refused = calls_of_one_batch(target), 0
+    arrays = {x.name for good in goods for x in good.arrays()}
+    names = "|".join([*arrays, *goods[0].attributes, *NO_ARGUMENTS])
+    for good in {id(call): call for call in (goods[0], goods[-1])}.values():
+        batch_dims = {"num_batch_dims"} - ({"num_batch_dims"} if OPS[target].broadcasts else set())
+        assert set(good.attributes) == {*OPS[target].attributes, *batch_dims}
+        for what, call in changed_in_one_respect(good):
+            message = run(rng, call)
+            if message is None:
+                assert (reason := why_not(call)) is None, f"accepted {what} where {reason}: {code_of(call)}"
+            else:
+                refused += 1
+                named = re.search(rf"{target}: ({names})", message) or BY_XLA.search(message)
+                assert named, f"{what}: {message}"
+        handlers.assert_other_attributes_refused(good)
+    assert refused > 10
+
+
+@each_target
 def test_malformed_calls(rng: np.random.Generator, target: str, tmp_path: Path) -> None:
     goods, refused = good_calls(target), 0
     for good in goods:

@@ -29,7 +29,7 @@ from segment.reference import (
 )
 from support import cases, programs
 from support.cases import Expected, Shape
-from support.meshes import MESH_SHAPE, collectives, exchanges, exchanges_in
+from support.meshes import MESH_SHAPE, exchanges, exchanges_in
 
 from jax_baracuda import forward_mode, segment_plan, segment_prod_backward
 from jax_baracuda._core.sharding import mesh_axes
@@ -241,58 +241,6 @@ def test_row_sharded_sums_need_no_16_bit_collective() -> None:
         np.testing.assert_array_equal(jax.jit(reduce)(sharded), np.ones((1, 1)))
 
 
-@each_way
-def test_rows_that_do_not_divide_evenly(reduction: Reduction, options: Options) -> None:
-    data, ids, cotangent = make_operands(reduction, seed=2, num_rows=65)
-    mesh = make_mesh(AxisType.Auto)
-
-    def function(data: jax.Array, ids: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        data = jax.lax.with_sharding_constraint(data, NamedSharding(mesh, P("rows", "features")))
-        return value_and_gradient(reduction, options, data, ids, cotangent)
-
-    expected = jax.jit(functools.partial(value_and_gradient, reduction, options))(data, ids, cotangent)
-    assert_same(reduction, jax.jit(function)(data, ids, cotangent), expected, data, ids, cotangent)
-
-
-@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)], ids=["data", "ids", "both"])
-@each_reduction
-def test_sharded_batch_of_vmap(reduction: Reduction, mapped: tuple[int | None, int | None]) -> None:
-    operands = [make_operands(reduction, seed) for seed in range(8)]
-    data, ids, cotangent = (jnp.stack(arrays) for arrays in zip(*operands, strict=True))
-    data, ids = (x if axis == 0 else x[0] for x, axis in zip((data, ids), mapped, strict=True))
-    function = jax.vmap(functools.partial(value_and_gradient, reduction, reduction.options[0]), (*mapped, 0))
-    expected = jax.jit(function)(data, ids, cotangent)
-    mesh = make_mesh(AxisType.Auto)
-    batch_split, whole = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())
-    placed = (
-        *(jax.device_put(x, batch_split if axis == 0 else whole) for x, axis in zip((data, ids), mapped, strict=True)),
-        jax.device_put(cotangent, batch_split),
-    )
-    actual = jax.jit(function)(*placed)
-    assert_same(reduction, actual, expected, data, ids, cotangent)
-    for got in actual:
-        assert got.sharding.is_equivalent_to(batch_split, got.ndim)
-    assert sum(collectives(function, *placed).values()) == 0
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("check_vma", [True, False])
-@each_way
-def test_shard_map_over_features(reduction: Reduction, options: Options, check_vma: bool) -> None:
-    data, ids, cotangent = make_operands(reduction, seed=3)
-    mapped = functools.partial(value_and_gradient, reduction, options)
-    expected = jax.jit(mapped)(data, ids, cotangent)
-    function = jax.shard_map(
-        mapped,
-        mesh=make_mesh(AxisType.Auto),
-        in_specs=(P(None, "features"), P(), P(None, "features")),
-        out_specs=(P(None, "features"),) * len(expected),
-        check_vma=check_vma,
-    )
-    assert_same(reduction, jax.jit(function)(data, ids, cotangent), expected, data, ids, cotangent)
-    assert sum(collectives(function, data, ids, cotangent).values()) == 0
-
-
 @pytest.mark.versions
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @each_differentiable
@@ -323,66 +271,6 @@ def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> No
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("check_vma", [True, False])
-@each_differentiable
-def test_transposed_gradient_in_shard_map(reduction: Reduction, check_vma: bool) -> None:
-    """Gradients are linear in the cotangent. Their transpose has the varying axes of the cotangent."""
-    data, ids, cotangent = make_operands(reduction, seed=10)
-    data = jnp.where(jnp.isfinite(data), data, 1)
-
-    def transposed(cotangent: jax.Array, data: jax.Array, d_gradient: jax.Array) -> jax.Array:
-        def gradient(cotangent: jax.Array) -> jax.Array:
-            return reduction.call_backward(cotangent, data, ids, NUM_SEGMENTS, **reduction.options[0])
-
-        return jax.vjp(gradient, cotangent)[1](d_gradient)[0]
-
-    operands = (cotangent, data, jnp.flip(data, axis=0))
-    spec = P(None, "features")
-    mapped = jax.shard_map(
-        transposed, mesh=make_mesh(AxisType.Auto), in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma
-    )
-    actual, expected = jax.jit(mapped)(*operands), np.asarray(jax.jit(transposed)(*operands))
-    if cases.PLATFORM == "cpu":
-        cases.assert_same_bits(actual, expected)
-    else:  # XLA adds ties in the order in which threads arrive
-        magnitude = np.asarray(transposed(*operands[:2], jnp.abs(operands[2])))
-        Expected(expected, np.float32, rounding_of_sums(len(data)) * np.abs(magnitude)).check(actual)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@each_differentiable
-def test_gradient_through_shard_map_of_replicated_data(reduction: Reduction, check_vma: bool) -> None:
-    """If data are replicated and ids differ between devices, the gradient is the sum over the devices."""
-    data, ids, _ = make_operands(reduction, seed=4)
-    data = jnp.where(jnp.isfinite(data), data, 0.5)
-    mesh = make_mesh(AxisType.Auto)
-    all_ids = jnp.stack([jnp.roll(ids, shift) for shift in range(MESH_SHAPE[0])])
-
-    def loss_of(one_ids: jax.Array, data: jax.Array) -> jax.Array:
-        output = reduction(data, one_ids, NUM_SEGMENTS)
-        return jnp.sum(jnp.where(jnp.isfinite(output), jnp.sin(output), 0))
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("rows"), P()), out_specs=P(), check_vma=check_vma)
-    def loss(ids: jax.Array, data: jax.Array) -> jax.Array:
-        return jax.lax.psum(loss_of(ids[0], data), "rows")
-
-    expected = jax.grad(lambda data: sum(loss_of(one, data) for one in all_ids))(data)
-    actual = jax.jit(jax.grad(loss, argnums=1))(all_ids, data)
-
-    def error_of(ids: jax.Array) -> Any:
-        """The error of one device's gradient. Its cotangent is a cosine, so at most 1."""
-        if reduction is SOFTMAX:
-            ones = np.ones(data.shape, np.float32)
-            return 2 * errors_of_softmax(np.asarray(data), np.asarray(ids), ones, NUM_SEGMENTS)[1]
-        ones = jnp.ones((NUM_SEGMENTS, data.shape[1]), data.dtype)
-        return rounding_of_sums(MESH_SHAPE[0]) * np.abs(reduction.pullback(data, ids, NUM_SEGMENTS, ones)[1])
-
-    # The errors of the devices are independent.
-    error = np.sqrt(sum(np.square(error_of(ids)) for ids in all_ids))
-    Expected(np.asarray(expected), np.float32, error).check(actual)
-
-
-@pytest.mark.versions
 @each_reduction
 def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
     data, ids, _ = make_operands(reduction, seed=5)
@@ -394,25 +282,6 @@ def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
     )
     with pytest.raises(ValueError, match="out_specs"):
         function(data, ids)
-
-
-@pytest.mark.versions
-@each_reduction
-def test_shard_map_over_one_of_two_axes(reduction: Reduction) -> None:
-    """The results are right, although the other axis is left to the partitioner."""
-    data, ids, cotangent = make_operands(reduction, seed=6)
-    mesh = make_mesh(AxisType.Auto)
-    mapped = functools.partial(value_and_gradient, reduction, reduction.options[0])
-    expected = jax.jit(mapped)(data, ids, cotangent)
-    function = jax.shard_map(
-        mapped,
-        mesh=mesh,
-        in_specs=(P(None, "features"), P(), P(None, "features")),
-        out_specs=(P(None, "features"),) * len(expected),
-        axis_names={"features"},
-    )
-    placed = jax.device_put(data, NamedSharding(mesh, P("rows", "features")))
-    assert_same(reduction, jax.jit(function)(placed, ids, cotangent), expected, data, ids, cotangent)
 
 
 @pytest.mark.parametrize("of_rows", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
@@ -432,36 +301,6 @@ def test_shard_map_that_leaves_two_axes(reduction: Reduction, of_rows: str | tup
     specs = P(of_rows, "features"), P(of_rows), cells_or_rows(reduction, P(of_rows, "features"))
     placed = [jax.device_put(x, NamedSharding(mesh, its)) for x, its in zip((data, ids, cotangent), specs, strict=True)]
     assert_same(reduction, jax.jit(function)(*placed), expected, data, ids, cotangent)
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("data_spec", [P("rows", "features"), P(None, "features"), P()])
-@pytest.mark.parametrize("ids_spec", [P("rows"), P()])
-@each_reduction
-def test_explicit_mode_types(reduction: Reduction, data_spec: P, ids_spec: P) -> None:
-    """The result's type says how it is sharded, whatever the sharding of the ids."""
-    data, ids, cotangent = make_operands(reduction, seed=7)
-    expected = value_and_gradient(reduction, reduction.options[0], data, ids, cotangent)
-    mesh = make_mesh(AxisType.Explicit)
-    full_spec = P(*data_spec, *(None,) * (2 - len(data_spec)))
-    result_spec = cells_or_rows(reduction, full_spec)
-    with jax.set_mesh(mesh):
-        placed = (
-            jax.device_put(data, NamedSharding(mesh, data_spec)),
-            jax.device_put(ids, NamedSharding(mesh, ids_spec)),
-        )
-
-        @jax.jit
-        def function(data: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
-            results = value_and_gradient(
-                reduction, reduction.options[0], data, ids, jax.sharding.reshard(cotangent, result_spec)
-            )
-            assert tuple(jax.typeof(results[0]).sharding.spec) == tuple(result_spec)
-            if len(results) == 2:
-                assert jax.typeof(results[1]).sharding.spec == jax.typeof(data).sharding.spec
-            return results
-
-        assert_same(reduction, function(*placed), expected, data, ids, cotangent)
 
 
 @pytest.mark.versions

@@ -60,9 +60,11 @@ def differentiated_operands(example: Example) -> list[str]:
     return [name for name, operand in example.operands.items() if operand.dtype is None and operand.differentiable]
 
 
-def operands_of(rng: np.random.Generator, example: Example, program: str) -> tuple[Arrays, Arrays]:
+def operands_of(
+    rng: np.random.Generator, example: Example, program: str, dtype: str = "float32"
+) -> tuple[Arrays, Arrays]:
     """The differentiated operands and the others, on a device."""
-    operands = example.make_operands(rng, "float32", "small")
+    operands = example.make_operands(rng, dtype, "small")
     if program.startswith("vmap"):
         operands = {name: np.stack([x, x]) for name, x in operands.items()}
     names = differentiated_operands(example)
@@ -89,7 +91,7 @@ def failures_of(
 ) -> list[str]:
     failures = []
     for name, program in programs_of(example).items():
-        operands = operands_of(rng, example, name)
+        operands = operands_of(rng, example, name, "bfloat16")
         for asked_for in implementations:
             try:
                 with jb.implementation(asked_for):
@@ -101,7 +103,7 @@ def failures_of(
 
 @each_example
 def test_ranks_dtypes_and_leaks(rng: np.random.Generator, example: Example) -> None:
-    """Tracing and lowering need no implicit promotion, and leak no tracer."""
+    """Tracing and lowering need no implicit promotion, also of 16-bit numbers, and leak no tracer."""
 
     def lower(program: Callable[..., Any], operands: tuple[Arrays, Arrays]) -> None:
         with strict_about_programs():

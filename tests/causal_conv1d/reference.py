@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from support import cases, handlers
@@ -287,36 +286,6 @@ def part_of(expected: Expected, index: Any) -> Expected:
     """The expected values of the elements at an index."""
     error = np.broadcast_to(expected.error, expected.exact.shape)
     return dataclasses.replace(expected, exact=expected.exact[index], error=error[index])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Another reference, in plain JAX, for derivatives of any order: a product with the matrix of all pairs of times.
-
-
-def plain_convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    segment_ids: np.ndarray | None = None,
-    activation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """y and the final state of signals ``[B, C, L]``."""
-    examples, channels, length = x.shape
-    width = weight.shape[1]
-    state = jnp.zeros((examples, channels, width - 1), x.dtype) if initial_state is None else initial_state
-    inputs = jnp.concatenate([state, x], axis=2)
-    ids = np.zeros((examples, length), int) if segment_ids is None else segment_ids
-    input_ids = np.concatenate([np.repeat(ids[:, :1], width - 1, axis=1), ids], axis=1)
-    times = np.arange(length + width - 1)
-    uses = times[None, :, None] == np.arange(length)[:, None, None] + np.arange(width)  # [t, input, k]
-    is_same = ids[:, :, None] == input_ids[:, None, :]  # [b, t, input]
-    z = jnp.einsum(
-        "bci,tik,bti,ck->bct", inputs, uses.astype(x.dtype), is_same.astype(x.dtype), weight, precision="highest"
-    )
-    z = z if bias is None else z + bias[:, None]
-    final_state = jnp.where(is_same[:, -1, None, length:], inputs[:, :, length:], 0)
-    return jax.nn.silu(z) if activation else z, final_state
 
 
 # ----------------------------------------------------------------------------------------------------------------------

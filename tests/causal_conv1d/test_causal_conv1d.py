@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from causal_conv1d import matrix
 from causal_conv1d import reference as convolutions
 from causal_conv1d.reference import (
     LAYOUTS,
@@ -26,11 +27,9 @@ from causal_conv1d.reference import (
     in_layout,
     make_problem,
     part_of,
-    plain_convolution,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.test_util import check_grads
 from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits
@@ -93,44 +92,29 @@ def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_
     batch.add(call, (operands, dy_in_layout, d_state), check)
 
 
-def backward(problem: Problem, channels_last: bool, dy: Any, d_state: Any) -> dict[str, Any]:
-    """The results of the public backward function, by name."""
-    arrays = problem.operands(channels_last)
-    results = causal_conv1d_backward(
-        in_layout(dy, channels_last),
-        arrays["x"],
-        arrays["weight"],
-        arrays.get("bias"),
-        activation=problem.activation,
-        channels_last=channels_last,
-        initial_state=arrays.get("initial_state"),
-        segment_ids=problem.segment_ids,
-        d_final_state=d_state,
-    )
-    assert (results[2] is None) == ("bias" not in arrays)
-    assert len(results) == (4 if "initial_state" in arrays else 3)
-    named = dict(zip(("x", "weight", "bias", "initial_state"), results, strict=False))
-    return {name: gradient for name, gradient in named.items() if gradient is not None}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Values and gradients.
 
 
 def test_reference_itself(rng: np.random.Generator) -> None:
-    """The NumPy reference agrees with np.convolve; its outputs and gradients agree with plain JAX."""
+    """The NumPy reference agrees with np.convolve; its outputs and gradients agree with the reference of the matrix."""
     problem = make_problem(rng, (2, 3, 20), 4, "float64", activation=None)
     x, weight, bias = problem.arrays.values()
     y, _ = convolutions.reference(problem)
     for example, channel in np.ndindex(2, 3):
         expected = np.convolve(x[example, channel], weight[channel, ::-1])[:20] + bias[channel]
         np.testing.assert_allclose(y[example, channel].astype(np.float64), expected, rtol=1e-12, atol=1e-12)
+
+    def of_matrix(problem: Problem, arrays: dict[str, Any]) -> Any:
+        activation = jax.nn.silu if problem.activation else lambda z: z
+        operands = (arrays.get(name) for name in ("x", "weight", "bias", "initial_state"))
+        return matrix.reference(activation, *operands, problem.segment_ids)
+
     for options in OPTIONS:
         problem = make_problem(rng, (2, 3, 20), 4, "float64", **options)
         dy, d_state = cotangents(rng, problem)
         with jax.enable_x64(True):
-            plain = functools.partial(plain_convolution, segment_ids=problem.segment_ids, activation=problem.activation)
-            outputs, vjp = jax.vjp(lambda arrays, plain=plain: plain(**arrays), problem.arrays)
+            outputs, vjp = jax.vjp(functools.partial(of_matrix, problem), problem.arrays)
             check_outputs(problem, False, *outputs, str(options))
             expected = expected_gradients(problem, dy, d_state)
             check_gradients(vjp((dy, d_state))[0], expected, False, str(options))
@@ -184,31 +168,6 @@ def test_sizes(rng: np.random.Generator, dtype: str, channels_last: bool) -> Non
     batch.run()
 
 
-@pytest.mark.parametrize(("dtype", "wider"), [*((dtype, False) for dtype in FLOATING), ("bfloat16", True)])
-def test_backward(rng: np.random.Generator, dtype: str, wider: bool) -> None:
-    """The public backward function is right, with and without a cotangent of the final state."""
-    batch = Batch()
-    for (k, options), has_d_state in itertools.product(enumerate(OPTIONS), (True, False)):
-        channels_last, width = bool(k % 2), WIDER[k % 3] if wider else 1 + k % 5
-        problem = make_problem(rng, (2, 5, 11), width, dtype, **options)
-        dy, d_state = cotangents(rng, problem)
-        expected = expected_gradients(problem, dy, d_state if has_d_state else np.zeros_like(d_state))
-
-        def check(
-            gradients: Any,
-            problem: Problem = problem,
-            expected: dict[str, Expected] = expected,
-            channels_last: bool = channels_last,
-            where: str = f"{options} width {width}",
-        ) -> None:
-            check_gradients(gradients, expected, channels_last, where)
-
-        call = functools.partial(backward, problem, channels_last)
-        batch.add(call, (dy, d_state if has_d_state else None), check)
-    with cases.x64_for(dtype):
-        assert batch.run() == ({} if wider else {"causal_conv1d_backward": 2 * len(OPTIONS)})
-
-
 @settings(deadline=None, max_examples=15)
 @given(
     shape=st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(0, 40)),
@@ -232,7 +191,10 @@ def test_long_sums(rng: np.random.Generator) -> None:
     dy, d_state = cotangents(rng, problem)
     expected = expected_gradients(problem, dy, np.zeros_like(d_state))
     for channels_last in LAYOUTS:
-        check_gradients(backward(problem, channels_last, dy, None), expected, channels_last)
+        arrays = problem.operands(channels_last)
+        options = {"activation": problem.activation, "channels_last": channels_last}
+        results = causal_conv1d_backward(in_layout(dy, channels_last), *arrays.values(), **options)
+        check_gradients(dict(zip(arrays, results, strict=True)), expected, channels_last)
 
 
 def test_positive_long_sums_of_16_bits(rng: np.random.Generator) -> None:
@@ -637,313 +599,6 @@ def test_state_that_is_not_donated_is_unchanged(rng: np.random.Generator) -> Non
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Transformations.
-
-Transformation = Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
-
-TRANSFORMATIONS: dict[str, Transformation] = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "checkpoint, nothing saveable": lambda f: jax.jit(
-        jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
-    ),
-    "scan": lambda f: (
-        lambda arrays: jax.tree.map(
-            lambda y: y[1],
-            jax.lax.scan(lambda c, x: (c, f(arrays | {"x": x})), 0, jnp.stack([-arrays["x"], arrays["x"]]))[1],
-        )
-    ),
-    "cond": lambda f: (
-        lambda arrays: jax.lax.cond(
-            arrays["x"].sum() > -1e9, f, lambda arrays: jax.tree.map(jnp.zeros_like, f(arrays)), arrays
-        )
-    ),
-    "vmap of one": lambda f: (
-        lambda arrays: jax.tree.map(lambda y: y[0], jax.vmap(f)(jax.tree.map(lambda x: x[None], arrays)))
-    ),
-}
-
-
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-def test_transformation(rng: np.random.Generator, transformation: str) -> None:
-    """Outputs and gradients have the same bits under each transformation as in eager mode."""
-    for channels_last in LAYOUTS:
-        problem = make_problem(rng, (2, 6, 19), 4, "bfloat16", has_state=True, has_ids=True)
-        dy, d_state = cotangents(rng, problem)
-        arrays = jax.tree.map(jnp.asarray, problem.operands(channels_last))
-
-        def call(arrays: Any, problem: Problem = problem, channels_last: bool = channels_last) -> Any:
-            return problem.call(arrays, channels_last)
-
-        expected, vjp = jax.vjp(call, arrays)
-        actual, transformed_vjp = jax.vjp(TRANSFORMATIONS[transformation](call), arrays)
-        d_outputs = (in_layout(dy, channels_last), d_state)
-        expected, actual = (expected, vjp(d_outputs)), (actual, transformed_vjp(d_outputs))
-        jax.tree.map(lambda got, want: assert_same_bits(got, np.asarray(want)), actual, expected)
-
-
-MAPPED = ("x", "weight", "bias", "initial_state", "segment_ids", "dy")
-
-
-def mapped_problem(
-    rng: np.random.Generator, mapped: tuple[str, ...], size: int, channels_last: bool, width: int = 4
-) -> tuple[dict[str, Any], dict[str, int | None]]:
-    """The operands of the call below, and their vmap axes. Mapped operands have a leading vmap axis."""
-
-    def make() -> dict[str, Any]:
-        problem = make_problem(rng, (2, 5, 13), width, has_state=True, has_ids=True)
-        dy, _ = cotangents(rng, problem)
-        return problem.operands(channels_last) | {
-            "segment_ids": problem.segment_ids,
-            "dy": in_layout(dy, channels_last),
-        }
-
-    problems = [make() for _ in range(size)]
-    axes = {name: 0 if name in mapped else None for name in MAPPED}
-    shared = problems[0]
-    operands = {
-        name: np.stack([problem[name] for problem in problems]) if axes[name] == 0 else shared[name] for name in MAPPED
-    }
-    return operands, axes
-
-
-def outputs_and_gradients(channels_last: bool, operands: dict[str, Any]) -> Any:
-    others = dict(operands)
-    dy, ids = others.pop("dy"), others.pop("segment_ids")
-    outputs, vjp = jax.vjp(lambda arrays: Problem(arrays, ids, "silu").call(arrays, channels_last), others)
-    return outputs, vjp((dy, outputs[1]))[0]
-
-
-@each_layout
-@pytest.mark.parametrize("width", [4, 9])
-def test_vmap(rng: np.random.Generator, width: int, channels_last: bool) -> None:
-    """vmap over each operand alone, and over several, is one kernel call with right results."""
-    batch = Batch()
-    subsets = [(name,) for name in MAPPED] + [MAPPED, ("x", "weight"), ("segment_ids", "dy"), ("bias", "initial_state")]
-    call = functools.partial(outputs_and_gradients, channels_last)
-    for mapped in subsets:
-        operands, axes = mapped_problem(rng, mapped, 3, channels_last, width)
-
-        def check(
-            outputs: Any, gradients: Any, operands: Any = operands, axes: Any = axes, mapped: Any = mapped
-        ) -> None:
-            for k in range(3):
-                one = {name: x[k] if axes[name] == 0 else x for name, x in operands.items()}
-                dy, ids = in_layout(one.pop("dy"), channels_last), one.pop("segment_ids")
-                problem = Problem(one | {"x": in_layout(one["x"], channels_last)}, ids, "silu")
-                y, state = (output[k] for output in outputs)
-                check_outputs(problem, channels_last, y, state, f"{mapped} [{k}]")
-                expected = expected_gradients(problem, dy, np.asarray(state))
-                of_one = {name: gradient[k] for name, gradient in gradients.items()}
-                check_gradients(of_one, expected, channels_last, f"{mapped} [{k}]")
-
-        batch.add(jax.vmap(call, (axes,)), (operands,), check)
-    names = ("causal_conv1d", "causal_conv1d_backward") if width in WIDTHS else ()
-    assert batch.run() == dict.fromkeys(names, len(subsets))
-
-
-@each_layout
-def test_vmap_of_update(rng: np.random.Generator, channels_last: bool) -> None:
-    """vmap over each operand of the update alone, and over all, is one kernel call with right results."""
-    shapes = {"x": (2, 5), "state": (2, 5, 6), "weight": (5, 4), "bias": (5,)}
-    call = functools.partial(causal_conv1d_update, activation="silu", channels_last=channels_last)
-    for mapped in (*((name,) for name in shapes), tuple(shapes)):
-        axes = {name: 0 if name in mapped else None for name in shapes}
-        operands = {
-            name: rng.normal(size=(*((3,) if axes[name] == 0 else ()), *shape)).astype(np.float32)
-            for name, shape in shapes.items()
-        }
-        run = jax.jit(jax.vmap(lambda operands: call(**operands), (axes,)))
-        assert kernels_in(run.lower(operands).as_text()) == ["causal_conv1d_update"]
-        y, new_state = run(operands)
-        for k in range(3):
-            one = {name: x[k] if axes[name] == 0 else x for name, x in operands.items()}
-            state = one.pop("state")
-            problem = Problem(one | {"x": one["x"][:, :, None]}, None, "silu")
-            expected_outputs(as_convolution(problem, state))[0].check(np.asarray(y[k])[:, :, None], f"{mapped} [{k}]")
-            assert_same_bits(new_state[k], shifted_state(problem, state))
-
-
-def test_nested_vmap(rng: np.random.Generator) -> None:
-    """Two levels of vmap, over different operands and along different axes, are one kernel call."""
-    x = rng.normal(size=(2, 5, 3, 13, 4)).astype(np.float32)  # [B, C, inner, L, outer]
-    weight = rng.normal(size=(3, 5, 4)).astype(np.float32)  # mapped inside
-    bias = rng.normal(size=(5, 4)).astype(np.float32)  # mapped outside
-    run = jax.jit(jax.vmap(jax.vmap(causal_conv1d, (2, 0, None)), (4, None, 1), out_axes=1))
-    assert kernels_in(run.lower(x, weight, bias).as_text()) == ["causal_conv1d"]
-    y = run(x, weight, bias)
-    assert y.shape == (3, 4, 2, 5, 13)
-    for inner, outer in np.ndindex(3, 4):
-        problem = Problem({"x": x[:, :, inner, :, outer], "weight": weight[inner], "bias": bias[:, outer]})
-        expected_outputs(problem)[0].check(y[inner, outer], f"[{inner}, {outer}]")
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_vmap_of_empty_and_single_batch(rng: np.random.Generator, size: int) -> None:
-    for mapped in (("x",), ("weight",), MAPPED):
-        operands, axes = mapped_problem(rng, mapped, 1, False)
-        operands = {name: x[:size] if axes[name] == 0 else x for name, x in operands.items()}
-        call = functools.partial(outputs_and_gradients, False)
-        results = jax.vmap(call, (axes,))(operands)
-        if size == 1:
-            one = {name: x[0] if axes[name] == 0 else x for name, x in operands.items()}
-            for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(call(one)), strict=True):
-                assert_same_bits(got[0], np.asarray(want))
-        assert all(x.shape[0] == size for x in jax.tree.leaves(results))
-
-
-def test_other_platforms_have_no_kernel(rng: np.random.Generator) -> None:
-    """Lowered for a platform without kernels, the program is plain JAX."""
-    problem = make_problem(rng, (2, 5, 13), 4, has_state=True, has_ids=True)
-    call = jax.jit(jax.grad(lambda arrays: problem.call(arrays, False)[0].sum()))
-    text = call.trace(problem.arrays).lower(lowering_platforms=("tpu",)).as_text()
-    assert kernels_in(text) == []
-
-
-@pytest.mark.parametrize("width", [4, 9])
-def test_symbolic_shapes(rng: np.random.Generator, width: int) -> None:
-    """Exported with symbolic sizes, the program is plain JAX, right for all lengths."""
-    examples, length = jax.export.symbolic_shape("b, t")
-    spec = (
-        jax.ShapeDtypeStruct((examples, 5, length), np.float32),
-        jax.ShapeDtypeStruct((examples, length), np.int32),
-    )
-    weight = rng.normal(size=(5, width)).astype(np.float32)
-
-    def call(x: Any, ids: Any) -> Any:
-        return causal_conv1d(x, weight, segment_ids=ids, return_final_state=True)
-
-    exported = jax.export.export(jax.jit(call))(*spec)
-    for size in ((2, 5, 13), (1, 5, 2)):
-        problem = make_problem(rng, size, width, has_bias=False, has_ids=True, activation=None)
-        problem = Problem(problem.arrays | {"weight": weight}, problem.segment_ids, None)
-        y, state = exported.call(problem.arrays["x"], problem.segment_ids)
-        check_outputs(problem, False, y, state, str(size))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Higher derivatives and forward mode, against another formulation in float64.
-
-
-def smooth_loss(outputs: tuple[Any, Any], weights: np.ndarray) -> Any:
-    y, state = outputs
-    return (weights * y**2 + jnp.sin(y)).sum() + (state**3).sum()
-
-
-@pytest.mark.thorough
-@each_layout
-@pytest.mark.parametrize("width", [4, 9])
-def test_higher_derivatives(rng: np.random.Generator, width: int, channels_last: bool) -> None:
-    """First to third derivatives with respect to all arrays agree with plain JAX, in forward and reverse mode."""
-    problem = make_problem(rng, (2, 3, 7), width, "float64", has_state=True, has_ids=True)
-    weights = rng.normal(size=(2, 3, 7))
-    u, v = ({name: rng.normal(size=x.shape) for name, x in problem.arrays.items()} for _ in range(2))
-
-    def vdot(a: Any, b: Any) -> Any:
-        return sum(jnp.vdot(a[name], b[name]) for name in a)
-
-    def ours(arrays: Any) -> Any:
-        y, state = problem.call(arrays | {"x": in_layout(arrays["x"], channels_last)}, channels_last)
-        return smooth_loss((in_layout(y, channels_last), state), weights)
-
-    def plain(arrays: Any) -> Any:
-        outputs = plain_convolution(**arrays, segment_ids=problem.segment_ids, activation=problem.activation)
-        return smooth_loss(outputs, weights)
-
-    def derivatives(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        gradient = jax.grad(loss)
-        hvp = jax.grad(lambda arrays: vdot(gradient(arrays), v))
-        return jax.jit(
-            lambda arrays: {
-                "gradient": gradient(arrays),
-                "forward over reverse": jax.jvp(gradient, (arrays,), (v,))[1],
-                "reverse over reverse": hvp(arrays),
-                "checkpointed": jax.grad(lambda a: vdot(jax.grad(jax.checkpoint(loss))(a), v))(arrays),
-                "third": jax.grad(lambda a: vdot(hvp(a), u))(arrays),
-            }
-        )
-
-    with jax.enable_x64(True):
-        arrays = jax.tree.map(jnp.asarray, problem.arrays)
-        expected, actual = derivatives(plain)(arrays), derivatives(ours)(arrays)
-    for name, of_arrays in actual.items():
-        for array, got in of_arrays.items():
-            np.testing.assert_allclose(got, expected[name][array], rtol=1e-11, atol=1e-10, err_msg=f"{name} {array}")
-
-
-@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("float64", 4), ("float64", 9)])
-def test_forward_mode(rng: np.random.Generator, dtype: str, width: int) -> None:
-    """jvp, linearize and grad of jvp of the forward-mode twins agree with plain JAX, along all arrays at once."""
-    problem = make_problem(rng, (2, 3, 9), width, dtype, has_state=True, has_ids=True)
-    tangents = {name: rng.normal(size=x.shape).astype(dtype) for name, x in problem.arrays.items()}
-
-    def derivatives(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def jvp(arrays: Any) -> Any:
-            return jax.jvp(function, (arrays,), (tangents,))
-
-        def all_of(arrays: Any) -> Any:
-            primal, linear = jax.linearize(function, arrays)
-            return {
-                "jvp": jvp(arrays),
-                "linearize": (primal, linear(tangents)),
-                "grad": jax.grad(lambda arrays: function(arrays)[0].sum())(arrays),
-                "grad of jvp": jax.grad(lambda arrays: (jvp(arrays)[1][0] ** 2).sum())(arrays),
-                "jvp of jvp": jax.jvp(lambda arrays: jvp(arrays)[1], (arrays,), (tangents,)),
-            }
-
-        return jax.jit(all_of)
-
-    def plain(arrays: Any) -> Any:
-        return plain_convolution(**arrays, segment_ids=problem.segment_ids, activation=problem.activation)
-
-    def ours(arrays: Any) -> Any:
-        return problem.call(arrays, False, forward_mode.causal_conv1d)
-
-    tolerance = {"float32": 1e-4, "float64": 1e-12}[dtype]
-    with cases.x64_for(dtype):
-        arrays = jax.tree.map(jnp.asarray, problem.arrays)
-        kernels = kernels_in(derivatives(ours).lower(arrays).as_text())
-        assert kernels[:1] == (["causal_conv1d"] if width in WIDTHS else [])
-        expected, actual = derivatives(plain)(arrays), derivatives(ours)(arrays)
-    for name in actual:
-        for got, want in zip(jax.tree.leaves(actual[name]), jax.tree.leaves(expected[name]), strict=True):
-            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=name)
-
-
-@pytest.mark.thorough
-def test_check_grads(rng: np.random.Generator) -> None:
-    """Derivatives of the convolution, of its public gradient and of the update agree with finite differences."""
-    problem = make_problem(rng, (2, 2, 5), 3, "float64", has_state=True, has_ids=True)
-    state = rng.normal(size=(2, 2, 4))
-    x, weight, bias, initial_state = problem.arrays.values()
-    dy, d_state = cotangents(rng, problem)
-    options = {"activation": "silu", "segment_ids": problem.segment_ids}
-
-    def backward(x: Any, weight: Any, bias: Any, dy: Any, initial_state: Any, d_state: Any) -> Any:
-        return causal_conv1d_backward(
-            dy, x, weight, bias, initial_state=initial_state, d_final_state=d_state, **options
-        )
-
-    with jax.enable_x64(True):
-        for function, mode in ((causal_conv1d, "rev"), (forward_mode.causal_conv1d, "fwd")):
-            call = functools.partial(problem.call, channels_last=False, function=function)
-            check_grads(jax.jit(call), (problem.arrays,), order=2, modes=[mode])
-        check_grads(jax.jit(backward), (x, weight, bias, dy, initial_state, d_state), order=1, modes=["rev", "fwd"])
-        for function, mode in ((causal_conv1d_update, "rev"), (forward_mode.causal_conv1d_update, "fwd")):
-            update = functools.partial(function, activation="silu")
-            check_grads(jax.jit(update), (x, state, weight, bias), order=2, modes=[mode])
-
-
-def test_forward_mode_is_confined(rng: np.random.Generator) -> None:
-    """jvp of the default functions is refused, even after their forward-mode twins were called."""
-    x, weight, state = np.ones((1, 2, 4), np.float32), np.ones((2, 3), np.float32), np.ones((1, 2, 2), np.float32)
-    assert_same_bits(forward_mode.causal_conv1d(x, weight), np.asarray(causal_conv1d(x, weight)))
-    for call in (lambda x: causal_conv1d(x, weight), lambda x: causal_conv1d_update(x, state, weight)):
-        with pytest.raises(TypeError, match="can't apply forward-mode"):
-            jax.jvp(call, (x,), (x,))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Errors.
 
 X, WEIGHT, B, STATE = (np.ones(shape, np.float32) for shape in ((2, 6, 9), (6, 4), (6,), (2, 6, 3)))
@@ -1122,22 +777,6 @@ def test_no_kernel_is_asked_for_wider_filters() -> None:
         pattern = f"^{function.__name__}: implementation='kernel' is asked for, .*: the filter has more than 8 taps"
         with pytest.raises(ValueError, match=pattern):
             function(*arrays, implementation="kernel")
-
-
-def test_random_keys_are_refused() -> None:
-    keys = jax.random.split(jax.random.key(0), (2, 6, 9))
-    with pytest.raises(TypeError, match="causal_conv1d: x must have a numeric dtype, got key"):
-        causal_conv1d(keys, WEIGHT)
-
-
-def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
-    """With 64-bit types off, 64-bit NumPy inputs become 32-bit arrays, as everywhere in JAX."""
-    problem = make_problem(rng, (2, 3, 9), 4, "float64", has_ids=True)
-    with jax.enable_x64(False):
-        y, state = Problem(problem.arrays, problem.segment_ids.astype(np.int64), "silu").call(problem.arrays, False)
-    assert y.dtype == state.dtype == np.float32
-    of_32_bits = {name: x.astype(np.float32) for name, x in problem.arrays.items()}
-    check_outputs(Problem(of_32_bits, problem.segment_ids, "silu"), False, y, state, "")
 
 
 def test_overloads_have_the_arguments_of_the_function() -> None:

@@ -6,22 +6,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from causal_conv1d import reference as convolutions
-from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, in_layout, named_arrays, presence
-from support import cases, handlers
+from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, in_layout, named_arrays
+from support import handlers
 from support.cases import FLOATING, assert_same_bits
-from support.handlers import Array, Call, with_dtypes, with_other_shapes
-
-from jax_baracuda._core.op import OPS
+from support.handlers import Array, Call, with_dtypes
 
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
 
-MISCOUNTS = (r"got \d+", "expected one scratch buffer")
-"""Beginnings of messages about the number of buffers, which name no argument."""
 
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
@@ -43,13 +38,6 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
 def assert_refused(call: Call, what: str, *names: str) -> None:
     """Asserts an error that names the target and one of these arguments. Without names, any of the call's arguments."""
     handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
-
-
-def test_table_is_complete() -> None:
-    """`TARGETS` has all ops of the family, and `good_call` passes all their attributes."""
-    assert set(TARGETS) == {name for name in OPS if name.startswith("causal_conv1d")}
-    for target in TARGETS:
-        assert set(good_call(target).attributes) == {"num_batch_dims", *OPS[target].attributes}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,32 +174,6 @@ def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> 
 
 
 @each_layout
-@pytest.mark.parametrize(
-    ("target", "is_batched"), [*((target, True) for target in TARGETS), ("causal_conv1d_update", False)]
-)
-def test_bad_shapes_are_refused(target: str, is_batched: bool, channels_last: bool) -> None:
-    """Each operand and result is refused with another rank, or with another size in any dimension."""
-    good = good_call(target, channels_last, is_batched=is_batched)
-
-    def with_bad_shapes(array: Array) -> dict[str, Array]:
-        others = with_other_shapes(array)
-        if array in good.results:
-            others["batch of 1"] = array.shared()
-        if target == "causal_conv1d_update" and array.name == "weight":
-            tap = 2 if is_batched else 1
-            del others[f"dimension {tap} longer"], others[f"dimension {tap} shorter"]  # another valid width
-        return others
-
-    # The handler takes the sizes from these, so its message may name another array.
-    tell_sizes = {good.results[0].name, "weight", "state"}
-    in_other_layout = good_call(target, not channels_last, is_batched=is_batched).arrays()
-    for how, array, call in good.with_other(with_bad_shapes):
-        if channels_last and array in in_other_layout:
-            continue  # the same in both layouts: tested with channels first
-        assert_refused(call, f"{array.name} {how}", *(() if array.name in tell_sizes else (array.name,)))
-
-
-@each_layout
 @each_target
 def test_bad_batch_dims_are_refused(target: str, channels_last: bool) -> None:
     good = good_call(target, channels_last, sizes=dataclasses.replace(SIZES, batch=6))
@@ -276,69 +238,3 @@ def test_short_states_are_refused(channels_last: bool) -> None:
         call = good_call("causal_conv1d_update", channels_last, sizes=Sizes(state_length=length))
         assert_refused(call, f"state of length {length}", "state")
     good_call("causal_conv1d_update", channels_last, sizes=Sizes(state_length=SIZES.width - 1)).run()
-
-
-@each_layout
-@each_target
-def test_other_layouts_are_refused(target: str, channels_last: bool) -> None:
-    good = good_call(target, channels_last)
-    attributes = {**good.attributes, "channels_last": not channels_last}
-    assert_refused(dataclasses.replace(good, attributes=attributes), "the other layout", "weight")
-
-
-@each_layout
-@pytest.mark.parametrize("is_batched", [True, False])
-def test_update_with_and_without_batch_dimension_are_told_apart(channels_last: bool, is_batched: bool) -> None:
-    good = good_call("causal_conv1d_update", channels_last, is_batched=is_batched)
-    attributes = {**good.attributes, "num_batch_dims": np.int64(not is_batched)}
-    assert_refused(dataclasses.replace(good, attributes=attributes), f"batched: {not is_batched}", "y")
-
-
-@each_target
-def test_attributes_that_do_not_fit_the_operands_are_refused(target: str) -> None:
-    """Every choice of optional operands is refused if one or two presence attributes are wrong."""
-    choices = list(subsets(TARGETS[target].optional_operands, range(5)))
-    for there, claimed in itertools.permutations(choices, 2):
-        if len({*there} ^ {*claimed}) > 2:
-            continue
-        good = good_call(target, optional=there)
-        call = dataclasses.replace(good, attributes={**good.attributes, **presence(target, claimed)})
-        names = (*TARGETS[target].optional_operands, "d_initial_state", *MISCOUNTS)
-        assert_refused(call, f"operands {there}, attributes for {claimed}", *names)
-
-
-def counts_that_do_not_fit(good: Call) -> Iterator[tuple[str, Call]]:
-    """Calls with one buffer too many, or with too few."""
-    extra = Array("extra", (3, 2), "float32")
-    for kind in ("operands", "results"):
-        arrays: tuple[Any, ...] = getattr(good, kind)
-        yield f"one of {kind} too many", dataclasses.replace(good, **{kind: (*arrays, extra)})
-        # On GPUs, XLA removes a call that has no result.
-        for count in range(kind == "results" and cases.PLATFORM == "cuda", len(arrays)):
-            yield f"{count} {kind}", dataclasses.replace(good, **{kind: arrays[:count]})
-
-
-@each_target
-def test_other_numbers_of_buffers_are_refused(target: str) -> None:
-    """XLA itself refuses a wrong number of required buffers; the handler refuses a wrong number of optional ones."""
-    for optional in ((), TARGETS[target].optional_operands):
-        good = good_call(target, optional=optional)
-        names = [*(x.name for x in good.arrays()), *MISCOUNTS]  # scratch takes the place of a missing result
-        for what, call in counts_that_do_not_fit(good):
-            handlers.assert_miscount_refused(call, what, names)
-
-
-@each_target
-def test_other_attributes_are_refused(target: str) -> None:
-    handlers.assert_other_attributes_refused(good_call(target))
-
-
-@each_layout
-def test_bad_scratch_is_refused(channels_last: bool) -> None:
-    """Too little scratch, or none, is refused. CPU kernels take no scratch and refuse any."""
-    for dtype in FLOATING:
-        good = good_call("causal_conv1d_backward", channels_last, dtype=dtype)
-        assert (good.scratch_bytes > 0) == (cases.PLATFORM == "cuda")
-        for scratch_bytes in {0, 1, good.scratch_bytes - 1} - {-1, good.scratch_bytes}:
-            call = dataclasses.replace(good, scratch_bytes=scratch_bytes)
-            assert_refused(call, f"{scratch_bytes} bytes of scratch", "scratch", *MISCOUNTS)

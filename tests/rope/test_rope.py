@@ -1,4 +1,4 @@
-"""Rotary embeddings and their gradients: values, precision, transformations, derivatives, memory, errors."""
+"""Rotary embeddings and their gradients: values, precision, memory, errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.test_util import check_grads
 from rope.reference import (
     FAR,
     LAYOUTS,
@@ -207,28 +206,6 @@ def test_sizes(rng: np.random.Generator, dtype: str, interleaved: bool, layout: 
         add_call(batch, rng, rotation, size, (size[1],), dtype)
         add_call(batch, rng, rotation, size, (2 * size[1], size[1]), dtype)
     batch.run()
-
-
-@each_layout
-@each_pairing
-def test_backward_functions(rng: np.random.Generator, interleaved: bool, layout: str) -> None:
-    """The public gradients are rotations by the negative angles."""
-    size = (2, 4, 9, 12)
-    batch = Batch()
-    for variant in range(8):
-        rotation = make_rotation(rng, variant, size, layout, interleaved)
-        dq, dk = (make_features(rng, features_shape(layout, 2, heads, 9, 12), "float32") for heads in (4, 1))
-
-        def check(results: Any, dq: np.ndarray = dq, dk: np.ndarray = dk, rotation: Rotation = rotation) -> None:
-            for result, cotangent in zip(results, (dq, dq, dk), strict=True):
-                rotation.of(cotangent, -1).check(result, str(rotation))
-
-        def call(dq: Any, dk: Any, positions: Any, rotation: Rotation = rotation) -> list[Any]:
-            options = rotation.options()
-            return [rope_backward(dq, positions, **options), *rope_qk_backward(dq, dk, positions, **options)]
-
-        batch.add(call, (dq, dk, rotation.positions), check)
-    assert batch.run() == {"rope_backward": 8, "rope_qk_backward": 8}
 
 
 @settings(deadline=None, max_examples=25)
@@ -556,16 +533,6 @@ def test_positions_of_numpy_that_do_not_fit_without_64_bit_types(outside: np.nda
             function(x, outside, layout="BHSD")
 
 
-def test_64_bit_numpy_inputs_with_x64_off(rng: np.random.Generator) -> None:
-    """With 64-bit types off, 64-bit NumPy inputs become 32-bit arrays, as everywhere in JAX."""
-    x = make_features(rng, (2, 3, 9, 8), "float64")
-    positions = far_positions(rng, 40)[:9].astype(np.int64)
-    with jax.enable_x64(False):
-        y = rope(x, positions)
-    assert y.dtype == np.float32
-    Rotation(positions).of(x.astype(np.float32)).check(y)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Special values.
 
@@ -694,332 +661,14 @@ def test_only_one_of_both_is_donated(rng: np.random.Generator) -> None:
             Rotation().of(x).check(result)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Transformations.
-
-Transformation = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-TRANSFORMATIONS: dict[str, Transformation] = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "checkpoint, nothing saveable": lambda f: jax.jit(
-        jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
-    ),
-    "scan": lambda f: (
-        lambda q, k: jax.tree.map(
-            lambda y: y[1],
-            jax.lax.scan(lambda c, q: (c, f(q, k)), 0, jnp.stack([-q, q]))[1],
-        )
-    ),
-    "cond": lambda f: (
-        lambda q, k: jax.lax.cond(q.sum() > -1e9, f, lambda q, k: jax.tree.map(jnp.zeros_like, f(q, k)), q, k)
-    ),
-    "vmap of one": lambda f: lambda q, k: jax.tree.map(lambda y: y[0], jax.vmap(f)(q[None], k[None])),
-}
-
-
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-def test_transformation(rng: np.random.Generator, transformation: str) -> None:
-    """Outputs and gradients have the same bits under each transformation as in eager mode."""
-    for variant, (layout, interleaved) in enumerate(itertools.product(LAYOUTS, PAIRINGS)):
-        rotation = make_rotation(rng, variant, (2, 6, 37, 40), layout, interleaved)
-        q, k = (jnp.asarray(x) for x in features_for(rng, "rope_qk", layout, "bfloat16"))
-
-        def call(q: Any, k: Any, rotation: Rotation = rotation) -> Any:
-            options = rotation.options()
-            return rope(q, rotation.positions, **options), *rope_qk(q, k, rotation.positions, **options)
-
-        expected, vjp = jax.vjp(call, q, k)
-        actual, transformed_vjp = jax.vjp(TRANSFORMATIONS[transformation](call), q, k)
-        expected, actual = (expected, vjp(expected)), (actual, transformed_vjp(expected))
-        jax.tree.map(lambda got, want: assert_same_bits(got, np.asarray(want)), actual, expected)
-
-
-MAPPED = ("q", "k", "positions", "inv_freq")
-
-
-def mapped_operands(
-    rng: np.random.Generator, mapped: tuple[str, ...], size: int, layout: str
-) -> tuple[dict[str, np.ndarray], dict[str, int | None]]:
-    """The operands of the call below, and their vmap axes. Mapped operands have a leading vmap axis."""
-    axes = {name: 0 if name in mapped else None for name in MAPPED}
-
-    def batch(name: str) -> tuple[int, ...]:
-        return (size,) if axes[name] == 0 else ()
-
-    operands = {
-        "q": make_features(rng, (*batch("q"), *features_shape(layout, 2, 4, 13, 12)), "float32"),
-        "k": make_features(rng, (*batch("k"), *features_shape(layout, 2, 1, 13, 12)), "float32"),
-        "positions": rng.integers(0, FAR, (*batch("positions"), 2, 13)).astype(np.int32),
-        "inv_freq": rng.uniform(0, 1, (*batch("inv_freq"), 6)).astype(np.float32),
-    }
-    return operands, axes
-
-
-def outputs_and_gradients(layout: str, interleaved: bool, operands: dict[str, Any]) -> Any:
-    options = {"layout": layout, "interleaved": interleaved, "inv_freq": in_two_rows(operands["inv_freq"])}
-
-    def call(q: Any, k: Any) -> Any:
-        positions = operands["positions"]
-        return rope(q, positions, **options), *rope_qk(q, k, positions, **options)
-
-    outputs, vjp = jax.vjp(call, operands["q"], operands["k"])
-    return outputs, vjp(outputs)
-
-
-@each_layout
-@each_pairing
-def test_vmap(rng: np.random.Generator, interleaved: bool, layout: str) -> None:
-    """vmap over each operand alone, and over several, is one kernel call with the bits of a loop."""
-    batch = Batch()
-    subsets = [*((name,) for name in MAPPED), ("q", "k"), ("q", "positions"), MAPPED]
-    call = functools.partial(outputs_and_gradients, layout, interleaved)
-    call_one = jax.jit(call)
-    for mapped in subsets:
-        operands, axes = mapped_operands(rng, mapped, 3, layout)
-
-        def check(outputs: Any, gradients: Any, operands: Any = operands, axes: Any = axes) -> None:
-            for i in range(3):
-                one = {name: x[i] if axes[name] == 0 else x for name, x in operands.items()}
-                results = jax.tree.leaves((outputs, gradients)), jax.tree.leaves(call_one(one))
-                for got, want in zip(*results, strict=True):
-                    assert_same_bits(got[i], np.asarray(want), str(axes))
-
-        batch.add(jax.vmap(call, (axes,)), (operands,), check)
-    names = ("rope", "rope_qk", "rope_backward", "rope_qk_backward")
-    assert batch.run() == dict.fromkeys(names, len(subsets))
-
-
-def test_nested_vmap(rng: np.random.Generator) -> None:
-    """Two levels of vmap, over different operands and along different axes, are one kernel call."""
-    x = make_features(rng, (2, 5, 3, 13, 6, 4), "float32")  # [B, H, inner, S, D, outer]
-    positions = rng.integers(0, FAR, (13, 4)).astype(np.int32)  # mapped outside
-    inv_freq = rng.uniform(0, 1, (3, 3)).astype(np.float32)  # mapped inside
-
-    def call(x: Any, positions: Any, inv_freq: Any) -> Any:
-        return rope(x, positions, inv_freq=in_two_rows(inv_freq))
-
-    run = jax.jit(jax.vmap(jax.vmap(call, (2, None, 0)), (5, 1, None), out_axes=1))
-    assert kernels_in(run.lower(x, positions, inv_freq).as_text()) == ["rope"]
-    y = run(x, positions, inv_freq)
-    assert y.shape == (3, 4, 2, 5, 13, 6)
-    for inner, outer in np.ndindex(3, 4):
-        assert_same_bits(
-            y[inner, outer], np.asarray(call(x[:, :, inner, :, :, outer], positions[:, outer], inv_freq[inner]))
-        )
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_vmap_of_empty_and_single_batch(rng: np.random.Generator, size: int) -> None:
-    call = functools.partial(outputs_and_gradients, "BHSD", True)
-    for mapped in (("q",), ("k", "positions"), MAPPED):
-        operands, axes = mapped_operands(rng, mapped, size, "BHSD")
-        results = jax.vmap(call, (axes,))(operands)
-        assert all(x.shape[0] == size for x in jax.tree.leaves(results))
-        if size == 1:
-            one = {name: x[0] if axes[name] == 0 else x for name, x in operands.items()}
-            for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(call(one)), strict=True):
-                assert_same_bits(got[0], np.asarray(want))
-
-
-def test_other_platforms_have_no_kernel(rng: np.random.Generator) -> None:
-    """Lowered for a platform without kernels, the program is plain JAX."""
-    q, k = features_for(rng, "rope_qk", "BHSD")
-    call = jax.jit(jax.grad(lambda q, k: sum((x**2).sum() for x in rope_qk(q, k))))
-    assert kernels_in(call.trace(q, k).lower(lowering_platforms=("tpu",)).as_text()) == []
-
-
-STRICT_SETTINGS: dict[str, Callable[[], Any]] = {
-    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "NaNs": lambda: jax.debug_nans(True),
-    # Not from the device: JAX reads the arrays that a program holds as constants.
-    "transfers": lambda: jax.transfer_guard_host_to_device("disallow"),
-    "leaks": jax.checking_leaks,
-    "checks": lambda: jax.enable_checks(True),
-}
-
-
-@pytest.mark.parametrize("implementation", ["kernel", "xla"])
-@pytest.mark.parametrize("setting", STRICT_SETTINGS)
-def test_strict_settings_of_jax(rng: np.random.Generator, setting: str, implementation: Any) -> None:
-    """Functions and derivatives work under strict settings, with constant, given and traced angles."""
-    q, k = (jnp.asarray(make_features(rng, (2, heads, 8, 8), "float32")) for heads in (3, 1))
-    positions = jnp.asarray(make_positions(rng, 2, 2, 8))
-    inv_freq = jnp.asarray(in_two_rows(rng.uniform(0, 1, 4)))
-    calls: list[dict[str, Any]] = [{}, {"positions": positions, "interleaved": False}, {"inv_freq": inv_freq}]
-
-    def derivatives(q: Any, k: Any, options: dict[str, Any]) -> Any:
-        def sum_of_squares(q: Any, k: Any) -> Any:
-            rotated = (*rope_qk(q, k, **options), rope(k, **options), rope_backward(q, **options))
-            return sum((x**2).sum() for x in rotated)
-
-        twin = functools.partial(forward_mode.rope, **options)
-        hessian_product = jax.jvp(jax.grad(sum_of_squares, (0, 1)), (q, k), (q, k))
-        return hessian_product, jax.jvp(twin, (q,), (q,)), jax.vmap(jax.grad(sum_of_squares))(q[None], k[None])
-
-    for options in calls:
-        program = jax.jit(functools.partial(derivatives, options={**options, "implementation": implementation}))
-        with STRICT_SETTINGS[setting]():
-            results = jax.block_until_ready(program(q, k))
-        for result, expected in zip(jax.tree.leaves(results), jax.tree.leaves(program(q, k)), strict=True):
-            np.testing.assert_array_equal(result, expected)
-
-
-@pytest.mark.parametrize("setting", ["rank promotion", "transfers"])
-def test_strict_settings_of_jax_without_jit(rng: np.random.Generator, setting: str) -> None:
+@pytest.mark.parametrize("strict", ["numpy_rank_promotion", "transfer_guard_host_to_device"])
+def test_strict_settings_of_jax_without_jit(rng: np.random.Generator, strict: str) -> None:
     x = jnp.asarray(make_features(rng, (2, 3, 8, 8), "float32"))
     positions = jnp.asarray(make_positions(rng, 2, 2, 8))
-    with STRICT_SETTINGS[setting]():
+    with getattr(jax, strict)({"numpy_rank_promotion": "raise"}.get(strict, "disallow")):
         for function in (rope, forward_mode.rope, rope_backward):
             function(x)
             function(x, positions)
-
-
-def test_symbolic_shapes(rng: np.random.Generator) -> None:
-    """Exported with symbolic sizes, the program is plain JAX, right for all sizes."""
-    examples, heads, length = jax.export.symbolic_shape("b, h, s")
-    x_type = jax.ShapeDtypeStruct((examples, heads, length, 8), np.float32)
-    for positions_type in (None, (length,), (examples, length)):
-        operands = [x_type] if positions_type is None else [x_type, jax.ShapeDtypeStruct(positions_type, np.int32)]
-        exported = jax.export.export(jax.jit(rope))(*operands)
-        for size in ((2, 3, 13, 8), (1, 1, 5, 8)):
-            x = make_features(rng, size, "float32")
-            sizes = {examples: size[0], length: size[2]}
-            shape = None if positions_type is None else tuple(sizes[name] for name in positions_type)
-            positions = None if shape is None else rng.integers(0, FAR, shape).astype(np.int32)
-            y = exported.call(x) if positions is None else exported.call(x, positions)
-            expected = Rotation(positions).of(x)
-            assert units_off(expected, y).max() <= 3
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Higher derivatives and forward mode, against another formulation in float64.
-
-
-def plain_rope(x: Any, angles: np.ndarray, interleaved: bool) -> Any:
-    """Rotates x ``[B, H, S, D]``, as complex numbers, by the angles ``[B, S, P]``."""
-    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
-    rotated = jax.lax.complex(first, second) * np.exp(1j * angles)[:, None]
-    parts = [rotated.real, rotated.imag]
-    return jnp.stack(parts, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(parts, axis=-1)
-
-
-@each_pairing
-def test_higher_derivatives(rng: np.random.Generator, interleaved: bool) -> None:
-    """First to third derivatives through both functions agree with plain JAX, in forward and reverse mode."""
-    rotation = Rotation(rng.integers(0, 1000, (2, 7)).astype(np.int32), interleaved=interleaved)
-    q, k = make_features(rng, (2, 3, 7, 8), "float64"), make_features(rng, (2, 1, 7, 8), "float64")
-    angles, _ = rotation.angles(q.shape, "float64")
-    u, v = ((make_features(rng, q.shape, "float64"), make_features(rng, k.shape, "float64")) for _ in range(2))
-
-    def dot(a: Any, b: Any) -> Any:
-        return sum(jnp.vdot(x, y) for x, y in zip(a, b, strict=True))
-
-    def loss(q: Any, k: Any) -> Any:
-        return (q**3 * jnp.sin(k)).sum() + (k**4).sum()
-
-    def ours(arrays: Any) -> Any:
-        options = rotation.options()
-        rotated_q, rotated_k = rope_qk(*arrays, rotation.positions, **options)
-        return loss(rope(rotated_q, rotation.positions, **options), rotated_k)
-
-    def plain(arrays: Any) -> Any:
-        q, k = (plain_rope(x, angles, interleaved) for x in arrays)
-        return loss(plain_rope(q, angles, interleaved), k)
-
-    def derivatives(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        gradient = jax.grad(loss)
-
-        def hvp(arrays: Any) -> Any:
-            return jax.grad(lambda arrays: dot(gradient(arrays), v))(arrays)
-
-        return jax.jit(
-            lambda arrays: {
-                "gradient": gradient(arrays),
-                "forward over reverse": jax.jvp(gradient, (arrays,), (v,))[1],
-                "reverse over reverse": hvp(arrays),
-                "checkpointed": jax.grad(lambda a: dot(jax.grad(jax.checkpoint(loss))(a), v))(arrays),
-                "third": jax.grad(lambda a: dot(hvp(a), u))(arrays),
-            }
-        )
-
-    with jax.enable_x64(True):
-        arrays = (jnp.asarray(q), jnp.asarray(k))
-        expected, actual = derivatives(plain)(arrays), derivatives(ours)(arrays)
-    for name, of_arrays in actual.items():
-        for got, want in zip(of_arrays, expected[name], strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-10, err_msg=name)
-
-
-@each_pairing
-def test_forward_mode(rng: np.random.Generator, interleaved: bool) -> None:
-    """jvp, linearize, grad and grad of jvp of the forward-mode twins are right, and use only kernels."""
-    rotation = Rotation(rng.integers(0, FAR, 9).astype(np.int32), interleaved=interleaved)
-    q, k = make_features(rng, (2, 3, 9, 8), "float32"), make_features(rng, (2, 1, 9, 8), "float32")
-    tangents = make_features(rng, q.shape, "float32"), make_features(rng, k.shape, "float32")
-    options = rotation.options()
-
-    def both(q: Any, k: Any) -> Any:
-        return forward_mode.rope_qk(q, k, rotation.positions, **options)
-
-    def one(q: Any) -> Any:
-        return forward_mode.rope(q, rotation.positions, **options)
-
-    def derivatives(q: Any, k: Any) -> Any:
-        _, linear = jax.linearize(both, q, k)
-        return {
-            "jvp": jax.jvp(both, (q, k), tangents),
-            "jvp of one": jax.jvp(one, (q,), tangents[:1])[1],
-            "linearize": linear(*tangents),
-            "jvp with respect to k": jax.jvp(functools.partial(both, q), (k,), tangents[1:])[1],
-            "grad": jax.grad(lambda q: (one(q) * tangents[0]).sum())(q),
-            "grad of jvp": jax.grad(lambda q: (jax.jvp(one, (q,), (q,))[1] * tangents[0]).sum())(q),
-        }
-
-    assert len(kernels_in(jax.jit(derivatives).lower(q, k).as_text())) == 7
-    actual = jax.jit(derivatives)(q, k)
-    rotated = [rotation.of(x) for x in (q, k, *tangents)]
-    backwards = rotation.of(tangents[0], -1)
-    for name, expected in {
-        "jvp": rotated,
-        "jvp of one": rotated[2:3],
-        "linearize": rotated[2:],
-        "jvp with respect to k": [rotation.of(np.zeros_like(q)), rotated[3]],
-        "grad": [backwards],
-        "grad of jvp": [backwards],
-    }.items():
-        for got, want in zip(jax.tree.leaves(actual[name]), expected, strict=True):
-            want.check(got, name)
-
-
-def test_check_grads(rng: np.random.Generator) -> None:
-    """Derivatives of the functions, their twins and their public gradients agree with finite differences."""
-    q, k = make_features(rng, (2, 3, 5, 8), "float64"), make_features(rng, (2, 1, 5, 8), "float64")
-    positions = rng.integers(0, 100, (2, 5))
-    options = {"rotary_dim": 6, "scale": 1.5}
-    with jax.enable_x64(True):
-        for function, modes in (
-            (rope, ["rev"]),
-            (forward_mode.rope, ["fwd", "rev"]),
-            (rope_backward, ["fwd", "rev"]),
-        ):
-            check_grads(lambda x, f=function: f(x, positions, **options), (q,), order=2, modes=modes)
-        for function, modes in (
-            (rope_qk, ["rev"]),
-            (forward_mode.rope_qk, ["fwd", "rev"]),
-            (rope_qk_backward, ["fwd", "rev"]),
-        ):
-            check_grads(lambda q, k, f=function: f(q, k, positions, **options), (q, k), order=2, modes=modes)
-
-
-def test_forward_mode_is_confined(rng: np.random.Generator) -> None:
-    """jvp of the default functions is refused, even after their forward-mode twins were called."""
-    x = make_features(rng, (1, 2, 4, 8), "float32")
-    assert_same_bits(forward_mode.rope(x), np.asarray(rope(x)))
-    for call in (rope, lambda x: rope_qk(x, x)):
-        with pytest.raises(TypeError, match="can't apply forward-mode"):
-            jax.jvp(call, (x,), (x,))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1182,12 +831,6 @@ def test_layout_may_be_omitted_where_shapes_show_it() -> None:
     rope(np.ones((2, 9, 8, 8), np.float32))
     rope(np.ones((2, 1, 1, 8), np.float32))
     rope_qk(np.ones((2, 9, 9, 8), np.float32), np.ones((2, 3, 9, 8), np.float32))
-
-
-def test_random_keys_are_refused() -> None:
-    keys = jax.random.split(jax.random.key(0), X.shape)
-    with pytest.raises(TypeError, match="rope: x must have a numeric dtype, got key"):
-        rope(keys)
 
 
 def test_numbers_must_not_be_traced() -> None:

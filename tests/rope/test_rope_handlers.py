@@ -11,14 +11,10 @@ import pytest
 from rope.reference import LAYOUTS, SIZES, TARGETS, Rotation, Sizes, good_call, make_features
 from support import cases, handlers
 from support.cases import FLOATING
-from support.handlers import Array, Call, with_dtypes, with_other_shapes
-
-from jax_baracuda._core.op import OPS
+from support.handlers import Call, with_dtypes
 
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
 
-MISCOUNT = r"got \d+"
-"""The beginning of a message about the number of buffers, which names no argument."""
 
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -67,12 +63,6 @@ def check(call: Call, operands: dict[str, np.ndarray]) -> None:
 def assert_refused(call: Call, what: str, *names: str) -> None:
     """Asserts an error that names the target and one of these arguments. Without names, any of the call's arguments."""
     handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
-
-
-def test_table_is_complete() -> None:
-    assert set(TARGETS) == {name for name in OPS if name.startswith("rope")}
-    for target in TARGETS:
-        assert set(good_call(target).attributes) == {"num_batch_dims", *OPS[target].attributes}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,26 +152,6 @@ def test_empty_arrays(rng: np.random.Generator, target: str, layout: str) -> Non
 # Invalid calls.
 
 
-@pytest.mark.parametrize(("batch", "layout"), [(5, "BHSD"), (None, "BSHD")], ids=["batched", "not batched"])
-@each_target
-def test_bad_shapes_are_refused(target: str, layout: str, batch: int | None) -> None:
-    """Each operand and result is refused with another rank, or with another size in any dimension."""
-    good = good_call(target, layout, sizes=dataclasses.replace(SIZES, batch=batch))
-
-    def with_bad_shapes(array: Array) -> dict[str, Array]:
-        others = with_other_shapes(array)
-        if array in good.results:
-            others["leading dimension of 1"] = array.shared()
-        return others
-
-    for how, array, call in good.with_other(with_bad_shapes):
-        if array == good.results[0]:  # it gives the sizes, so the message may name another array
-            names: tuple[str, ...] = ()
-        else:  # the result of k gives the number of heads
-            names = ("k_out", "k") if array.name == "k_out" else (array.name,)
-        assert_refused(call, f"{array.name} {how}", *names)
-
-
 @each_layout
 @each_target
 def test_bad_batch_dims_are_refused(target: str, layout: str) -> None:
@@ -221,41 +191,3 @@ def test_other_rotary_dims_are_refused(target: str) -> None:
     for rotary_dim in (2, 6, 10, 12):
         call = dataclasses.replace(good, attributes={**good.attributes, "rotary_dim": np.int64(rotary_dim)})
         assert_refused(call, f"rotary_dim {rotary_dim}", "frequencies")
-
-
-@each_layout
-@each_target
-def test_attributes_that_do_not_fit_the_operands_are_refused(target: str, layout: str) -> None:
-    """Attributes are refused if they are wrong about the layout, the positions or the batch dimension."""
-    for batch, has_positions in itertools.product((5, None), (True, False)):
-        sizes = dataclasses.replace(SIZES, batch=batch)
-        good = good_call(target, layout, has_positions=has_positions, sizes=sizes)
-        for name in ("heads_first", "has_positions", "num_batch_dims"):
-            if name == "heads_first" and not has_positions and len(good.results) == 1:
-                continue  # valid in either layout
-            value = good.attributes[name]
-            other = not value if isinstance(value, bool) else np.int64(1 - value)
-            call = dataclasses.replace(good, attributes={**good.attributes, name: other})
-            assert_refused(call, f"{name} for {good}", *(x.name for x in good.arrays()), "positions", MISCOUNT)
-
-
-@each_target
-def test_other_numbers_of_buffers_are_refused(target: str) -> None:
-    """XLA itself refuses a wrong number of required buffers; the handler refuses a wrong number of optional ones."""
-    for has_positions in (True, False):
-        good = good_call(target, has_positions=has_positions)
-        names = [*(x.name for x in good.arrays()), "positions", MISCOUNT]
-        extra = Array("extra", (5, 2), "float32")
-        for kind in ("operands", "results"):
-            arrays = getattr(good, kind)
-            changed = {f"one of {kind} too many": (*arrays, extra)}
-            # On GPUs, XLA removes a call that has no result.
-            least = int(kind == "results" and cases.PLATFORM == "cuda")
-            changed |= {f"{count} {kind}": arrays[:count] for count in range(least, len(arrays))}
-            for what, others in changed.items():
-                handlers.assert_miscount_refused(dataclasses.replace(good, **{kind: others}), what, names)
-
-
-@each_target
-def test_other_attributes_are_refused(target: str) -> None:
-    handlers.assert_other_attributes_refused(good_call(target))

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,23 +84,6 @@ def softmax_data(rng: np.random.Generator, shape: Shape, dtype: Any) -> np.ndarr
         return _sprinkled(rng, data, (np.nan, np.inf), _rate(shape) / 4).astype(jnp.dtype(dtype))
 
 
-def exact_problem(rng: np.random.Generator, values: Literal["distinct", "ties"]) -> tuple[np.ndarray, np.ndarray]:
-    """Finite float64 data ``[10, 2]`` in 3 segments, none of them empty. Some rows are dropped.
-
-    The numbers of rows and of ties are powers of two, and data have few bits. So means, extrema, products, polynomials
-    of these, and their derivatives are exact.
-    """
-    ids = np.array([0, 0, 0, 0, 1, 1, 2, 2, -1, 3])
-    if values == "distinct":
-        data = cases.make_data(rng, (10, 2), "float64", "distinct")
-    else:
-        data = np.repeat(rng.integers(-3, 4, (5, 2)).astype(np.float64), 2, axis=0)
-        data[7] = data[6] + [1, -1]  # a segment without ties
-        data *= rng.choice([-1.0, 1.0], data.shape) ** (data == 0)  # zeros of both signs
-    order = rng.permutation(10)
-    return data[order], ids[order]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The table.
 
@@ -121,8 +104,6 @@ class Reduction:
     """Keyword arguments that choose between ways to compute the value or the gradient."""
     kernels: tuple[str, ...] = ()
     """The targets of the value and of its gradient."""
-    plain: Callable[..., jax.Array] | None = None
-    """``(data, ids, segments)`` in plain JAX, with derivatives of every order."""
     call_backward: Callable[..., jax.Array] | None = None
     """``(cotangent, data, ids, segments, **options)``: the public backward function."""
     result_has_rows: bool = False
@@ -173,7 +154,6 @@ def _extremum(kind: str) -> Reduction:
         gradient=lambda d, data, ids, segments, tie_break: Expected(gradient(d, data, ids, tie_break), d.dtype),
         options=({"tie_break": "split"}, {"tie_break": "first"}),
         kernels=(f"segment_{kind}_with_winner", f"segment_{kind}_backward"),
-        plain=getattr(jax.ops, f"segment_{kind}"),
         call_backward=call_backward,
         has_buckets=True,
     )
@@ -190,34 +170,6 @@ def _arg_extremum(kind: str) -> Reduction:
     )
 
 
-def _is_member(ids: jax.Array, segments: int, rank: int) -> jax.Array:
-    """``[N, S, 1, ...]``"""
-    is_member = ids[:, None] == jnp.arange(segments)
-    return is_member.reshape(*is_member.shape, *(1 for _ in range(rank - 1)))
-
-
-def plain_sum(data: jax.Array, ids: jax.Array, segments: int) -> jax.Array:
-    return jnp.where(_is_member(ids, segments, data.ndim), data[:, None], 0).sum(axis=0)
-
-
-def plain_mean(data: jax.Array, ids: jax.Array, segments: int) -> jax.Array:
-    count = _is_member(ids, segments, data.ndim).sum(axis=0)
-    return plain_sum(data, ids, segments) / jnp.maximum(count, 1)
-
-
-def plain_prod(data: jax.Array, ids: jax.Array, segments: int) -> jax.Array:
-    factors = jnp.where(_is_member(ids, segments, data.ndim), data[:, None], 1)
-    return jnp.prod(factors, axis=0)
-
-
-def plain_softmax(data: jax.Array, ids: jax.Array, segments: int) -> jax.Array:
-    is_member = _is_member(ids, segments, data.ndim)
-    logits = jnp.where(is_member, data[:, None], -jnp.inf)
-    maxima = jax.lax.stop_gradient(jnp.max(logits, axis=0, initial=-jnp.inf))
-    terms = jnp.where(is_member, jnp.exp(jnp.where(is_member, data[:, None] - maxima, 0)), 0)
-    return (terms / jnp.where(is_member, terms.sum(axis=0), 1)).sum(axis=1)
-
-
 DETERMINISTIC = ({"deterministic": False}, {"deterministic": True})
 
 MAX = _extremum("max")
@@ -230,7 +182,6 @@ SUM = Reduction(
     gradient=lambda d, data, ids, segments, deterministic: cases.reference_sum_gradient(d, data, ids),
     options=DETERMINISTIC,
     kernels=("segment_sum", "segment_sum_backward"),
-    plain=plain_sum,
     call_backward=lambda d, data, ids, segments, deterministic, **options: jax_baracuda.segment_sum_backward(
         d, ids, **options
     ),
@@ -244,7 +195,6 @@ MEAN = Reduction(
     gradient=lambda d, data, ids, segments, deterministic: cases.reference_mean_gradient(d, data, ids),
     options=DETERMINISTIC,
     kernels=("segment_mean", "segment_mean_backward"),
-    plain=plain_mean,
     call_backward=lambda d, data, ids, segments, deterministic, **options: jax_baracuda.segment_mean_backward(
         d, ids, **options
     ),
@@ -256,7 +206,6 @@ PROD = Reduction(
     value=cases.reference_prod,
     gradient=lambda d, data, ids, segments: cases.reference_prod_gradient(d, data, ids),
     kernels=("segment_prod_with_residual", "segment_prod_backward"),
-    plain=plain_prod,
     call_backward=lambda d, data, ids, segments, **options: jax_baracuda.segment_prod_backward(d, data, ids, **options),
     has_buckets=True,
 )
@@ -268,7 +217,6 @@ SOFTMAX = Reduction(
     gradient=lambda d, p, ids, segments, deterministic: cases.reference_softmax_gradient(d, p, ids, segments),
     options=DETERMINISTIC,
     kernels=("segment_softmax", "segment_softmax_backward"),
-    plain=plain_softmax,
     call_backward=lambda d, p, ids, segments, **options: jax_baracuda.segment_softmax_backward(
         d, p, ids, segments, **options
     ),
@@ -285,10 +233,6 @@ LIKE_JAX = (MAX, MIN, SUM, PROD)
 
 def options_id(options: Options) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items()) or "default"
-
-
-def each_option(reductions: Sequence[Reduction]) -> list[tuple[Reduction, Options]]:
-    return [(reduction, options) for reduction in reductions for options in reduction.options]
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
+from support.meshes import COLLECTIVES
 
 from jax_baracuda import (
     SegmentPlan,
@@ -238,66 +239,6 @@ def test_nested_vmap(rng: np.random.Generator, name: str, inner: tuple[Any, ...]
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
 
 
-def sum_of_squares(output: jax.Array) -> jax.Array:
-    return (jnp.where(jnp.isfinite(output), output, 0) ** 2).sum()
-
-
-@pytest.mark.parametrize("name", ["weighted sum", "weighted mean", "max", "first max"])
-def test_transformations(rng: np.random.Generator, name: str) -> None:
-    """Gradients for each graph, gradients of loops and checkpoints, and second derivatives agree with plain JAX."""
-    data, weights, gather_ids, segment_ids = make_arrays(rng, BATCH)
-    data /= 60
-
-    def losses(function: Function) -> dict[str, Function]:
-        def of_one(data: Any, weights: Any, gather_ids: Any, segment_ids: Any) -> jax.Array:
-            return sum_of_squares(function(data, weights, gather_ids, segment_ids))
-
-        def of_all(data: Any, weights: Any) -> jax.Array:
-            return mapped(of_one)(data, weights, gather_ids, segment_ids).sum()
-
-        def looped(data: Any, weights: Any) -> jax.Array:
-            def step(carry: Any, _: Any) -> tuple[Any, None]:
-                output = mapped(function)(carry, weights, gather_ids, segment_ids)
-                return carry.at[:SEGMENTS].add(jnp.where(jnp.isfinite(output), output, 0).sum(0) / 8), None
-
-            return sum_of_squares(jax.lax.scan(step, data, length=2)[0])
-
-        def tangent(data: Any, weights: Any) -> Any:
-            return jax.jvp(jax.grad(of_all), (data, weights), (data % 5, weights))[1]
-
-        return {
-            "gradient for each": lambda x, w: mapped(jax.grad(of_one, (0, 1)))(x, w, gather_ids, segment_ids),
-            "gradient of a jit": jax.grad(jax.jit(of_all), (0, 1)),
-            "gradient of a checkpoint": jax.grad(jax.checkpoint(of_all), (0, 1)),
-            "gradient of a loop": jax.grad(looped, (0, 1)),
-            "tangent of the gradient": tangent,
-            "gradient of the gradient": jax.grad(lambda x, w: sum_of_squares(jax.grad(of_all)(x, w)), (0, 1)),
-        }
-
-    gather_ids, segment_ids = jnp.asarray(gather_ids), jnp.asarray(segment_ids)
-    expected = losses(plain_call(name))
-    for transformed, function in losses(call_of(name)).items():
-        actual, of_plain = jax.jit(lambda *x, f=function, g=expected[transformed]: (f(*x), g(*x)))(data, weights)
-        for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(of_plain), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max(), err_msg=transformed)
-
-
-@pytest.mark.parametrize("name", ["weighted sum", "mean", "first max"])
-def test_forward_mode(rng: np.random.Generator, name: str) -> None:
-    """The function raises JAX's own error in forward mode. Its twin has a tangent."""
-    data, *edges = make_arrays(rng, BATCH)
-    with pytest.raises(TypeError, match="can't apply forward-mode"):
-        jax.jvp(lambda x: mapped(call_of(name))(x, *edges), (data,), (data,))
-    twin_name = f"gather_segment_{name.split()[-1]}"
-    options = {"tie_break": "first"} if name == "first max" else {}
-    weights = {"weights": edges[0][0]} if name.startswith("weighted") else {}
-    twin = functools.partial(getattr(forward_mode, twin_name), num_segments=SEGMENTS, **options, **weights)
-    mapped_twin = jax.vmap(twin, (None, 0, 0))
-    _, tangent = jax.jvp(lambda x: mapped_twin(x, *edges[1:]), (data,), (data,))
-    value = mapped_twin(data, *edges[1:])
-    np.testing.assert_array_equal(tangent, np.where(np.isfinite(value), value, 0))  # all are homogeneous
-
-
 @pytest.mark.parametrize(("batch", "edges", "segments"), [(1, 5, 4), (3, 0, 4), (3, 5, 0)])
 @each_function
 def test_empty_and_single(rng: np.random.Generator, name: str, batch: int, edges: int, segments: int) -> None:
@@ -335,20 +276,6 @@ def test_gradient_of_tangent_without_segments(reduction: str) -> None:
         np.testing.assert_array_equal(gradient, jnp.zeros_like(x))
 
 
-@each_function
-def test_any_plan_is_safe(rng: np.random.Generator, name: str) -> None:
-    """A plan of arbitrary integers gives some result, and reads nothing out of bounds."""
-    data, weights = rng.normal(size=(20, 6)).astype(np.float32), rng.normal(size=(BATCH, 400)).astype(np.float32)
-    arrays = [rng.integers(-(2**31), 2**31, (BATCH, 400)).astype(np.int32) for _ in range(8)]
-    plans = SegmentPlan(*map(jnp.asarray, arrays), num_segments=10, num_rows=20)
-
-    def call(data: Any, weights: Any) -> jax.Array:
-        return jax.vmap(lambda w, plan: FUNCTIONS[name](data, w, plan=plan))(weights, plans)
-
-    output, vjp = jax.vjp(call, data, weights)
-    jax.block_until_ready(vjp(output))
-
-
 @pytest.mark.parametrize("name", ["sum", "max"])
 @pytest.mark.parametrize(("segments", "is_joined"), [(2**30 - 1, True), (2**30, False)])
 def test_more_segments_than_32_bits_number(name: str, segments: int, is_joined: bool) -> None:
@@ -374,7 +301,6 @@ def test_more_segments_than_32_bits_number(name: str, segments: int, is_joined: 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Many devices.
-KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
 
 @cases.on_four_devices
@@ -393,7 +319,7 @@ def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: 
         placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
         program = run.lower(*placed).compile()
         jax.tree.map(np.testing.assert_array_equal, program(*placed), expected)
-    exchanged = re.findall(rf" = ([^=]*?) ({KINDS})(?:-start)?\(", program.as_text())
+    exchanged = re.findall(rf" = ([^=]*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text())
     # If edges are split, each device merges a part of the extrema and winners.
     merges = {"all-to-all", "all-gather"} if name == "max" and spec != P("x") else set()
     assert {kind for _, kind in exchanged} == {"all-reduce"} | merges
@@ -401,20 +327,3 @@ def test_split_batches(rng: np.random.Generator, name: str, spec: P, axis_type: 
     of_rows = [shape for shape in shapes if str(NODES) in shape.split(",")]
     assert of_rows in (["40,6"], ["40,1,6"])
     assert spec != P("x") or shapes == of_rows
-
-
-@cases.on_four_devices
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", ["weighted sum", "max"])
-def test_shard_map_over_graphs(rng: np.random.Generator, name: str, check_vma: bool) -> None:
-    """Rows are replicated, so their gradient is the sum over devices."""
-    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
-    data, *edges = make_arrays(rng, 8)
-    sharded = jax.shard_map(
-        mapped(call_of(name)), mesh=mesh, in_specs=(P(), P("x"), P("x"), P("x")), out_specs=P("x"), check_vma=check_vma
-    )
-    d_output = 60 * rng.integers(-9, 9, (8, SEGMENTS, 6)).astype(np.float32)
-    ours, expected = (
-        jax.jit(value_and_gradients(function))(data, *edges, d_output) for function in (sharded, mapped(call_of(name)))
-    )
-    jax.tree.map(np.testing.assert_array_equal, ours, expected)

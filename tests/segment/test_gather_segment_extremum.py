@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from segment.gather_reference import Graph, gathered, hot_graph, make_graph, sum_of_edges
 from support import cases
 from support.cases import Expected
-from support.meshes import exchanges_in
 from support.programs import small_integers
 
 import jax_baracuda
-from jax_baracuda import Implementation, SegmentPlan, forward_mode, segment_plan
+from jax_baracuda import Implementation, forward_mode, segment_plan
 
 # (nodes, edges, segments, row_shape)
 GRAPHS = (
@@ -210,69 +206,8 @@ def test_mean_with_weights(rng: np.random.Generator) -> None:
 # Transformations.
 
 
-def exact_data(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Distinct numbers. Their quotients by 2, 3, 4 and 5, and sums of these, are exact."""
-    return 120 * rng.permutation(int(np.prod(shape))).reshape(shape).astype(np.float32)
-
-
 def plain(kind: str, data: Any, gather_ids: Any, segment_ids: Any, num_segments: int) -> jax.Array:
     return getattr(jax.ops, f"segment_{kind}")(data[gather_ids], segment_ids, num_segments)
-
-
-@pytest.mark.parametrize("mapped", [m for m in itertools.product((None, 0), repeat=3) if any(x == 0 for x in m)])
-@each_kind
-def test_vmap(rng: np.random.Generator, kind: str, mapped: tuple[int | None, ...]) -> None:
-    """Whatever the batch shares, each kernel is launched once, and value and gradient equal those of plain JAX."""
-    batch, nodes, edges, segments = 3, 40, 60, 30
-    front = [(batch,) if axis == 0 else () for axis in mapped]
-    data = exact_data(rng, *front[0], nodes, 6)
-    gather_ids = rng.integers(0, nodes, (*front[1], edges))
-    segment_ids = rng.integers(0, segments, (*front[2], edges))
-    d_output = 120 * rng.integers(-9, 9, (segments, 6)).astype(np.float32)
-
-    def value_and_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(data: Any, gather_ids: Any, segment_ids: Any) -> Any:
-            output, vjp = jax.vjp(lambda data: function(data, gather_ids, segment_ids, segments), data)
-            return output, *vjp(d_output)
-
-        return run
-
-    arrays = data, gather_ids, segment_ids
-    run = jax.jit(jax.vmap(value_and_gradient(function_of(kind)), mapped))
-    text = run.lower(*arrays).as_text()
-    assert [text.count(f"@jax_baracuda.gather_segment_{kind}{x}(") for x in ("_with_winner", "_backward")] == [1, 1]
-    expected = jax.vmap(value_and_gradient(lambda *x: plain(kind, *x)), mapped)(*arrays)
-    jax.tree.map(np.testing.assert_array_equal, run(*arrays), expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("form", ["ids", "plan"])
-@each_kind
-def test_derivatives_of_higher_order(rng: np.random.Generator, kind: str, form: str) -> None:
-    """Forward over reverse, reverse over reverse, and both modes of the twin equal plain JAX."""
-    nodes, segments = 7, 12
-    data = exact_data(rng, nodes, 3) / 120
-    # Every segment has an edge, and no node has more than two edges to one segment: shares are 1 or 1/2.
-    pairs = rng.permutation(np.argwhere(np.ones((nodes, segments))))
-    pairs = np.concatenate([np.stack([rng.integers(0, nodes, segments), np.arange(segments)], axis=1), pairs[:9]])
-    ids = tuple(pairs.T)
-    plan = segment_plan(ids[1], segments, ids[0], nodes)
-
-    def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda data: (function(data) ** 3).sum()
-
-    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: function(x, plan=plan) if form == "plan" else function(x, *ids, segments)
-
-    def both(function: Callable[..., Any], reference: Callable[..., Any]) -> Any:
-        return jax.jit(lambda data: (function(data), reference(data)))(data)
-
-    ours, reference = loss_of(bound(function_of(kind))), loss_of(lambda x: plain(kind, x, *ids, segments))
-    for transform in (jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
-        np.testing.assert_array_equal(*both(transform(ours), transform(reference)))
-    twin = loss_of(bound(getattr(forward_mode, f"gather_segment_{kind}")))
-    for transform in (jax.jacfwd, jax.grad, lambda f: jax.jacfwd(jax.jacfwd(f))):
-        np.testing.assert_array_equal(*both(transform(twin), transform(reference)))
 
 
 SECOND_DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -354,111 +289,6 @@ def test_no_array_of_edges_times_features(rng: np.random.Generator, kind: str) -
 
     program = jax.jit(jax.grad(loss)).lower(graph.data, graph.gather_ids, graph.segment_ids).compile()
     assert program.memory_analysis().temp_size_in_bytes < edges * features  # a quarter of the messages
-
-
-@each_kind
-def test_any_plan_is_safe(rng: np.random.Generator, kind: str) -> None:
-    """A plan of arbitrary integers gives some result, and reads nothing out of bounds."""
-    data = rng.normal(size=(20, 6)).astype(np.float32)
-    for _ in range(5):
-        arrays = [rng.integers(-(2**31), 2**31, 400).astype(np.int32) for _ in range(8)]
-        plan = SegmentPlan(*map(jnp.asarray, arrays), num_segments=10, num_rows=20)
-        output, vjp = jax.vjp(lambda x, plan=plan: function_of(kind)(x, plan=plan), data)
-        jax.block_until_ready(vjp(output))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sharding.
-
-
-@cases.on_two_devices
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-@pytest.mark.parametrize("split", ["edges", "features"])
-@pytest.mark.parametrize("tie_break", ["split", "first"])
-@each_kind
-def test_sharding(rng: np.random.Generator, kind: str, tie_break: str, split: str, axis_type: AxisType) -> None:
-    """If edges are split, devices exchange cells, winners and gradient rows. If features are split, nothing."""
-    nodes, edges, segments = 30, 64, 20
-    mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
-    specs = {"edges": (P(), P("x"), P("x")), "features": (P(None, "x"), P(), P())}[split]
-    arrays = exact_data(rng, nodes, 6), rng.integers(0, nodes, edges), rng.integers(0, segments, edges)
-    d_output = 120 * rng.integers(-9, 9, (segments, 6)).astype(np.float32)
-
-    def run(function: Callable[..., Any]) -> Callable[..., Any]:
-        def value_and_gradient(x: Any, g: Any, s: Any, d: Any) -> Any:
-            output, vjp = jax.vjp(lambda x: function(x, g, s, segments), x)
-            return output, *vjp(d)
-
-        return value_and_gradient
-
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-    placed.append(jax.device_put(d_output, NamedSharding(mesh, P(None, "x") if split == "features" else P())))
-    with jax.set_mesh(mesh):
-        ours = jax.jit(run(lambda *x: function_of(kind)(*x, tie_break=tie_break)))
-        program = ours.lower(*placed).compile()
-        output, d_data = program(*placed)
-    two_of_cells, one_of_rows = 2 * 2 * 4 * segments * 6, 2 * 4 * nodes * 6
-    traffic = sum(exchange.traffic for exchange in exchanges_in(program.as_text()))
-    assert traffic == (two_of_cells + one_of_rows if split == "edges" else 0)
-    np.testing.assert_array_equal(output, plain(kind, *arrays, segments))
-    one_device = jax.jit(run(lambda *x: function_of(kind)(*x, tie_break=tie_break)))(*arrays, d_output)
-    np.testing.assert_array_equal(d_data, one_device[1])
-
-
-@cases.on_two_devices
-@pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map", "shard_map without check_vma"])
-@pytest.mark.parametrize("tie_break", ["split", "first"])
-def test_second_derivatives_of_split_graphs(rng: np.random.Generator, tie_break: str, mode: str) -> None:
-    """Second derivatives agree with one device if ``jit`` splits edges, and if ``shard_map`` splits features."""
-    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
-    data, vector = rng.integers(-2, 3, (2, 20, 4)).astype(np.float32)
-    ids = rng.integers(0, 20, 64), rng.integers(0, 30, 64)
-
-    def call(data: Any, *ids: Any) -> jax.Array:
-        return jax_baracuda.gather_segment_max(data, *ids, 30, tie_break=tie_break)
-
-    def products(call: Callable[..., jax.Array]) -> Callable[..., Any]:
-        def run(data: Any, vector: Any, *ids: Any) -> Any:
-            return [t(sum_of_cubes(lambda x: call(x, *ids)))(data, vector) for t in SECOND_DERIVATIVES.values()]
-
-        return jax.jit(run)
-
-    specs = [P(None, "x"), P(), P()] if mode.startswith("shard_map") else [P(), P("x"), P("x")]
-    split = call
-    if mode.startswith("shard_map"):
-        options = {"in_specs": tuple(specs), "out_specs": specs[0], "check_vma": mode == "shard_map"}
-        split = jax.shard_map(call, mesh=mesh, **options)
-    with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, spec))
-            for x, spec in zip((data, vector, *ids), (specs[0], *specs), strict=True)
-        ]
-        actual = products(split)(*placed)
-    for x, y in zip(actual, products(call)(data, vector, *ids), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
-
-
-@cases.on_two_devices
-@pytest.mark.parametrize("check_vma", [True, False])
-@each_kind
-def test_shard_map_over_edges(rng: np.random.Generator, kind: str, check_vma: bool) -> None:
-    nodes, edges, segments = 30, 64, 20
-    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
-    data, ids = exact_data(rng, nodes, 6), (rng.integers(0, nodes, edges), np.repeat(np.arange(segments), 4)[:edges])
-
-    def local(data: jax.Array, g: jax.Array, s: jax.Array) -> jax.Array:
-        cells = function_of(kind)(data, g, s, segments)
-        return jax.lax.psum(jnp.where(jnp.isfinite(cells), cells, 0), "x")
-
-    def of_halves(data: Any) -> Any:
-        halves = [plain(kind, data, *(x[part] for x in ids), segments) for part in (slice(0, 32), slice(32, 64))]
-        return sum(jnp.where(jnp.isfinite(cells), cells, 0) for cells in halves)
-
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x"), P("x")), out_specs=P(), check_vma=check_vma)
-    np.testing.assert_array_equal(jax.jit(sharded)(data, *ids), of_halves(data))
-    gradient = jax.jit(jax.grad(lambda x: (sharded(x, *ids)).sum()))(data)
-    np.testing.assert_array_equal(gradient, jax.grad(lambda x: of_halves(x).sum())(data))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

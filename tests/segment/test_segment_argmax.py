@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,37 +11,6 @@ from support import cases
 from support.cases import FLOATING, INTEGERS, Shape, assert_same_bits
 
 each_arg = pytest.mark.parametrize("reduction", [ARGMAX, ARGMIN], ids=str)
-
-SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
-
-
-@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "far apart"])
-@pytest.mark.parametrize("dtype", FLOATING)
-@each_arg
-def test_special_values_exhaustively(reduction: Reduction, dtype: str, layout: str) -> None:
-    """For every sequence of one to four special values, the winner is NumPy's: the first NaN wins, and -0 equals +0."""
-    batch = Batch()
-    for length in range(1, 5) if layout != "far apart" else (3,):
-        columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T.astype(jnp.dtype(dtype))
-        if layout == "scalar rows":
-            segments = columns.shape[1]
-            data, ids = columns.reshape(-1), np.tile(np.arange(segments, dtype=np.int32), length)
-        elif layout == "wide rows":
-            segments, data, ids = 1, columns, np.zeros(length, np.int32)
-        else:  # in different threads or blocks; the rows between them never win
-            segments, data = (
-                1,
-                np.full((1500, columns.shape[1]), -np.inf if reduction is ARGMAX else np.inf, columns.dtype),
-            )
-            data[[10, 700, 1499]] = columns
-            ids = np.zeros(1500, np.int32)
-        expected = reduction.value(data, ids, segments)
-        if segments == 1:
-            by_numpy = getattr(np, str(reduction))(data.astype(np.float64), axis=0)
-            np.testing.assert_array_equal(expected.exact[0], by_numpy)
-        batch.add(lambda x, i=ids, s=segments: reduction(x, i, s), (data,), expected.check)
-    with cases.x64_for(dtype):
-        batch.run()
 
 
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])

@@ -16,13 +16,11 @@ from segment.reference import (
     MIN,
     Batch,
     Reduction,
-    exact_problem,
     extremum_gradient_of_rows,
     value_and_pullback,
 )
 from support import cases
 from support.cases import FLOATING, TIE_BREAKS, Shape, assert_same_bits
-from support.programs import small_integers
 
 from jax_baracuda import segment_max_backward, unsorted_segment_max_backward
 from jax_baracuda._core.op import OPS
@@ -38,67 +36,6 @@ def flip(extremum: Reduction, data: np.ndarray) -> np.ndarray:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Special values.
-
-SPECIALS = (np.nan, np.copysign(np.nan, -1), np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0)
-
-
-def special_columns(length: int) -> np.ndarray:
-    """Every sequence of this length of NaN, infinities, zeros and ones of both signs: ``[length, 8 ** length]``."""
-    return np.array(list(itertools.product(SPECIALS, repeat=length))).T
-
-
-def add_value_and_gradients(
-    batch: Batch, extremum: Reduction, data: np.ndarray, ids: np.ndarray, segments: int, cotangent: np.ndarray
-) -> None:
-    """Adds the value alone, and value and gradient for each rule of breaking ties."""
-    expected = extremum.value(data, ids, segments)
-    batch.add(lambda x: extremum(x, ids, segments), (data,), expected.check)
-    for options in extremum.options:
-
-        def check(output: jax.Array, d_data: jax.Array, options: dict[str, Any] = options) -> None:
-            expected.check(output)
-            extremum.gradient(cotangent, data, ids, segments, **options).check(d_data, str(options))
-
-        pullback = functools.partial(extremum.pullback, ids=ids, segments=segments, **options)
-        batch.add(lambda x, d, f=pullback: f(x, cotangent=d), (data, cotangent), check)
-
-
-@pytest.mark.parametrize("filler", [2.0, np.inf])
-@pytest.mark.parametrize("dtype", FLOATING)
-@each_extremum
-def test_special_values_far_apart(extremum: Reduction, dtype: str, filler: float) -> None:
-    """Three special values in rows far apart give the right extremum: different threads or blocks reduce them."""
-    columns = special_columns(3)
-    data = np.full((1500, columns.shape[1]), -filler if extremum is MAX else filler, jnp.dtype(dtype))
-    data[[10, 700, 1499]] = columns.astype(data.dtype)
-    ids = np.zeros(len(data), np.int32)
-    cotangent = np.full((1, columns.shape[1]), 3000, data.dtype)
-    add_value_and_gradients(batch := Batch(), extremum, data, ids, 1, cotangent)
-    with cases.x64_for(dtype):
-        batch.run()
-
-
-@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
-@pytest.mark.parametrize("dtype", FLOATING)
-@each_extremum
-def test_special_values_exhaustively(extremum: Reduction, dtype: str, layout: str) -> None:
-    """Value and gradient are right for every sequence of one to four special values."""
-    batch = Batch()
-    for length in range(1, 5):
-        columns = special_columns(length)
-        if layout == "wide rows":  # a cell per feature
-            data, ids, segments = columns, np.zeros(length, np.int32), 1
-        else:  # a cell per segment
-            width = 1 if layout == "scalar rows" else 2
-            segments = columns.shape[1] // width
-            data = columns.reshape(length * segments, width)
-            data = data[:, 0] if width == 1 else data
-            ids = np.tile(np.arange(segments, dtype=np.int32), length)
-        data = data.astype(jnp.dtype(dtype))
-        cotangent = np.full((segments, *data.shape[1:]), 3, data.dtype)
-        add_value_and_gradients(batch, extremum, data, ids, segments, cotangent)
-    with cases.x64_for(dtype):
-        batch.run()
 
 
 def tiny_data(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -364,83 +301,6 @@ def test_unknown_tie_break(extremum: Reduction, tie_break: Any) -> None:
 def test_unsorted_backward_names_itself() -> None:
     with pytest.raises(ValueError, match="segment_max_backward: data must have one row per id"):
         unsorted_segment_max_backward(np.ones((2, 2), np.float32), np.ones((3, 2), np.float32), np.arange(4))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Higher derivatives and forward mode at ties, against the matrix of shares.
-
-
-def jacobian(data: np.ndarray, ids: np.ndarray, segments: int, tie_break: str) -> np.ndarray:
-    """d maxima / d data as a matrix ``[segments * features, rows * features]``, in float64."""
-    weights = cases.shares(data, ids, segments, tie_break)
-    rows, features = data.shape
-    matrix = np.zeros((segments, features, rows, features))
-    for row, feature in np.ndindex(rows, features):
-        if 0 <= ids[row] < segments:
-            matrix[ids[row], feature, row, feature] = weights[row, feature]
-    return matrix.reshape(segments * features, rows * features)
-
-
-@each_tie_break
-@each_extremum
-def test_higher_derivatives_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
-    """The first three derivatives of sum(output ** 3) equal their closed forms, in every combination of modes."""
-    data, ids = exact_problem(rng, "ties")
-    a = jacobian(data, ids, 3, tie_break)
-    data = flip(extremum, data)
-    output = extremum.value(data, ids, 3).exact.reshape(-1)
-    hessian = a.T @ np.diag(6 * output) @ a
-    u, v = small_integers(rng, (2, *data.shape), "float64")
-
-    def loss(x: jax.Array) -> jax.Array:
-        return (extremum(x, ids, 3, tie_break=tie_break) ** 3).sum()
-
-    @jax.jit
-    def derivatives(x: jax.Array, u: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        hvp_reverse = jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x), v))
-        return (
-            jax.grad(loss)(x),
-            jax.hessian(loss)(x),
-            jax.jacrev(jax.jacrev(loss))(x),
-            jax.jvp(jax.grad(loss), (x,), (v,))[1],
-            hvp_reverse(x),
-            jax.grad(lambda x: jnp.vdot(jax.grad(jax.checkpoint(loss))(x), v))(x),
-            jax.grad(lambda x: jnp.vdot(hvp_reverse(x), u))(x),
-        )
-
-    third = a.T @ (6 * (a @ u.reshape(-1)) * (a @ v.reshape(-1)))
-    hvp = hessian @ v.reshape(-1)
-    expected = (a.T @ (3 * output**2), hessian, hessian, hvp, hvp, hvp, third)
-    with jax.enable_x64(True):
-        for k, (actual, want) in enumerate(zip(derivatives(data, u, v), expected, strict=True)):
-            np.testing.assert_array_equal(np.asarray(actual).reshape(want.shape), want, str(k))
-
-
-@each_tie_break
-@each_extremum
-def test_forward_mode_at_ties(rng: np.random.Generator, extremum: Reduction, tie_break: str) -> None:
-    """jvp, jacfwd and linearize of the forward-mode function, and grad of its jvp, equal the matrix of shares."""
-    data, ids = exact_problem(rng, "ties")
-    tangent = small_integers(rng, data.shape, "float64")
-    a = jacobian(data, ids, 3, tie_break)
-    data = flip(extremum, data)
-    pushed = a @ tangent.reshape(-1)
-
-    @jax.jit
-    def derivatives(x: jax.Array, t: jax.Array) -> tuple[jax.Array, ...]:
-        reduce = lambda x: extremum.in_forward_mode(x, ids, 3, tie_break=tie_break)  # noqa: E731
-        return (
-            jax.jvp(reduce, (x,), (t,))[1],
-            jax.linearize(reduce, x)[1](t),
-            jax.jacfwd(reduce)(x),
-            jax.grad(lambda x: reduce(x).sum())(x),
-            jax.grad(lambda x: jax.jvp(lambda x: reduce(x) ** 2, (x,), (t,))[1].sum())(x),
-        )
-
-    expected = (pushed, pushed, a, a.sum(0), a.T @ (2 * pushed))
-    with jax.enable_x64(True):
-        for actual, want in zip(derivatives(data, tangent), expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(actual).reshape(want.shape), want)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from segment.reference import DIFFERENTIABLE, REDUCTIONS, Batch, Reduction, kernels_in, value_and_pullback
+from segment.reference import DIFFERENTIABLE, REDUCTIONS, Reduction, kernels_in
 from support import cases
-from support.cases import SHAPES, Shape
+from support.programs import small_floats
 
 import jax_baracuda
-from jax_baracuda import SegmentPlan, forward_mode, segment_plan
+from jax_baracuda import SegmentPlan, segment_plan
+from jax_baracuda._examples import all_examples
 
 ROWS, SEGMENTS = 400, 30
 
@@ -25,62 +25,11 @@ each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
 each_differentiable = pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=str)
 
 
-def small_integers(rng: np.random.Generator, *shape: int) -> jax.Array:
-    """Data with ties."""
-    return jnp.asarray(rng.integers(-3, 4, shape), jnp.float32)
-
-
-@pytest.mark.parametrize(
-    ("reduction", "dtype"), [pytest.param(r, dtype, id=f"{r}-{dtype}") for r in REDUCTIONS for dtype in r.dtypes]
-)
-def test_value_and_gradients(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Values and both gradients, also the public one, agree with the NumPy reference for every dtype and size."""
-    batch = Batch()
-    for shape in SHAPES:
-        ids = cases.make_ids(rng, shape.rows, shape.segments, is_sorted=False)
-        _add(batch, rng, reduction, dtype, shape, ids)
-    with cases.x64_for(dtype):
-        batch.run()
-
-
-def _add(
-    batch: Batch, rng: np.random.Generator, reduction: Reduction, dtype: str, shape: Shape, ids: np.ndarray
-) -> None:
-    data = reduction.make_data(rng, shape, dtype)
-    options = reduction.options[-1]
-    expected = reduction.value(data, ids, shape.segments)
-
-    def value(data: Any, ids: Any) -> jax.Array:
-        return reduction(data, plan=segment_plan(ids, shape.segments), **options)
-
-    batch.add(value, (data, ids), lambda output: expected.check(output, str(shape)))
-    if reduction.gradient is None or not cases.is_floating(data.dtype):
-        return
-    cotangent = cases.cotangent(rng, reduction.result_shape(shape), dtype)
-
-    def both_gradients(data: Any, ids: Any, cotangent: Any) -> tuple[jax.Array, ...]:
-        plan = segment_plan(ids, shape.segments)
-        output, d_data = value_and_pullback(lambda x: reduction(x, plan=plan, **options), jnp.asarray(data), cotangent)
-        residual = output if reduction.result_has_rows else data
-        backward = getattr(jax_baracuda, f"{reduction.name}_backward")
-        takes_data = reduction.name not in ("segment_sum", "segment_mean")
-        tie_break = {name: value for name, value in options.items() if name == "tie_break"}
-        arrays = (cotangent, residual) if takes_data else (cotangent,)
-        return output, d_data, backward(*arrays, plan=plan, **tie_break)
-
-    def check(output: jax.Array, *gradients: jax.Array) -> None:
-        reference = reduction.gradient(cotangent, reduction.residual(data, output), ids, shape.segments, **options)
-        for gradient in gradients:
-            reference.check(gradient, f"{shape} gradient")
-
-    batch.add(both_gradients, (data, ids, cotangent), check)
-
-
 @each_differentiable
 @pytest.mark.parametrize("num_features", [3, 128])
 def test_nothing_sorts_any_more(rng: np.random.Generator, reduction: Reduction, num_features: int) -> None:
     """With a plan, the value's kernels are told that ids are sorted, and XLA sorts nothing."""
-    data = small_integers(rng, ROWS, num_features)
+    data = small_floats(rng, ROWS, num_features)
     plan = segment_plan(cases.make_ids(rng, ROWS, SEGMENTS, is_sorted=False), SEGMENTS)
 
     @jax.jit
@@ -98,94 +47,53 @@ def test_nothing_sorts_any_more(rng: np.random.Generator, reduction: Reduction, 
 def test_plan_of_edges_serves_rows(rng: np.random.Generator, reduction: Reduction) -> None:
     """Reductions of rows ignore the gather ids of a plan. Its transpose reduces the rows by these ids."""
     ids, gather_ids = rng.integers(-2, SEGMENTS + 2, ROWS), rng.integers(0, 20, ROWS)
-    data = small_integers(rng, ROWS, 4)
+    data = small_floats(rng, ROWS, 4)
     plan = segment_plan(ids, SEGMENTS, gather_ids, 20)
     np.testing.assert_array_equal(reduction(data, plan=plan), reduction(data, plan=segment_plan(ids, SEGMENTS)))
     expected = reduction.value(np.asarray(data), gather_ids, 20)
     expected.check(reduction(data, plan=plan.transposed))
 
 
-@each_differentiable
-def test_transformations(rng: np.random.Generator, reduction: Reduction) -> None:
-    """A plan passes through jit, vmap over data, plans or both, scan, checkpoint and forward mode."""
-    all_ids = rng.integers(-2, SEGMENTS + 2, (3, ROWS))
-    data = small_integers(rng, 3, ROWS, 4) + 4
-    plans = [jax.jit(segment_plan, static_argnums=1)(ids, SEGMENTS) for ids in all_ids]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *plans)
-
-    def gradient(data: jax.Array, plan: SegmentPlan) -> Any:
-        value, vjp = jax.vjp(jax.checkpoint(lambda data: reduction(data, plan=plan)), data)
-        return value, vjp(jnp.cos(value))
-
-    single = [jax.jit(gradient)(data[i], plans[i]) for i in range(3)]
-    shared = [jax.jit(gradient)(data[i], plans[0]) for i in range(3)]
-    own = [jax.jit(gradient)(data[0], plan) for plan in plans]
-    # Sums with another number of features may be split differently. Terms are integers, so only two ops round.
-    close = {"rtol": 1e-6} if reduction.name in ("segment_softmax", "segment_prod") else {"rtol": 0}
-    for axes, arguments, expected in (
-        ((0, 0), (data, stacked), single),
-        ((0, None), (data, plans[0]), shared),
-        ((None, 0), (data[0], stacked), own),
-    ):
-        mapped = jax.jit(jax.vmap(gradient, in_axes=axes))(*arguments)
-        for i in range(3):
-            jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, **close), mapped, expected[i])
-    _, scanned = jax.lax.scan(lambda plan, data: (plan, gradient(data, plan)), plans[0], data)
-    for i in range(3):
-        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, **close), scanned, shared[i])
-    twin = getattr(forward_mode, reduction.name)
-    tangent = small_integers(rng, ROWS, 4)
-    got = jax.jvp(lambda data: twin(data, plan=plans[0]), (data[0],), (tangent,))[1]
-    want = jax.jvp(lambda data: twin(data, all_ids[0], SEGMENTS), (data[0],), (tangent,))[1]
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+def weighted(name: str) -> Callable[..., jax.Array]:
+    function = getattr(jax_baracuda, name)
+    if name == "segment_attention":
+        return lambda data, plan: function(jnp.arange(ROWS, dtype=jnp.float32), data, plan=plan)
+    if name.startswith("gather") and name.endswith(("sum", "mean")):
+        return lambda data, plan: function(data, weights=jnp.arange(ROWS, dtype=jnp.float32), plan=plan)
+    return lambda data, plan: function(data, plan=plan)
 
 
-@cases.on_two_devices
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-@each_differentiable
-def test_sharding_of_features(rng: np.random.Generator, reduction: Reduction, axis_type: AxisType) -> None:
-    """Splitting features needs no collective, in both passes."""
-    mesh = jax.make_mesh((2,), ("x",), (axis_type,), devices=jax.devices()[:2])
-    ids, data = rng.integers(-2, SEGMENTS + 2, ROWS), small_integers(rng, ROWS, 8) + 4
-    plan = segment_plan(ids, SEGMENTS)
+WITH_PLAN = sorted(
+    name
+    for name in {example.function.__name__ for example in all_examples()}
+    if "plan" in inspect.signature(getattr(jax_baracuda, name)).parameters and not name.endswith("_backward")
+)
 
-    @jax.jit
+
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["one", "batch"])
+@pytest.mark.parametrize("name", WITH_PLAN)
+def test_any_plan_is_safe(rng: np.random.Generator, name: str, is_mapped: bool) -> None:
+    """A plan of arbitrary integers gives some result, and no access out of bounds; later calls are right."""
+    function, gathers = weighted(name), name.startswith("gather") or name in ("segment_attention", "take_rows")
+    data, ids = small_floats(rng, 20 if gathers else ROWS, 3), rng.integers(0, 10, ROWS)
+
     def run(data: jax.Array, plan: SegmentPlan) -> Any:
-        value, vjp = jax.vjp(lambda data: reduction(data, plan=plan), data)
-        return value, vjp(value)
-
-    expected = run(data, plan)
-    with jax.set_mesh(mesh):
-        split = jax.device_put(data, NamedSharding(mesh, P(None, "x")))
-        whole = jax.device_put(plan, NamedSharding(mesh, P()))
-        results = run(split, whole)
-        program = run.lower(split, whole).compile().as_text()
-    assert not re.findall(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", program)
-    for result, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        assert result.sharding.spec[-1] == "x"
-        np.testing.assert_allclose(result, want, rtol=1e-6)
-
-
-@each_reduction
-def test_any_plan_is_safe(rng: np.random.Generator, reduction: Reduction) -> None:
-    """A plan of arbitrary integers gives some result, and no access out of bounds."""
-    data, ids = small_integers(rng, ROWS, 3), rng.integers(0, SEGMENTS, ROWS)
-    good = segment_plan(ids, SEGMENTS)
-    expected = reduction(data, plan=good)
-
-    @jax.jit
-    def run(data: jax.Array, plan: SegmentPlan) -> Any:
-        value, vjp = jax.vjp(lambda data: reduction(data, plan=plan), data)
+        value, vjp = jax.vjp(lambda data: function(data, plan), data)
         return value, vjp(jnp.zeros(value.shape, jax.dtypes.float0) if value.dtype == jnp.int32 else value)
 
-    for _ in range(5):
-        orders = [rng.integers(-(2**31), 2**31, ROWS).astype(np.int32) for _ in range(3)]
-        bad = SegmentPlan(orders[0], None, orders[1], orders[2], None, None, None, None, SEGMENTS, None)
-        value, _ = jax.block_until_ready(run(data, bad))
-        assert value.shape == expected.shape
-        with pytest.raises(ValueError, match="SegmentPlan.validate: "):
-            bad.validate()
-    np.testing.assert_array_equal(reduction(data, plan=good), expected)
+    batch = (3,) if is_mapped else ()
+    program = jax.jit(jax.vmap(run, (None, 0)) if is_mapped else run)
+    good = segment_plan(ids, 20 if name == "take_rows" else 10, ids, 20)
+    expected = function(data, good)
+    for _ in range(3):
+        arrays = [rng.integers(-(2**31), 2**31, (*batch, ROWS)).astype(np.int32) for _ in range(8)]
+        bad = SegmentPlan(*map(jnp.asarray, arrays), num_segments=good.num_segments, num_rows=20)
+        value, _ = jax.block_until_ready(program(data, bad))
+        assert value.shape == (*batch, *expected.shape)
+        if not is_mapped:
+            with pytest.raises(ValueError, match="SegmentPlan.validate: "):
+                bad.validate()
+    np.testing.assert_array_equal(function(data, good), expected)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from segment.reference import PROD, Batch, plain_prod
+from segment.matrix import reference_prod
+from segment.reference import PROD, Batch
 from support import cases
 from support.cases import FLOATING, WIDE_INTEGERS, Shape, assert_same_bits
 from support.programs import small_integers
 
 from jax_baracuda import Implementation, forward_mode, segment_prod, segment_prod_backward
-
-SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0, 0.5)
 
 
 def check_value_and_gradient(
@@ -33,34 +32,6 @@ def check_value_and_gradient(
             value.check(output, where)
             value.check(segment_prod(data, ids, segments, is_sorted), where)
             gradient.check(d_data, f"{where} gradient")
-
-
-@pytest.mark.parametrize("layout", ["wide rows", "scalar rows", "narrow rows"])
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_special_values_exhaustively(dtype: str, layout: str) -> None:
-    """Value and gradient are right for every sequence of one to four special values and ordinary numbers."""
-    batch = Batch()
-    for length in range(1, 5):
-        columns = np.array(list(itertools.product(SPECIALS, repeat=length))).T
-        if layout == "wide rows":
-            data, ids, segments = columns, np.zeros(length, np.int32), 1
-        else:
-            width = 1 if layout == "scalar rows" else 2
-            segments = columns.shape[1] // width
-            data = columns.reshape(length * segments, width)
-            data = data[:, 0] if width == 1 else data
-            ids = np.tile(np.arange(segments, dtype=np.int32), length)
-        data = data.astype(jnp.dtype(dtype))
-        cotangent = np.full((segments, *data.shape[1:]), -3, data.dtype)
-        value, gradient = PROD.value(data, ids, segments), PROD.gradient(cotangent, data, ids, segments)
-
-        def check(output: jax.Array, d_data: jax.Array, value=value, gradient=gradient, where=f"{length}") -> None:
-            value.check(output, where)
-            gradient.check(d_data, f"{where} gradient")
-
-        batch.add(lambda x, d, ids=ids, segments=segments: PROD.pullback(x, ids, segments, d), (data, cotangent), check)
-    with cases.x64_for(dtype):
-        batch.run()
 
 
 @pytest.mark.parametrize("num_zeros", [0, 1, 2, 3, 5])
@@ -295,7 +266,7 @@ def test_higher_derivatives_with_zeros(rng: np.random.Generator) -> None:
         )
 
     with jax.enable_x64(True):
-        for actual, expected in zip(derivatives(segment_prod)(data), derivatives(plain_prod)(data), strict=True):
+        for actual, expected in zip(derivatives(segment_prod)(data), derivatives(reference_prod)(data), strict=True):
             np.testing.assert_array_equal(actual, expected)
 
 

@@ -16,6 +16,7 @@ from segment.reference import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SUM, Reducti
 from support import cases
 from support.cases import assert_same_values
 from support.meshes import MESH_SHAPE, collectives, exchanges
+from support.programs import small_floats
 
 import jax_baracuda as jb
 from jax_baracuda import forward_mode
@@ -42,10 +43,6 @@ NUM_EXCHANGES |= {"segment_argmax": 2, "segment_argmin": 2}
 """How many arrays of cells devices add up if rows are split."""
 
 
-def small_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-3, 4, shape).astype(np.float32)
-
-
 def mesh_of(axis_type: AxisType = AxisType.Auto) -> Mesh:
     return jax.make_mesh(MESH_SHAPE, ("x", "y"), (axis_type,) * 2)
 
@@ -65,7 +62,7 @@ def exchanged(function: Callable[..., Any], *operands: Any) -> dict[str, int]:
 def test_reductions(rng: np.random.Generator, placement: str, reduction: Reduction, options: dict[str, bool]) -> None:
     of_rows, of_cells = PLACEMENTS[placement]
     mesh = mesh_of()
-    data, ids = small_integers(rng, ROWS, 6), rng.integers(-2, SEGMENTS + 3, ROWS).astype(np.int32)
+    data, ids = small_floats(rng, ROWS, 6), rng.integers(-2, SEGMENTS + 3, ROWS).astype(np.int32)
     ids[:2] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if options:
         ids.sort()
@@ -92,7 +89,7 @@ def test_reductions(rng: np.random.Generator, placement: str, reduction: Reducti
 def test_out_sharding(rng: np.random.Generator, function: Callable[..., jax.Array]) -> None:
     """In explicit mode, ``out_sharding`` determines the type of the result."""
     mesh = mesh_of(AxisType.Explicit)
-    data, ids = small_integers(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS).astype(np.int32)
+    data, ids = small_floats(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS).astype(np.int32)
     with jax.set_mesh(mesh):
         placed = jax.device_put(data, P("x")), jax.device_put(ids, P("x"))
         cells = jax.jit(lambda data, ids: function(data, ids, SEGMENTS, out_sharding=P("x")))(*placed)
@@ -102,7 +99,7 @@ def test_out_sharding(rng: np.random.Generator, function: Callable[..., jax.Arra
 
 def test_segments_that_do_not_divide(rng: np.random.Generator) -> None:
     mesh = mesh_of()
-    data, ids = small_integers(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS)
+    data, ids = small_floats(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS)
 
     def loss(data: jax.Array) -> jax.Array:
         cells = jb.segment_sum(data, ids, SEGMENTS - 1)
@@ -139,7 +136,7 @@ def test_message_passing(rng: np.random.Generator, function: str, graph: str) ->
     """Both passes gather all rows. Sums over split edges are reduced and scattered to the devices of the nodes."""
     of_rows, of_edges, of_cells = GRAPHS[graph]
     mesh = mesh_of()
-    data, cotangent = small_integers(rng, NODES, 6), small_integers(rng, SEGMENTS, 6)
+    data, cotangent = small_floats(rng, NODES, 6), small_floats(rng, SEGMENTS, 6)
     ids = rng.integers(0, NODES, EDGES).astype(np.int32), rng.integers(-1, SEGMENTS + 1, EDGES).astype(np.int32)
 
     def split(x: Any, spec: P) -> Any:
@@ -178,8 +175,8 @@ def test_message_passing(rng: np.random.Generator, function: str, graph: str) ->
 def test_split_table_of_embeddings(rng: np.random.Generator, of_ids: P, dtype: str) -> None:
     """Each device adds up the gradient of its own rows of the table."""
     mesh = mesh_of()
-    table, ids = small_integers(rng, SEGMENTS, 6), rng.integers(0, SEGMENTS + 4, (8, 4)).astype(dtype)
-    cotangent = small_integers(rng, 8, 4, 6)
+    table, ids = small_floats(rng, SEGMENTS, 6), rng.integers(0, SEGMENTS + 4, (8, 4)).astype(dtype)
+    cotangent = small_floats(rng, 8, 4, 6)
 
     def gradient(table: jax.Array, ids: jax.Array, cotangent: jax.Array) -> jax.Array:
         [d_table] = jax.vjp(lambda table: forward_mode.take_rows(table, ids), table)[1](cotangent)
@@ -195,11 +192,16 @@ def test_split_table_of_embeddings(rng: np.random.Generator, of_ids: P, dtype: s
     assert exchanged(gradient, *placed) == (exchange if splits(of_ids) else {})
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize(
+    "name", [f"{of}_{kind}" for of in ("segment", "gather_segment") for kind in ("sum", "mean", "max", "min")]
+)
 def test_features_with_a_plan(rng: np.random.Generator, name: str) -> None:
     """With a plan, edges are replicated. Splitting features needs no collective, in both passes."""
-    mesh, function = mesh_of(), getattr(jb, f"gather_segment_{name}")
-    data, cotangent = small_integers(rng, NODES, 8), 120 * small_integers(rng, SEGMENTS, 8)
+    mesh, function = mesh_of(), getattr(jb, name)
+    data, cotangent = (
+        small_floats(rng, NODES if "gather" in name else EDGES, 8),
+        120 * small_floats(rng, SEGMENTS, 8),
+    )
     plan = jb.segment_plan(rng.integers(-1, SEGMENTS + 1, EDGES), SEGMENTS, rng.integers(0, NODES, EDGES), NODES)
 
     def run(data: jax.Array, cotangent: jax.Array, plan: jb.SegmentPlan) -> Any:
@@ -218,7 +220,7 @@ def test_features_with_a_plan(rng: np.random.Generator, name: str) -> None:
 def test_plan_of_each_shard(rng: np.random.Generator, check_vma: bool) -> None:
     """Each shard makes a plan of its edges. Padding fills up the last shard with edges to no segment."""
     mesh, num_edges = mesh_of(), EDGES - 3
-    data = small_integers(rng, NODES, 6)
+    data = small_floats(rng, NODES, 6)
     gather_ids, segment_ids = rng.integers(0, NODES, num_edges), rng.integers(-1, SEGMENTS + 1, num_edges)
     padded = np.pad(gather_ids, (0, 3)), np.pad(segment_ids, (0, 3), constant_values=SEGMENTS)
     in_parts = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)

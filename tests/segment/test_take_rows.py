@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from segment.gather_reference import gathered
 from support import cases
+from support.meshes import COLLECTIVES
+from support.programs import small_floats
 
 import jax_baracuda
 from jax_baracuda import forward_mode, segment_plan, take_rows
@@ -150,36 +152,12 @@ def test_hot_rows_of_16_bits(rng: np.random.Generator, options: dict[str, bool],
 # Transformations.
 
 
-def small_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Numbers whose products and sums are exact in any order."""
-    return rng.integers(-4, 5, shape).astype(np.float32)
-
-
 def plain(data: Any, ids: Any) -> jax.Array:
     return jnp.asarray(data)[ids]
 
 
 def loss_of(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return lambda data, ids: (take(data, ids) ** 2).sum()
-
-
-@pytest.mark.parametrize("ids_shape", [(), (50,), (5, 10)], ids=str)
-@pytest.mark.parametrize("mapped", [m for m in itertools.product((None, 0, 1), repeat=2) if m != (None, None)], ids=str)
-def test_vmap(rng: np.random.Generator, mapped: tuple[int | None, int | None], ids_shape: tuple[int, ...]) -> None:
-    """The gradient of a vmap and the vmap of a gradient equal plain JAX."""
-    if ids_shape == () and mapped[1] == 1:
-        mapped = (mapped[0], 0)
-    data = small_integers(rng, 3, 20, 4)
-    # Versions of JAX disagree about gradients for mapped scalar ids out of range.
-    ids = make_ids(rng, 20, (3, *ids_shape)) if ids_shape else rng.integers(-20, 20, 3)
-    arrays = [x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in zip((data, ids), mapped, strict=True)]
-    for transform in (
-        lambda take: jax.vmap(take, mapped),
-        lambda take: jax.vmap(jax.value_and_grad(loss_of(take)), mapped),
-        lambda take: jax.grad(lambda *x: (jax.vmap(take, mapped)(*x) ** 2).sum()),
-    ):
-        actual, expected = (jax.jit(transform(take))(*arrays) for take in (take_rows, plain))
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 Levels = tuple[tuple[int | None, int | None], ...]
@@ -253,9 +231,9 @@ def test_maps_of_gradients_and_gradients_of_maps(
     def draw_ids() -> np.ndarray:
         return np.sort(rng.integers(0, 7, 10)).reshape(ids_shape) if is_sorted else rng.integers(-7, 7, ids_shape)
 
-    data = draw(tuple(axes[0] for axes in levels), lambda: small_integers(rng, 7, 3))
+    data = draw(tuple(axes[0] for axes in levels), lambda: small_floats(rng, 7, 3))
     ids = draw(tuple(axes[1] for axes in levels), draw_ids)
-    d_output = small_integers(rng, *sizes, *ids_shape, 3)
+    d_output = small_floats(rng, *sizes, *ids_shape, 3)
     rows, gradients = rows_and_gradients(levels, data, ids, d_output)
 
     take = functools.partial(take_rows, **options)
@@ -288,7 +266,7 @@ def test_mapped_plans_of_a_shared_table(rng: np.random.Generator) -> None:
     nodes, edges, batch = 50_000, 40, 16
     ids, other_ids = rng.integers(0, nodes, (2, batch, edges))
     plans = jax.vmap(lambda ids, other_ids: segment_plan(ids, nodes, other_ids, nodes))(ids, other_ids)
-    data, d_output = small_integers(rng, nodes, 4), small_integers(rng, batch, edges, 4)
+    data, d_output = small_floats(rng, nodes, 4), small_floats(rng, batch, edges, 4)
     for plans_of_end, ids_of_end in ((plans, ids), (plans.transposed, other_ids)):
 
         def gradient(data: jax.Array, d_output: jax.Array, plans: Any = plans_of_end) -> tuple[jax.Array, jax.Array]:
@@ -314,7 +292,7 @@ def test_mapped_plans_of_a_shared_table(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("levels", [(), ((None, 1),), ((None, 0), (None, 0))], ids=str)
 def test_forward_mode_without_the_twin(rng: np.random.Generator, levels: Levels) -> None:
     """``jvp``, ``jacfwd``, ``linearize``, ``linear_transpose`` and second derivatives equal their formulas."""
-    data, tangent = small_integers(rng, 2, 6)
+    data, tangent = small_floats(rng, 2, 6)
     ids = rng.integers(-6, 6, (3, 4))
     mapped = map_over(levels, take_rows)
 
@@ -349,7 +327,7 @@ def test_integers_have_no_tangent(rng: np.random.Generator) -> None:
 
 def test_the_value_is_fused_by_xla(rng: np.random.Generator) -> None:
     """The program of the value is that of plain JAX, under ``vmap``."""
-    data, ids = small_integers(rng, 500, 64), rng.integers(0, 500, (8, 32))
+    data, ids = small_floats(rng, 500, 64), rng.integers(0, 500, (8, 32))
 
     def entry(take: Callable[..., jax.Array]) -> list[str]:
         mapped = jax.vmap(lambda data, ids: take(data, ids) * 3 + 1, (None, 0))
@@ -364,36 +342,17 @@ def test_the_value_is_fused_by_xla(rng: np.random.Generator) -> None:
 
 def test_the_gradient_is_one_kernel(rng: np.random.Generator) -> None:
     """The gradient is one kernel, for ids of higher rank, too. The value is XLA's gather."""
-    data, ids = small_integers(rng, 20, 4), make_ids(rng, 20, (3, 7))
+    data, ids = small_floats(rng, 20, 4), make_ids(rng, 20, (3, 7))
     assert "jax_baracuda" not in jax.jit(take_rows).lower(data, ids).as_text()
     text = jax.jit(jax.grad(loss_of(take_rows))).lower(data, ids).as_text()
     assert text.count("@jax_baracuda.segment_sum(") == 1
     assert "scatter" not in text
 
 
-@pytest.mark.thorough
-def test_derivatives_of_higher_order(rng: np.random.Generator) -> None:
-    """Second derivatives, and both modes of the function and its twin, equal plain JAX."""
-    data, ids = small_integers(rng, 5, 3), rng.integers(-5, 5, (2, 6))
-
-    def cubes(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return lambda data: (take(data, ids) ** 3).sum()
-
-    second = (jax.hessian, lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))
-    for transform in second:
-        ours, expected = (jax.jit(transform(cubes(take)))(data) for take in (take_rows, plain))
-        np.testing.assert_array_equal(ours, expected)
-    both_modes = (jax.jacfwd, jax.grad, lambda f: jax.jacfwd(jax.jacfwd(f)), lambda f: jax.jacrev(jax.jacfwd(f)))
-    for transform in both_modes:
-        *ours, expected = (jax.jit(transform(cubes(f)))(data) for f in (take_rows, forward_mode.take_rows, plain))
-        for actual in ours:
-            np.testing.assert_array_equal(actual, expected)
-
-
 def test_derivative_of_the_gradient(rng: np.random.Generator) -> None:
     """The gradient is linear. Its transpose takes rows, and gives zeros for ids out of range."""
     ids = make_ids(rng, 6, (30,))
-    d_output, dd_data = small_integers(rng, 30, 4), small_integers(rng, 6, 4)
+    d_output, dd_data = small_floats(rng, 30, 4), small_floats(rng, 6, 4)
     matrix = np.asarray(jax.jacrev(lambda x: take_rows(x, ids))(np.zeros(6, np.float32)))
 
     def gradient(d_output: jax.Array) -> jax.Array:
@@ -404,54 +363,13 @@ def test_derivative_of_the_gradient(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(vjp(dd_data)[0], matrix @ dd_data)
 
 
-def test_in_loops_and_checkpoint(rng: np.random.Generator) -> None:
-    data, ids = small_integers(rng, 8, 3), rng.integers(0, 8, (4, 8))
-
-    def walk(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return lambda data: (jax.lax.scan(lambda x, i: (take(x, i), None), data, ids)[0] ** 2).sum()
-
-    for wrap in (lambda f: f, jax.checkpoint):
-        actual = jax.jit(jax.value_and_grad(wrap(walk(take_rows))))(data)
-        jax.tree.map(np.testing.assert_array_equal, actual, jax.value_and_grad(walk(plain))(jnp.asarray(data)))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Sharding.
 
 
-@cases.on_four_devices
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["automatic", "explicit"])
-@pytest.mark.parametrize("ids_shape", [(64,), (16, 4)], ids=str)
-def test_split_ids(rng: np.random.Generator, ids_shape: tuple[int, ...], axis_type: AxisType) -> None:
-    """The value needs no collective, and the gradient needs one all-reduce. No array of rows is gathered."""
-    mesh = jax.make_mesh((4,), ("x",), (axis_type,), devices=jax.devices()[:4])
-    data, ids = small_integers(rng, 12, 6), make_ids(rng, 12, ids_shape)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(data, NamedSharding(mesh, P())), jax.device_put(ids, NamedSharding(mesh, P("x")))
-        for function, all_reduces in ((take_rows, 0), (jax.grad(loss_of(take_rows)), 1)):
-            program = jax.jit(function).lower(*placed).compile()
-            text = program.as_text()
-            assert len(re.findall(r" all-reduce(-start)?\(", text)) == all_reduces
-            assert not re.search(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
-            actual = program(*placed)
-            if all_reduces == 0:
-                assert actual.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), actual.ndim)
-                np.testing.assert_array_equal(actual, data[gathered_rows(ids, 12)])
-            else:
-                expected = np.zeros_like(data)
-                is_row = (ids >= -12) & (ids < 12)
-                np.add.at(expected, ids[is_row], 2 * data[ids[is_row]])
-                np.testing.assert_array_equal(actual, expected)
-
-
-def gathered_rows(ids: np.ndarray, rows: int) -> np.ndarray:
-    return np.clip(np.where(ids < 0, ids + rows, ids), 0, rows - 1)
-
-
 def collectives_of(program: Any) -> list[tuple[str, str]]:
     """The (first) type and the kind of each collective."""
-    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-    return re.findall(rf" = \(?(\w+\[[\d,]*\])[^=]*? ({kinds})(?:-start)?\(", program.as_text())
+    return re.findall(rf" = \(?(\w+\[[\d,]*\])[^=]*? ({'|'.join(COLLECTIVES)})(?:-start)?\(", program.as_text())
 
 
 @cases.on_four_devices
@@ -462,7 +380,7 @@ def test_collectives_of_the_gradient(rng: np.random.Generator, data_spec: P, ids
     """Whichever dimensions are split, the gradient has no more collectives than plain JAX, also under ``vmap``."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:4])
     automatic = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    data, ids = small_integers(rng, 12, 6), make_ids(rng, 12, (8, 16))
+    data, ids = small_floats(rng, 12, 6), make_ids(rng, 12, (8, 16))
     expected = np.zeros_like(data)
     is_row = (ids >= -12) & (ids < 12)
     np.add.at(expected, ids[is_row], 2 * data[ids[is_row]])
@@ -493,7 +411,7 @@ def test_collectives_of_the_gradient(rng: np.random.Generator, data_spec: P, ids
 def test_explicit_types(rng: np.random.Generator, data_spec: P, ids_spec: P) -> None:
     """The result has the sharding of ids and features, or JAX's if JAX has one. The gradient has that of the data."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    data, ids = small_integers(rng, 8, 6), rng.integers(-8, 8, (4, 4))
+    data, ids = small_floats(rng, 8, 6), rng.integers(-8, 8, (4, 4))
     expected = data[ids], jax.grad(loss_of(plain))(jnp.asarray(data), ids)
     with jax.set_mesh(mesh):
         placed = (
@@ -512,18 +430,6 @@ def test_explicit_types(rng: np.random.Generator, data_spec: P, ids_spec: P) -> 
             gradient = jax.jit(jax.grad(loss_of(function)))(*placed)
             assert gradient.sharding.is_equivalent_to(placed[0].sharding, 2)
             np.testing.assert_array_equal(gradient, expected[1])
-
-
-@cases.on_two_devices
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_over_ids(rng: np.random.Generator, check_vma: bool) -> None:
-    """Data are replicated inside ``shard_map``, so their gradient is the sum over devices."""
-    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
-    data, ids = small_integers(rng, 12, 6), rng.integers(-12, 12, 64)
-    sharded = jax.shard_map(take_rows, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"), check_vma=check_vma)
-    np.testing.assert_array_equal(jax.jit(sharded)(data, ids), data[ids])
-    gradient = jax.jit(jax.grad(loss_of(sharded)))(data, ids)
-    np.testing.assert_array_equal(gradient, jax.grad(loss_of(plain))(jnp.asarray(data), ids))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

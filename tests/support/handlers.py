@@ -242,16 +242,6 @@ def assert_refused(call: Call, what: str, names: Collection[str]) -> None:
     assert re.search(says, message), f"{what}: {message}"
 
 
-def assert_miscount_refused(call: Call, what: str, names: Collection[str]) -> None:
-    """Refused: a wrong number of buffers. XLA checks required ones, the handler the others; it names one of these."""
-    message = refusal(call, what)
-    counts = {"arguments": len(call.operands), "results": len(call.results) + (call.scratch_bytes > 0)}
-    # XLA's "at least n" is one less than the number that it expects.
-    by_xla = (rf"{kind}: expected (at least [0-9]+|(?!{n} )[0-9]+) but got {n}( \[|$)" for kind, n in counts.items())
-    by_handler = rf"{call.target}: ({'|'.join(names)})\b"
-    assert re.search(rf"Wrong number of ({'|'.join(by_xla)})|{by_handler}", message, re.M), f"{what}: {message}"
-
-
 def assert_other_attributes_refused(good: Call) -> None:
     """XLA refuses wrong attributes before it calls the handler."""
     for what, call, expected in good.with_other_attributes():

@@ -58,6 +58,16 @@ def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str)
     return rng.integers(-3, 4, shape).astype(dtype)
 
 
+def small_floats(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Numbers whose products and sums are exact in any order."""
+    return small_integers(rng, shape, "float32")
+
+
+def integers_like(x: Any) -> jax.Array:
+    """Small integers of a type."""
+    return (jax.lax.iota(jnp.int32, x.size) % 5 - 2).reshape(x.shape).astype(x.dtype)
+
+
 def some_outside(ids: np.ndarray, num_segments: int) -> np.ndarray:
     """The ids, some of them made negative or too large; their order is unchanged."""
     return (ids * (num_segments + 2) // num_segments - 1).astype(ids.dtype)
@@ -83,11 +93,7 @@ def program_of(rng: np.random.Generator, example: Example) -> Program:
 
     def program(*arrays: Any) -> Any:
         given = dict(zip(operands, arrays, strict=True))
-        cotangents = jax.tree.map(
-            lambda y: (jax.lax.iota(jnp.int32, y.size) % 5 - 2).reshape(y.shape).astype(y.dtype),
-            jax.eval_shape(call, **given),
-        )
-        return run(given, cotangents)
+        return run(given, jax.tree.map(integers_like, jax.eval_shape(call, **given)))
 
     return Program(example.name, program, tuple(operands.values()))
 
@@ -95,3 +101,14 @@ def program_of(rng: np.random.Generator, example: Example) -> Program:
 def tiny_programs(rng: np.random.Generator) -> list[Program]:
     """A launch-bound program for each example."""
     return [program_of(rng, example) for example in all_examples()]
+
+
+def assert_same(example: Example, actual: Any, expected: Any, where: Any = "") -> None:
+    """Asserts the same bits on CPUs. On GPUs, XLA may round differently in another program."""
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if cases.PLATFORM == "cpu":
+            np.testing.assert_array_equal(got, want, err_msg=str(where))
+        else:
+            tolerance = max(example.tolerance["float32"])
+            scale = np.abs(want, where=np.isfinite(want), out=np.zeros(np.shape(want))).max(initial=1)
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * scale, err_msg=str(where))

@@ -1,4 +1,4 @@
-"""where and its gradient: values, shapes, dtypes, transformations, derivatives, errors."""
+"""where and its gradient: values, shapes, dtypes, errors, batches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.test_util import check_grads
 from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits, assert_same_memory, random_bits
-from support.programs import small_integers
 from where import reference as selections
 from where.reference import (
-    ALTERNATING,
     GRADIENT_SHAPES,
     KERNEL_DTYPES,
     SHAPES,
@@ -42,13 +39,6 @@ def make_operands(
     """A condition and random numbers."""
     a, b = (rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes[1:])
     return make_condition(rng, shapes[0], cond_dtype), a, b
-
-
-def make_integers(
-    rng: np.random.Generator, shapes: Shapes, dtype: str = "float32"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A condition and small integers. Polynomials of these are exact."""
-    return make_condition(rng, shapes[0]), *(small_integers(rng, shape, dtype) for shape in shapes[1:])
 
 
 def value_and_pullback(function: Callable[..., Any], cond: Any, a: Any, b: Any, dy: Any) -> Any:
@@ -403,70 +393,7 @@ def test_integers_have_no_gradient(rng: np.random.Generator) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Transformations.
-
-Transformation = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-TRANSFORMATIONS: dict[str, Transformation] = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "checkpoint, nothing saveable": lambda f: jax.jit(
-        jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable)
-    ),
-    "scan": lambda f: lambda a, b: jax.lax.scan(lambda c, x: (c, f(x, b)), 0, jnp.stack([-a, a]))[1][1],
-    "cond": lambda f: lambda a, b: jax.lax.cond(a.sum() > -1e9, f, lambda a, b: jnp.zeros_like(f(a, b)), a, b),
-    "vmap of one": lambda f: lambda a, b: jax.vmap(f)(a[None], b[None])[0],
-    "remat of a gradient": lambda f: lambda a, b: jax.vjp(jax.checkpoint(f), a, b)[0],
-}
-
-
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-def test_transformation(rng: np.random.Generator, transformation: str) -> None:
-    """Value and gradients have the same bits under each transformation as in eager mode."""
-    for shapes in (((6, 1), (6, 40), (6, 40)), ((6, 1), (6, 40), (40,))):
-        cond, a, b = make_operands(rng, shapes, "bfloat16")
-        dy = rng.normal(size=(6, 40)).astype(a.dtype)
-
-        def call(a: Any, b: Any, cond: Any = cond) -> Any:
-            return where(cond, a, b)
-
-        expected, vjp = jax.vjp(call, jnp.asarray(a), jnp.asarray(b))
-        actual, transformed_vjp = jax.vjp(TRANSFORMATIONS[transformation](call), a, b)
-        for got, want in zip((actual, *transformed_vjp(dy)), (expected, *vjp(dy)), strict=True):
-            assert_same_memory(got, np.asarray(want))
-
-
-MAPPED = ("cond", "a", "b", "dy")
-
-
-def test_vmap(rng: np.random.Generator) -> None:
-    """vmap over various operands is one kernel call with right results."""
-    batch = Batch()
-    subsets = [MAPPED, ("cond", "dy"), ("a", "dy"), ("b", "dy"), ("a", "b"), ("dy",)]
-    shapes = {"cond": (7, 1), "a": (7, 13), "b": (13,), "dy": (7, 13)}
-
-    def call(cond: Any, a: Any, b: Any, dy: Any) -> Any:
-        return value_and_pullback(where, cond, a, b, dy)
-
-    for mapped in subsets:
-        operands = [
-            (make_condition if name == "cond" else lambda rng, shape: rng.normal(size=shape).astype(np.float32))(
-                rng, (3, *shape) if name in mapped else shape
-            )
-            for name, shape in shapes.items()
-        ]
-        axes = tuple(0 if name in mapped else None for name in shapes)
-
-        def check(*results: Any, operands: Any = operands, axes: Any = axes, mapped: Any = mapped) -> None:
-            for k in range(3):
-                one = [x if axis is None else x[k] for x, axis in zip(operands, axes, strict=True)]
-                expected = [Expected(reference(*one[:3]), np.float32)]
-                expected += reference_gradients(one[0], one[3], one[1].shape, one[2].shape)
-                for result, allowed in zip(results, expected, strict=True):
-                    allowed.check(result[k], f"{mapped} [{k}]")
-
-        batch.add(jax.vmap(call, axes), operands, check)
-    assert batch.run() == {"where": len(subsets), "where_backward": len(subsets)}
+# Batches and derivatives of gradients.
 
 
 def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
@@ -504,134 +431,6 @@ def test_vmap_of_a_gradient(rng: np.random.Generator, axes: tuple[int | None, ..
             np.testing.assert_array_equal(got, want)  # counts, which are exact
 
 
-def test_nested_vmap(rng: np.random.Generator) -> None:
-    """Two levels of vmap, over different operands and along different axes, are one kernel call."""
-    cond = make_condition(rng, (5, 3, 4))  # [..., inner, outer]
-    a = rng.normal(size=(3, 5)).astype(np.float32)  # mapped inside
-    b = rng.normal(size=(5, 4)).astype(np.float32)  # mapped outside
-    run = jax.jit(jax.vmap(jax.vmap(where, (1, 0, None)), (2, None, 1), out_axes=1))
-    assert kernels_in(run.lower(cond, a, b).as_text()) == ["where"]
-    y = run(cond, a, b)
-    assert y.shape == (3, 4, 5)
-    for inner, outer in np.ndindex(3, 4):
-        assert_same_memory(y[inner, outer], reference(cond[:, inner, outer], a[inner], b[:, outer]))
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_vmap_of_empty_and_single_batch(rng: np.random.Generator, size: int) -> None:
-    cond, a, b = make_operands(rng, ((4, 1), (4, 6), (6,)))
-    y, da, db = jax.vmap(functools.partial(value_and_pullback, where), (None, 0, None, 0))(
-        cond, a[None][:size], b, a[None][:size]
-    )
-    assert (y.shape, da.shape, db.shape) == ((size, 4, 6), (size, 4, 6), (size, 6))
-    if size == 1:
-        assert_same_memory(y[0], reference(cond, a, b))
-
-
-def test_other_platforms_have_no_kernel(rng: np.random.Generator) -> None:
-    cond, a, b = make_operands(rng, ((4, 1), (4, 6), (6,)))
-    call = jax.jit(functools.partial(value_and_pullback, where))
-    assert kernels_in(call.trace(cond, a, b, a).lower(lowering_platforms=("tpu",)).as_text()) == []
-
-
-def test_symbolic_shapes(rng: np.random.Generator) -> None:
-    """Exported with symbolic sizes, the program is plain JAX, right for all sizes."""
-    rows, columns = jax.export.symbolic_shape("n, d")
-    spec = (jax.ShapeDtypeStruct((rows, 1), np.bool_), jax.ShapeDtypeStruct((rows, columns), np.float32))
-    exported = jax.export.export(jax.jit(lambda cond, a: where(cond, a, 1)))(*spec)
-    for shape in ((2, 5), (1, 1), (7, 3)):
-        cond, a = make_condition(rng, (shape[0], 1)), rng.normal(size=shape).astype(np.float32)
-        assert_same_memory(exported.call(cond, a), reference(cond, a, np.float32(1)))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Higher derivatives and forward mode, against jax.numpy.where.
-
-
-@pytest.mark.parametrize("shapes", [((4, 6),) * 3, ((4, 1), (4, 6), (6,)), ((4, 6), (), (4, 1)), ALTERNATING], ids=str)
-def test_higher_derivatives(rng: np.random.Generator, shapes: Shapes) -> None:
-    """First to third derivatives with respect to both operands agree with plain JAX. For integers, they are exact."""
-    cond, *operands = make_integers(rng, shapes, "float64")
-    u, v = (tuple(small_integers(rng, x.shape, "float64") for x in operands) for _ in range(2))
-
-    def vdot(x: Any, y: Any) -> Any:
-        return sum(jnp.vdot(*pair) for pair in zip(x, y, strict=True))
-
-    def derivatives(select: Callable[..., Any]) -> Any:
-        def loss(operands: Any) -> Any:
-            a, b = operands
-            return jnp.sum(select(cond, a**2, a * b) ** 3)
-
-        gradient = jax.grad(loss)
-
-        def along(direction: Any) -> Callable[[Any], Any]:
-            return lambda x: vdot(gradient(x), direction)
-
-        return {
-            "gradient": gradient(operands),
-            "forward over reverse": jax.jvp(gradient, (operands,), ([*v],))[1],
-            "reverse over reverse": jax.grad(along(v))(operands),
-            "checkpointed": jax.grad(lambda x: vdot(jax.grad(jax.checkpoint(loss))(x), v))(operands),
-            "third": jax.grad(lambda x: vdot(jax.grad(along(v))(x), u))(operands),
-        }
-
-    with jax.enable_x64(True):
-        expected, actual = (jax.jit(lambda f=f: derivatives(f))() for f in (jnp.where, where))
-    for name, gradients in actual.items():
-        for got, want in zip(gradients, expected[name], strict=True):
-            np.testing.assert_array_equal(got, want, err_msg=name)
-
-
-def test_hessian(rng: np.random.Generator) -> None:
-    cond, a, b = make_integers(rng, ((3, 4), (3, 4), (4,)))
-    expected, actual = (
-        jax.hessian(lambda a, b, f=f: (f(cond, a, b) ** 3).sum(), (0, 1))(a, b) for f in (jnp.where, where)
-    )
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
-def test_forward_mode(rng: np.random.Generator) -> None:
-    """jvp, linearize, grad and grad of jvp of the forward-mode twin are right. Its tangents come from kernels, too."""
-    cond, a, b = make_integers(rng, ((5, 1), (5, 40), (40,)))
-    tangents = small_integers(rng, a.shape, "float32"), small_integers(rng, b.shape, "float32")
-
-    def derivatives(select: Callable[..., Any], a: Any, b: Any) -> Any:
-        function = functools.partial(select, cond)
-
-        def jvp(a: Any, b: Any) -> Any:
-            return jax.jvp(function, (a, b), tangents)[1]
-
-        primal, linear = jax.linearize(function, a, b)
-        return {
-            "jvp": jax.jvp(function, (a, b), tangents),
-            "jvp of one": jax.jvp(lambda a: function(a, b), (a,), tangents[:1]),
-            "linearize": (primal, linear(*tangents)),
-            "grad": jax.grad(lambda a, b: (function(a, b) ** 2).sum(), (0, 1))(a, b),
-            "grad of jvp": jax.grad(lambda a: (jvp(a**2, b) ** 2).sum())(a),
-        }
-
-    ours, plain = (jax.jit(functools.partial(derivatives, f)) for f in (forward_mode.where, jnp.where))
-    expected, actual = plain(a, b), ours(a, b)
-    for name in actual:
-        for got, want in zip(jax.tree.leaves(actual[name]), jax.tree.leaves(expected[name]), strict=True):
-            np.testing.assert_array_equal(got, want, err_msg=name)
-    text = jax.jit(lambda a, b: jax.jvp(functools.partial(forward_mode.where, cond), (a, b), tangents)).lower(a, b)
-    assert kernels_in(text.as_text()) == ["where", "where"]
-
-
-def test_check_grads(rng: np.random.Generator) -> None:
-    """Derivatives of where and of its public gradient agree with finite differences, in both modes."""
-    cond, a, b = make_operands(rng, ((3, 1), (3, 4), (4,)), "float64")
-
-    def backward(dy: Any) -> Any:
-        return where_backward(dy, cond, b_shape=(4,))
-
-    with jax.enable_x64(True):
-        for function, mode in ((where, "rev"), (forward_mode.where, "fwd")):
-            check_grads(functools.partial(function, cond), (a, b), order=2, modes=[mode])
-        check_grads(backward, (a,), order=2, modes=["rev", "fwd"])
-
-
 def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
     """The gradient of 16-bit sums is right, though the sums are accumulated in a wider dtype."""
     cond, dy = make_condition(rng, (5, 1)), rng.normal(size=(5, 40)).astype(jnp.bfloat16)
@@ -641,15 +440,6 @@ def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
     _, vjp = jax.vjp(lambda dy: where_backward(dy, cond, a_shape=(), b_shape=()), dy)
     expected = np.broadcast_to(reference(cond, d_scalar, -d_scalar), (5, 40))
     assert_same_memory(vjp((d_scalar, -d_scalar))[0], expected)
-
-
-def test_forward_mode_is_confined() -> None:
-    """jvp of the default function is refused, before and after its forward-mode twin was called."""
-    x = np.ones(3, np.float32)
-    for _ in range(2):
-        with pytest.raises(TypeError, match="can't apply forward-mode"):
-            jax.jvp(lambda x: where(x > 0, x, 0), (x,), (x,))
-        jax.jvp(lambda x: forward_mode.where(x > 0, x, 0), (x,), (x,))
 
 
 def test_references(rng: np.random.Generator) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from support import cases, handlers
 from support.cases import FLOATING
-from support.handlers import Array, Call, with_dtypes, with_other_shapes
+from support.handlers import Call, with_dtypes, with_other_shapes
 from where.reference import (
     GOOD_CALLS,
     GRADIENT_DTYPES,
@@ -22,17 +21,11 @@ from where.reference import (
     split_call,
 )
 
-from jax_baracuda._core.op import OPS
-
 each_good_call = pytest.mark.parametrize("good", GOOD_CALLS.values(), ids=list(GOOD_CALLS))
 
 
 def assert_refused(call: Call, what: str, *names: str) -> None:
     handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
-
-
-def test_table_is_complete() -> None:
-    assert {call.target for call in GOOD_CALLS.values()} == {name for name in OPS if name.startswith("where")}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -125,37 +118,3 @@ def test_output_that_is_larger_than_all_operands_is_refused() -> None:
     good = select_call(shape=(3, 1, 4, 6))
     output = dataclasses.replace(good.results[0], shape=SHAPE)
     assert_refused(dataclasses.replace(good, results=(output,)), "larger output", "output")
-
-
-def counts_that_do_not_fit(good: Call) -> Iterator[tuple[str, Call]]:
-    """Calls with one buffer too many or too few."""
-    extra = Array("extra", (3, 2), "float32")
-    for kind in ("operands", "results"):
-        arrays = getattr(good, kind)
-        yield f"one of {kind} too many", dataclasses.replace(good, **{kind: (*arrays, extra)})
-        yield f"one of {kind} too few", dataclasses.replace(good, **{kind: arrays[:-1]})
-
-
-@each_good_call
-def test_other_numbers_of_buffers_are_refused(good: Call) -> None:
-    for what, call in counts_that_do_not_fit(good):
-        if cases.PLATFORM == "cuda" and not call.results:
-            continue  # XLA removes a call that has no result
-        handlers.assert_miscount_refused(call, what, ["scratch", "db", "da", "expected one scratch buffer"])
-
-
-@each_good_call
-def test_other_attributes_are_refused(good: Call) -> None:
-    handlers.assert_other_attributes_refused(good)
-
-
-def test_bad_scratch_is_refused() -> None:
-    """Too little scratch, or none, is refused. CPU kernels take no scratch and refuse any."""
-    tall = (1, 9000, 1, 3)
-    for good in (split_call(a_axes=(0,), b_axes=(0,), shape=tall), split_call("float64", a_axes=(0,), shape=tall)):
-        assert (good.scratch_bytes > 0) == (cases.PLATFORM == "cuda")
-        for scratch_bytes in {0, 1, good.scratch_bytes - 1} - {-1, good.scratch_bytes}:
-            call = dataclasses.replace(good, scratch_bytes=scratch_bytes)
-            handlers.assert_miscount_refused(
-                call, f"{scratch_bytes} bytes", ["scratch has", "expected one scratch buffer"]
-            )

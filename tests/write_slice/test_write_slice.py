@@ -204,19 +204,6 @@ def test_vmap(rng: np.random.Generator, dtype: str, mode: str) -> None:
             assert_same_memory(run(*arrays, columns), np.moveaxis(expected, 0, out_axis), f"{problem} {is_mapped}")
 
 
-def test_vmap_is_one_launch(rng: np.random.Generator) -> None:
-    """Per-example positions are written in one launch, in a nested batch, too."""
-    function = jax.vmap(lambda dest, source, start: write_slice(dest, source, (start, 0)))
-    arrays = random_bits(rng, (2, 3, 20, 8), "float32"), random_bits(rng, (2, 3, 1, 8), "float32")
-    starts = rng.integers(0, 20, (2, 3)).astype(np.int32)
-    result = jax.jit(jax.vmap(function))(*arrays, starts)
-    flat = [x.reshape(6, *x.shape[2:]) for x in (*arrays, starts)]
-    expected = of_batch(lambda dest, source, start: reference_write(dest, source, (start, 0)), *flat)
-    assert_same_memory(result, expected.reshape(result.shape))
-    for run, operands in ((function, [x[0] for x in (*arrays, starts)]), (jax.vmap(function), (*arrays, starts))):
-        assert kernels_in(jax.jit(run).lower(*operands).as_text()) == 1
-
-
 def test_per_dim_batches_with_shared_and_mapped_starts(rng: np.random.Generator) -> None:
     """The batch may share one start while another one is mapped."""
     dests, sources = random_bits(rng, (4, 6, 9), "uint8"), random_bits(rng, (4, 2, 3), "uint8")
@@ -272,18 +259,6 @@ def test_more_arrays_than_fit_in_a_launch(rng: np.random.Generator) -> None:
         assert_same_memory(result, reference_write(np.asarray(dest), np.asarray(source), start))
 
 
-def test_write_slices_under_vmap(rng: np.random.Generator) -> None:
-    """The batch may share one array while another one is mapped."""
-    shared, mapped = random_bits(rng, (9, 4), "float32"), random_bits(rng, (3, 9, 4), "int4")
-    sources = [random_bits(rng, (3, 1, 4), "float32"), random_bits(rng, (3, 1, 4), "int4")]
-    starts = np.array([5, -1, 20])
-    run = jax.jit(jax.vmap(lambda d, s, i: write_slices(d, s, (i, 0)), ([None, 0], 0, 0)))
-    for result, dest, source in zip(
-        run([shared, mapped], sources, starts), (np.stack([shared] * 3), mapped), sources, strict=True
-    ):
-        assert_same_memory(result, of_batch(lambda d, s, i: reference_write(d, s, (i, 0)), dest, source, starts))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Gradients.
 
@@ -309,78 +284,11 @@ def test_gradient(rng: np.random.Generator, dtype: str, mode: str) -> None:
                 assert_same_memory(taken, expected_taken, f"{problem} at {starts}")
 
 
-@each_mode
-def test_gradient_under_vmap(rng: np.random.Generator, mode: str) -> None:
-    """The gradient of an array that the batch shares is the sum over the batch."""
-    dests, sources = (
-        rng.integers(-9, 9, (4, 6, 5)).astype(np.float32),
-        rng.integers(-9, 9, (4, 2, 3)).astype(np.float32),
-    )
-    dys, starts = rng.integers(-9, 9, (4, 6, 5)).astype(np.float32), rng.integers(-3, 7, (4, 2))
-    rests, takens = of_batch(lambda dy, start: reference_take(dy, (2, 3), start, mode), dys, starts)
-
-    def loss(dest: Any, source: Any, axes: Any) -> Any:
-        run = jax.vmap(lambda d, s, i: write_slice(d, s, i, mode=mode), (*axes, 0))
-        return (run(dest, source, starts) * dys).sum()
-
-    for axes in ((0, 0), (None, 0), (0, None), (None, None)):
-        arrays = [x if axis == 0 else x[0] for x, axis in zip((dests, sources), axes, strict=True)]
-        gradients = jax.grad(loss, (0, 1))(*arrays, axes)
-        for gradient, expected, axis in zip(gradients, (rests, takens), axes, strict=True):
-            assert_same_memory(gradient, expected if axis == 0 else expected.sum(axis=0))
-
-
 def plain(dest: Any, source: Any, start: int) -> Any:
     """Writes rows from `start` on in plain JAX, for derivatives of every order."""
     rows = jnp.arange(dest.shape[0])[:, None]
     is_inside = (rows >= start) & (rows < start + source.shape[0])
     return jnp.where(is_inside, source[jnp.clip(rows[:, 0] - start, 0, source.shape[0] - 1)], dest)
-
-
-def test_higher_derivatives(rng: np.random.Generator) -> None:
-    """First and second derivatives, in either mode and mixed, are exact for integers. All of them use kernels."""
-    dest, source, weights = (small_integers(rng, shape, "float64") for shape in ((6, 3), (2, 3), (6, 3)))
-
-    def loss(write: Callable[..., Any], dest: Any, source: Any) -> Any:
-        return (weights * write(dest**2, source**3) ** 3).sum()
-
-    def both(write: Callable[..., Any]) -> list[Callable[..., Any]]:
-        f = functools.partial(loss, write)
-        return [
-            jax.grad(f, (0, 1)),
-            jax.hessian(f, (0, 1)),
-            lambda d, s: jax.grad(lambda d, s: (jax.grad(f)(d, s) ** 3).sum(), (0, 1))(d, s),
-            lambda d, s: jax.jvp(jax.grad(f, (0, 1)), (d, s), (weights, jnp.ones_like(s))),
-        ]
-
-    def of_rows(write: Callable[..., Any], mode: str) -> Callable[..., Any]:
-        return lambda dest, source: write(dest, source, (jnp.int32(3), 0), mode=mode)
-
-    with jax.enable_x64(True):
-        expected = [jax.jit(f)(dest, source) for f in both(lambda d, s: plain(d, s, 3))]
-        for write in (of_rows(write_slice, "drop"), of_rows(forward_mode.write_slice, "clip")):
-            for function, want in zip(both(write), expected, strict=True):
-                compiled = jax.jit(function).lower(dest, source)
-                assert "dynamic_update_slice" not in compiled.as_text() and "dynamic_slice" not in compiled.as_text()
-                got = compiled.compile()(dest, source)
-                jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def test_forward_mode(rng: np.random.Generator) -> None:
-    """Tangents are written like values, even if only one of the arrays has a tangent."""
-    dest, source = random_bits(rng, (7, 4), "bfloat16"), random_bits(rng, (3, 4), "bfloat16")
-    d_dest, d_source = random_bits(rng, (7, 4), "bfloat16"), random_bits(rng, (3, 4), "bfloat16")
-    zero = np.zeros_like(d_dest)
-    for mode in MODES:
-
-        def write(d: Any, s: Any, mode: str = mode) -> Any:
-            return forward_mode.write_slice(d, s, (jnp.int32(6), 0), mode=mode)
-
-        value, tangent = jax.jvp(write, (dest, source), (d_dest, d_source))
-        assert_same_memory(value, reference_write(dest, source, (6, 0), mode))
-        assert_same_memory(tangent, reference_write(d_dest, d_source, (6, 0), mode))
-        _, tangent = jax.jvp(lambda s, write=write: write(dest, s), (source,), (d_source,))
-        assert_same_memory(tangent, reference_write(zero, d_source, (6, 0), mode))
 
 
 def test_integers_have_no_gradient(rng: np.random.Generator) -> None:
@@ -646,30 +554,6 @@ def test_python_starts_do_not_recompile(rng: np.random.Generator) -> None:
     with jax.log_compiles(False), jax.no_tracing():
         for start in range(2, 9):
             assert_same_memory(write_slice(dest, source, (start, 0)), reference_write(dest, source, (start, 0)))
-
-
-def test_kernels_of_other_platforms(rng: np.random.Generator) -> None:
-    """On other platforms, the program and its gradients are plain JAX."""
-    dest, source = rng.normal(size=(40, 8)).astype(np.float32), rng.normal(size=(5, 8)).astype(np.float32)
-    call = jax.jit(jax.grad(lambda x: write_slice(x, source, (jnp.int32(1), 0)).sum()))
-    text = call.trace(dest).lower(lowering_platforms=("tpu",)).as_text()
-    assert "jax_baracuda" not in text
-
-
-@each_mode
-def test_symbolic_shapes(rng: np.random.Generator, mode: str) -> None:
-    """Exported with symbolic sizes, the program is plain JAX, right for all sizes."""
-    length, new = jax.export.symbolic_shape("t, n", constraints=["n <= t"])
-    spec = (
-        jax.ShapeDtypeStruct((2, length, 3), np.float32),
-        jax.ShapeDtypeStruct((2, new, 3), np.float32),
-        jax.ShapeDtypeStruct((), np.int32),
-    )
-    exported = jax.export.export(jax.jit(lambda d, s, i: write_slice(d, s, (0, i, 0), mode=mode)))(*spec)
-    for length, new, start in ((9, 2, 4), (9, 2, 8), (9, 2, -1), (5, 5, 1), (1, 1, 0)):
-        dest, source = random_bits(rng, (2, length, 3), "float32"), random_bits(rng, (2, new, 3), "float32")
-        result = exported.call(dest, source, np.int32(start))
-        assert_same_memory(result, reference_write(dest, source, (0, start, 0), mode), f"{length} {new} {start}")
 
 
 @pytest.mark.parametrize("dtype", ["int16", "float32", "int8"])

@@ -103,9 +103,6 @@ class Output:
     """None: the case's dtype, or the reference's if that is not inexact."""
 
 
-Spec = tuple[Any, ...]
-
-
 class Plan:
     """Everything about a case except its data."""
 

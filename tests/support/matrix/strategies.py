@@ -17,9 +17,8 @@ from support.matrix.calls import is_inexact, load_all
 from support.matrix.generator import FORWARD, Case, cover, space_of
 from support.matrix.run import Plan
 
-from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
-from jax_baracuda._core.op import OPS, Op
+from jax_baracuda._tools.calls import traced_calls
 
 Asked = tuple[str, str, dict[str, int], str]
 """The platform, the target, the parameters and the strategy of a call."""
@@ -51,25 +50,10 @@ def ask(case: Case, platforms: Sequence[str]) -> None:
     with jax.enable_x64(plan.is_x64):
         types = [jax.ShapeDtypeStruct(tuple(map(plan.size_of, x.dims)), jnp.dtype(x.dtype)) for x in plan.arrays]
         program = plan.program(functools.partial(plan.problem.apply, function), is_reference=False)
-        for op, operands, params in _kernels(jax.make_jaxpr(program)(*types).jaxpr):
-            call = OpCall(op, operands, params)
+        for call in traced_calls(program, *types):
             for platform in platforms:
                 if call.op.plan_parameters is not None and call.unsupported_reason(platform) is None:
                     call.plan(platform)
-
-
-def _kernels(jaxpr: Any) -> Iterator[tuple[Op, list[Any], dict[str, Any]]]:
-    ops = {op.primitive: op for op in OPS.values()}
-    for equation in jaxpr.eqns:
-        if equation.primitive in ops:
-            yield ops[equation.primitive], [x.aval for x in equation.invars], equation.params
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _kernels(getattr(inner, "jaxpr", inner))
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
 
 
 def cases(op: str) -> Iterator[Case]:
