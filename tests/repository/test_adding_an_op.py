@@ -110,8 +110,8 @@ def copied_native_code(tree: Path, native: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the whole tree, with the files of the page and native modules that have its op."""
+def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A copy of the whole tree, with the files of the page and native modules that have its op; and of native code."""
     tree, native = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("native")
     copied_tree(tree)
     copied_native_code(tree, native)
@@ -139,7 +139,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for folder, module in (("installed", Path(installed.__file__)), ("page", of_page)):
             (core / folder).mkdir(exist_ok=True)
             shutil.copy(module, core / folder / module.name)
-    return tree
+    return tree, native
 
 
 def test_page_has_all_files() -> None:
@@ -166,8 +166,9 @@ SUITE_OF_THE_OP = " or ".join(
 """Cases of the op, by its name, and the tests that find an op or a function that is not declared everywhere."""
 
 
-def test_op_of_the_page_works(tree: Path) -> None:
+def test_op_of_the_page_works(copies: tuple[Path, Path]) -> None:
     """The tests of the page's op pass, and so does all that the suite derives from its definition and its tables."""
+    tree, _ = copies
     environment = {"PYTHONPATH": os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))}
     environment |= {"JAX_BARACUDA_INSTRUMENTED": "", "JAX_BARACUDA_TEST_STRIDE": "3"}
     environment |= {"JAX_BARACUDA_MATRIX_STRIDE": "61", "JAX_BARACUDA_MALFORMED_CALLS": "20"}
@@ -178,11 +179,14 @@ def test_op_of_the_page_works(tree: Path) -> None:
     run(sys.executable, "-c", forget + pytest_alone, cwd=tree, **environment)
 
 
-def test_cuda_kernels_of_the_page_compile(tree: Path, tmp_path: Path) -> None:
-    [commands] = tree.parent.glob("native*/build/compile_commands.json")
-    of_op = [x for x in json.loads(commands.read_text()) if "/logsumexp/" in x["file"] and x["file"].endswith(".cu")]
-    if not of_op:
+def test_cuda_kernels_of_the_page_compile(copies: tuple[Path, Path]) -> None:
+    build = copies[1] / "build"
+    commands = json.loads((build / "compile_commands.json").read_text())
+    of_page = {str(copies[1] / name) for name in files_of_page() if name.endswith(".cu")}
+    of_kernels = [x["command"] for x in commands if x["file"] in of_page]
+    if not of_kernels:
         cases.skip_for_lack_of("cuda", "there is no CUDA compiler")
-    for entry in of_op:
-        *command, _, output = re.sub(r" -o (\S+)", "", entry["command"]).split(), "-o", str(tmp_path / "kernels.o")
-        run(*shlex.split(" ".join(command)), "-o", output, cwd=Path(entry["directory"]))
+    for command in of_kernels:
+        [output] = re.findall(r" -o (\S+)", command)
+        (build / output).parent.mkdir(parents=True, exist_ok=True)
+        run(*shlex.split(command), cwd=build)
