@@ -109,10 +109,21 @@ def copied_native_code(tree: Path, native: Path) -> None:
             source.unlink()
 
 
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A copy of the whole tree, with the files of the page and native modules that have its op; and of native code."""
-    tree, native = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("native")
+def compile_cuda_kernels(native: Path) -> None:
+    """Compiles the CUDA kernels of the page, where there is a compiler."""
+    build = native / "build"
+    of_page = {str(native / name) for name in files_of_page() if name.endswith(".cu")}
+    for entry in json.loads((build / "compile_commands.json").read_text()):
+        if entry["file"] in of_page:
+            [output] = re.findall(r" -o (\S+)", entry["command"])
+            (build / output).parent.mkdir(parents=True, exist_ok=True)
+            run(*shlex.split(entry["command"]), cwd=build)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the whole tree, with the files of the page and native modules that have its op."""
+    tree, native = tmp_path / "tree", tmp_path / "native"
     copied_tree(tree)
     copied_native_code(tree, native)
     build = native / "build"
@@ -139,7 +150,9 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         for folder, module in (("installed", Path(installed.__file__)), ("page", of_page)):
             (core / folder).mkdir(exist_ok=True)
             shutil.copy(module, core / folder / module.name)
-    return tree, native
+    if not is_gpu:
+        compile_cuda_kernels(native)
+    return tree
 
 
 def test_page_has_all_files() -> None:
@@ -166,9 +179,8 @@ SUITE_OF_THE_OP = " or ".join(
 """Cases of the op, by its name, and the tests that find an op or a function that is not declared everywhere."""
 
 
-def test_op_of_the_page_works(copies: tuple[Path, Path]) -> None:
+def test_op_of_the_page_works(tree: Path) -> None:
     """The tests of the page's op pass, and so does all that the suite derives from its definition and its tables."""
-    tree, _ = copies
     environment = {"PYTHONPATH": os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))}
     environment |= {"JAX_BARACUDA_INSTRUMENTED": "", "JAX_BARACUDA_TEST_STRIDE": "3"}
     environment |= {"JAX_BARACUDA_MATRIX_STRIDE": "61", "JAX_BARACUDA_MALFORMED_CALLS": "20"}
@@ -177,16 +189,3 @@ def test_op_of_the_page_works(copies: tuple[Path, Path]) -> None:
     arguments = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", SUITE_OF_THE_OP, "tests"]
     pytest_alone = f"import pytest\nsys.exit(pytest.main({arguments}))"
     run(sys.executable, "-c", forget + pytest_alone, cwd=tree, **environment)
-
-
-def test_cuda_kernels_of_the_page_compile(copies: tuple[Path, Path]) -> None:
-    build = copies[1] / "build"
-    commands = json.loads((build / "compile_commands.json").read_text())
-    of_page = {str(copies[1] / name) for name in files_of_page() if name.endswith(".cu")}
-    of_kernels = [x["command"] for x in commands if x["file"] in of_page]
-    if not of_kernels:
-        cases.skip_for_lack_of("cuda", "there is no CUDA compiler")
-    for command in of_kernels:
-        [output] = re.findall(r" -o (\S+)", command)
-        (build / output).parent.mkdir(parents=True, exist_ok=True)
-        run(*shlex.split(command), cwd=build)
