@@ -16,13 +16,14 @@ from causal_conv1d import reference as convolutions
 from causal_conv1d.reference import Problem as Convolution
 from rope.reference import Rotation, make_features
 from segment.gather_reference import Graph, sum_of_edges
-from segment.reference import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SOFTMAX, SUM, Reduction
+from segment.reference import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, REDUCTIONS, SOFTMAX, SUM, Reduction
 from support import cases
 from support.cases import Expected
 from where import reference as selections
 from write_slice import reference as windows
 
 from jax_baracuda import precision_guarantee
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.op import OPS
@@ -103,6 +104,19 @@ def exactly(arrays: Sequence[np.ndarray]) -> tuple[Expected, ...]:
     return tuple(Expected(x, x.dtype) for x in arrays)
 
 
+def unrounded(
+    name: str, expected: Sequence[tuple[Expected, Expected]], operands: Sequence[np.ndarray], params: Mapping[str, Any]
+) -> tuple[tuple[Expected, Expected], ...]:
+    """The results of a function in the dtypes of the op's results, which the function may round."""
+    flags = dict.fromkeys(FLAGS, False)
+    with cases.x64_for(*(x.dtype for x in operands)):
+        types = OpCall(OPS[name], operands, with_batch(name, flags | params)).result_types()
+    return tuple(
+        tuple(dataclasses.replace(x, dtype=dtype) for x in both)
+        for both, (_, dtype) in zip(expected, types, strict=True)
+    )
+
+
 def reduction_call(reduction: Reduction, adds: bool) -> Callable[..., Call]:
     def call(rng: np.random.Generator, dtype: str, is_sorted: bool) -> Call:
         problem = make_problem(rng, dtype, is_sorted, adds)
@@ -110,7 +124,8 @@ def reduction_call(reduction: Reduction, adds: bool) -> Callable[..., Call]:
         if reduction is MEAN:
             expected.append(exactly([cases.counts(problem.ids, problem.segments).astype(np.int32)] * 2))
         params = {"num_segments": problem.segments} | ({"first_wins": False} if reduction in (MAX, MIN) else {})
-        return Call((problem.data, problem.ids[None]), tuple(expected), params)
+        operands = (problem.data, problem.ids[None])
+        return Call(operands, unrounded(reduction.name, expected, operands, params), params)
 
     return call
 
@@ -441,8 +456,7 @@ def write_slice_backward_call(rng: np.random.Generator, dtype: str, is_sorted: b
 
 
 CALLS: dict[str, Callable[..., Call]] = {
-    **{r.name: reduction_call(r, adds=r not in (MAX, MIN, ARGMAX, ARGMIN)) for r in (MAX, MIN, ARGMAX, ARGMIN)},
-    **{r.name: reduction_call(r, adds=True) for r in (SUM, MEAN, PROD, SOFTMAX)},
+    **{r.name: reduction_call(r, adds=r not in (MAX, MIN, ARGMAX, ARGMIN)) for r in REDUCTIONS},
     **{f"{r.name}_with_winner": with_winner_call(r) for r in (MAX, MIN)},
     **{f"{r.name}_backward": extremum_backward_call(r) for r in (MAX, MIN)},
     **{f"{r.name}_backward": gather_call(r) for r in (SUM, MEAN)},

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from segment.reference import DIFFERENTIABLE
 from support import cases
 from support.matrix.calls import load_all
 from support.meshes import collectives
@@ -71,7 +72,7 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
 X = jax.ShapeDtypeStruct((2, 3, 8, 16), np.float32)
 IDS = np.array([1, 0])
 PLAN = jb.segment_plan(IDS, 3)
-REDUCTIONS = tuple(f"segment_{kind}" for kind in ("max", "min", "sum", "mean", "prod", "softmax"))
+REDUCTIONS = tuple(reduction.name for reduction in DIFFERENTIABLE)
 GATHERS = tuple(f"gather_segment_{kind}" for kind in ("max", "min", "sum", "mean"))
 
 

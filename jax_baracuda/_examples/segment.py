@@ -214,16 +214,17 @@ def reductions(
     data: Operand,
     *,
     data_name: str = "data",
+    plain_jax: Callable[..., Array] | None = None,
     sorted_timed: Mapping[str, Sizes] = {},
 ) -> Iterator[Example]:
-    """Examples of a reduction, for ids in random order and for sorted ids."""
+    """Examples of a reduction, for ids in random order and for sorted ids. `plain_jax`: if it is not in the table."""
     for variant, segment_ids, options, sizes in (
         ("", IDS, {}, TIMED),
         ("sorted ids", SORTED_IDS, {"indices_are_sorted": True}, sorted_timed),
     ):
         yield Example(
             function,
-            PLAIN_JAX[function.__name__],
+            plain_jax or PLAIN_JAX[function.__name__],
             {data_name: data, "segment_ids": segment_ids},
             {**CHECKED, **sizes},
             variant,

@@ -26,13 +26,13 @@ INTEGERS = ("segment_ids", "winner", "order", "count", "packed")
 """Operands of 32-bit integers."""
 
 
-def arrays_of(target: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The operands and results of a target."""
+def arrays_of(target: str, dtype: str = "float32") -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The operands and results of a target, for data of this dtype."""
     sizes = {"row": ROWS, "segment": SEGMENTS, "...": FEATURES}
     op, params = OPS[target], PARAMS | {"num_batch_dims": 1}
     dimensions = OpCall(op, (), PARAMS).resolve(op.operands)
     operands = tuple(
-        Array(name, (BATCH, *(sizes[dim] for dim in dims)), "int32" if name in INTEGERS else "float32")
+        Array(name, (BATCH, *(sizes[dim] for dim in dims)), "int32" if name in INTEGERS else dtype)
         for name, dims in dimensions.items()
     )
     call = OpCall(op, [x.aval() for x in operands], {**op.targets[target], **params})

@@ -587,7 +587,7 @@ def _selection(reference_of: Any) -> Any:
     return reference_of
 
 
-def _declare_reduction(
+def declare_reduction(
     name: str,
     dtypes: tuple[str, ...],
     reference_of: Callable[[Options], Callable[..., Any]],
@@ -633,7 +633,7 @@ def _ties_or_special(options: Options, sizes: Sizes) -> Draw:
 
 
 for _name, _is_max in (("segment_max", True), ("segment_min", False)):
-    _declare_reduction(
+    declare_reduction(
         _name,
         ORDERED,
         _selection(
@@ -645,7 +645,7 @@ for _name, _is_max in (("segment_max", True), ("segment_min", False)):
     )
 
 for _name, _is_max in (("segment_argmax", True), ("segment_argmin", False)):
-    _declare_reduction(
+    declare_reduction(
         _name,
         ORDERED,
         _selection(lambda options, is_max=_is_max: functools.partial(reference_arg, is_max)),
@@ -654,7 +654,7 @@ for _name, _is_max in (("segment_argmax", True), ("segment_argmin", False)):
         properties=lambda dtype, options: {"exact_value": True},
     )
 
-_declare_reduction(
+declare_reduction(
     "segment_sum",
     SUMMABLE,
     lambda options: _in_buckets(segment_sum, segment_sum, options["bucket_size"]),
@@ -665,14 +665,14 @@ _declare_reduction(
         "exact_gradient": options["data_rows"] == "own",
     },
 )
-_declare_reduction(
+declare_reduction(
     "segment_mean",
     FLOATING,
     lambda options: reference_mean,
     lambda options, sizes: numbers,
     options={"deterministic": (ABSENT, True)},
 )
-_declare_reduction(
+declare_reduction(
     "segment_prod",
     SUMMABLE,
     lambda options: _in_buckets(reference_prod, reference_prod, options["bucket_size"]),
@@ -682,7 +682,7 @@ _declare_reduction(
     properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
     rules=(NO_EXTREME_BUCKETS, EXTREME_FIRST_DERIVATIVES),
 )
-_declare_reduction(
+declare_reduction(
     "segment_softmax",
     FLOATING,
     lambda options: reference_softmax,

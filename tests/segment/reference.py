@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -105,7 +107,9 @@ class Reduction:
     kernels: tuple[str, ...] = ()
     """The targets of the value and of its gradient."""
     call_backward: Callable[..., jax.Array] | None = None
-    """``(cotangent, data, ids, segments, **options)``: the public backward function."""
+    """``(cotangent, data, ids, segments, **options)``: the public backward function, if there is one."""
+    derivatives_are_exact: bool = True
+    """For small integers, derivatives of every order are exact, or tests have bounds of their errors."""
     result_has_rows: bool = False
     """The result is one row per row of data, not one per segment."""
     has_buckets: bool = False
@@ -225,8 +229,21 @@ SOFTMAX = Reduction(
 ARGMAX = _arg_extremum("max")
 ARGMIN = _arg_extremum("min")
 
-DIFFERENTIABLE = (MAX, MIN, SUM, MEAN, PROD, SOFTMAX)
-REDUCTIONS = (*DIFFERENTIABLE, ARGMAX, ARGMIN)
+DIFFERENTIABLE = [MAX, MIN, SUM, MEAN, PROD, SOFTMAX]
+REDUCTIONS = [*DIFFERENTIABLE, ARGMAX, ARGMIN]
+
+
+def add(reduction: Reduction) -> Reduction:
+    """Adds a reduction to the table: for a file ``reduction.py`` in another folder of tests."""
+    REDUCTIONS.append(reduction)
+    if reduction.gradient is not None:
+        DIFFERENTIABLE.append(reduction)
+    return reduction
+
+
+for _path in sorted(Path(__file__).parents[1].glob("*/reduction.py")):
+    importlib.import_module(f"{_path.parent.name}.reduction")
+
 LIKE_JAX = (MAX, MIN, SUM, PROD)
 """The reductions that jax.ops has, too."""
 

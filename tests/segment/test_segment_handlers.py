@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.handler_calls import BATCH, FEATURES, ROW_SHAPE, ROWS, SEGMENTS, TARGETS, good_call
+from segment.handler_calls import BATCH, FEATURES, ROW_SHAPE, ROWS, SEGMENTS, TARGETS, arrays_of, good_call
 from support import cases, handlers
 from support.cases import Expected
 from support.handlers import Array, Call, with_dtypes
@@ -97,10 +97,16 @@ def test_bad_dtypes_are_refused(target: str) -> None:
     """An operand or result is refused if its dtype has no kernel or does not match the others."""
     without_kernel = ("int16", "complex64", "int8", "bool", "uint8")
 
+    def result_dtypes(dtype: str) -> list[str]:
+        return [result.dtype for result in arrays_of(target, dtype)[1]]
+
     def with_other_dtypes(array: Array) -> dict[str, Array]:
-        has_result_of_data = not target.startswith("segment_arg")
-        of_kernels = ("float16", "int32", "float32") if has_result_of_data or array.name != "data" else ()
-        return with_dtypes(array, without_kernel + of_kernels)
+        of_kernels = (
+            dtype
+            for dtype in ("float16", "int32", "float32")
+            if array.name != "data" or result_dtypes(dtype) != result_dtypes("float32")
+        )
+        return with_dtypes(array, (*without_kernel, *of_kernels))
 
     for dtype, array, call in good_call(target).with_other(with_other_dtypes):
         assert_refused(call, f"{array.name} {dtype}")

@@ -6,7 +6,8 @@
 //   struct Outputs                        result pointers and options; passed to kernels by value
 //   kRowsInFlight                         rows that a thread loads before it uses the first
 //   kTileBlocks                           minimum resident tile blocks per multiprocessor, which caps the registers
-//   template <int kCount> Accumulator     state of kCount neighbouring cells of a segment, trivially copyable:
+//   template <int kCount> Accumulator     state of kCount neighbouring cells of a segment, trivially copyable and
+//                                         without initialisers, because it also lives in shared memory:
 //     Start()                                  the state of no rows
 //     Add(values, row, outputs)                folds in kCount elements of a row
 //     Merge(other, outputs)                    folds in the accumulator of other rows of the segment
