@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,10 +99,10 @@ def reshard_to(array: Array, spec: tuple[Any, ...]) -> Array:
     return array if own_spec in (None, spec) else jax.sharding.reshard(array, PartitionSpec(*spec))
 
 
-def with_whole_dims(array: Array, dims: Iterable[int]) -> Array:
-    """Under explicit sharding, gathers these dimensions. A reshape merges only whole dimensions and one before them."""
+def with_whole_dims(array: Array, dims: Sequence[int]) -> Array:
+    """Under explicit sharding, gathers these dimensions if there are several, so that a reshape can merge them."""
     spec = jax_versions.explicit_spec(jax.typeof(array))
-    if spec is None:
+    if spec is None or len(dims) < 2:
         return array
     return reshard_to(array, tuple(None if dim in dims else axes for dim, axes in enumerate(spec)))
 

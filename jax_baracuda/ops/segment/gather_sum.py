@@ -133,8 +133,8 @@ def reduce_edges(
 def reduce_weighted(rules: BatchedVjp, params: GatherParams, data: Array, weights: Array, edges: Edges) -> Array:
     """Applies a reduction to the gathered rows times their weights ``[E, *dims]``."""
     num_edges, heads = weights.shape[0], math.prod(weights.shape[1:])
-    weights = with_whole_dims(weights, range(2, weights.ndim))
-    data = with_whole_dims(data, (*range(2, weights.ndim), *range(weights.ndim + 1, data.ndim)))
+    weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, data))
+    data = with_whole_dims(data, range(weights.ndim, data.ndim))
     features = math.prod(data.shape[weights.ndim :])
     output = rules(
         params,
