@@ -101,10 +101,9 @@ def reshard_to(array: Array, spec: tuple[Any, ...]) -> Array:
 
 def with_whole_dims(array: Array, dims: Sequence[int]) -> Array:
     """Under explicit sharding, gathers these dimensions if there are several, so that a reshape can merge them."""
-    spec = jax_versions.explicit_spec(jax.typeof(array))
-    if spec is None or len(dims) < 2:
+    if len(dims) < 2:
         return array
-    return reshard_to(array, tuple(None if dim in dims else axes for dim, axes in enumerate(spec)))
+    return reshard_as(array, array, tuple(None if axis in dims else axis for axis in range(array.ndim)))
 
 
 def reshard_like(array: Array, aval: Any) -> Array:
