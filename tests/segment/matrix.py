@@ -382,7 +382,7 @@ LARGE_SIZES: dict[str, Sizes] = {
     "table": {"row": 500_000, "features": (4,), "segment": 200_000},
     "shared table": {"row": 500_000, "features": (16,), "segment": 100},
     "private table": {"row": 300_000, "features": (8,), "segment": 20},
-    "many scalars": {"row": 1 << 24, "features": (1,), "segment": 1 << 16},
+    "filtered": {"row": 1 << 24, "features": (1,), "segment": 1 << 16},
     "table in parts": {"row": 786_448, "features": (64,), "segment": 98_306},
 }
 

@@ -85,7 +85,7 @@ NARROW_ROWS = (
 def test_many_narrow_rows(
     rng: np.random.Generator, extremum: Reduction, dtype: str, row_shape: tuple[int, ...]
 ) -> None:
-    """A GPU reads a cell before it raises it, and most of many rows raise none. Results are right."""
+    """With many narrow rows, a GPU skips most rows that cannot be a maximum. Results are right."""
     rows, segments = (1 << 24) + 77, 70_000
     ids = rng.integers(-1, segments + 1, rows, dtype=np.int32)
     ids[ids == 17] = 18  # an empty segment

@@ -19,15 +19,26 @@ constexpr int64_t kSharedTableBytes = 48 * 1024;
 struct ExtremumPlan {
   Algorithm algorithm;
   ReducePlan reduce;  // of kReduce
+  bool filters_rows;  // of kTable: elements are first compared with lower bounds in shared memory
   Plan summary;
 };
+
+bool FiltersRows(const Problem& problem, int64_t key_bytes, bool indices_are_sorted) {
+  const int64_t cells = problem.segments * problem.features;
+  const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
+  const bool has_many_rows =
+      problem.rows >= Tuning::kMinFilteredRows && problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
+  return key_bytes == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 && problem.features <= 8 &&
+         outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
+}
 
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
 //   * Few segments with many rows each use a table per block in shared memory if private tables would be too large, and
 //     always with winners. Finding winners reads the data twice, so sorted rows with winners use tiles instead.
 //   * Unsorted rows that are narrow, or so few that a sort is launch-bound, use atomics on a table in global memory.
-//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids.
+//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids. Elements are filtered
+//     if the table exceeds the L1 cache and has so many rows per cell that most of them come after a greater one.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
 ExtremumPlan Choose(const ExtremumCall& call) {
   const Problem& problem = call.problem;
@@ -53,15 +64,19 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   }
   if (algorithm == Algorithm::kReduce) {
     const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
-    return {algorithm, reduce, reduce.Summary()};
+    return {algorithm, reduce, false, reduce.Summary()};
   }
+  const bool filters_rows =
+      algorithm == Algorithm::kTable && FiltersRows(problem, key_bytes, call.indices_are_sorted);
   const char* const name = algorithm == Algorithm::kSharedTable ? "shared_table"
+                           : filters_rows                       ? "filtered_atomics"
                            : problem.features == 1              ? "atomics_single_feature"
                                                                 : "atomics";
   ScratchSizes sizes;
   // If keys are as wide as values, the output itself is the table.
   if (key_bytes != element_bytes) sizes.Add(problem.batch * cells * key_bytes);
-  return {algorithm, {}, {name, sizes.total}};
+  if (filters_rows) sizes.Add(kFloorBytes);
+  return {algorithm, {}, filters_rows, {name, sizes.total}};
 }
 
 template <typename T, bool kWithWinner>
@@ -88,6 +103,7 @@ struct Launcher {
 
   CudaStatus Table() const {
     const int64_t cells = segments * problem.features;
+    ScratchCarver carver(arguments.scratch);
     TableArguments<T> a{};
     a.data = data;
     a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
@@ -97,7 +113,7 @@ struct Launcher {
     if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
       a.table = reinterpret_cast<TableKey<T>*>(output);
     } else {
-      a.table = static_cast<TableKey<T>*>(arguments.scratch);
+      a.table = carver.Take<TableKey<T>>(cells);
     }
     a.output = output;
     a.winner = arguments.winner;
@@ -106,7 +122,9 @@ struct Launcher {
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream));
-    JB_RETURN_IF_CUDA_ERROR(is_aligned ? TableMax<kWidest>(a) : TableMax<1>(a));
+    JB_RETURN_IF_CUDA_ERROR(plan.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
+                            : is_aligned      ? TableMax<kWidest>(a)
+                                              : TableMax<1>(a));
     DecodeTableKernel<T><<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip, output);
     JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     if constexpr (kWithWinner) {
@@ -115,6 +133,44 @@ struct Launcher {
       return is_aligned ? TableWinner<kWidest>(a) : TableWinner<1>(a);
     }
     return {};
+  }
+
+  // The first rows go directly to the table. The others are split into chunks. Each chunk is filtered by the lower
+  // bounds that the table has after the previous one.
+  template <int kVec>
+  CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
+    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
+      return JB_CUDA_STATUS(cudaErrorInvalidValue);
+    } else {
+      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
+      int multiprocessors = 0;
+      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+      const uint32_t blocks = kFilterBlocks * multiprocessors;
+      // Ends of the chunks, in 1/64 of the rows. The fraction of elements that pass the filter is inversely
+      // proportional to the number of rows before.
+      constexpr int kChunkEnds[] = {4, 10, 26, 64};
+      int64_t begin = 0;
+      for (const int chunk_end : kChunkEnds) {
+        // Chunks begin at multiples of 64 rows, to stay aligned.
+        const int64_t end = chunk_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * chunk_end;
+        TableArguments<T> chunk = a;
+        chunk.data = data + begin * problem.features;
+        chunk.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
+        chunk.problem.rows = end - begin;
+        if (begin == 0) {
+          JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(chunk));
+        } else {
+          constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
+          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
+          JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
+          chunk.blocks_per_batch = blocks;
+          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(chunk, floors);
+          JB_RETURN_IF_LAUNCH_ERROR(FilteredMaxKernel);
+        }
+        begin = end;
+      }
+      return {};
+    }
   }
 
   // Enough blocks for several waves on any GPU, but no more than there is work for.

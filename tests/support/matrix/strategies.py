@@ -166,6 +166,8 @@ UNREACHABLE = (
     ("segment_sum_of_exponentials", "*", "*"),
     # A table that is large enough to be made in parts has enough rows for a cache.
     ("segment_softmax*", "atomics_in_parts", "*"),
+    # The filter keeps the state of one table only.
+    ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
 )
 """What public functions cannot reach: patterns of a target, a strategy and a problem."""
 
