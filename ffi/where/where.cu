@@ -24,10 +24,10 @@ __device__ __forceinline__ void ForVector(int64_t size, const OfVector& of_vecto
   }
 }
 
-template <typename T, int kVec, typename Values>
+template <typename T, int kVec, typename Values, typename Flags>
 __global__ void __launch_bounds__(kThreads)
-    Select(const __grid_constant__ Values a, const __grid_constant__ Values b,
-           const __grid_constant__ Repeated<uint8_t, kVec> cond, T* output, int64_t size) {
+    Select(const __grid_constant__ Values a, const __grid_constant__ Values b, const __grid_constant__ Flags cond,
+           T* output, int64_t size) {
   ForVector<kVec>(
       size,
       [&](int64_t first) {
@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(kThreads)
       [&](int64_t element) { output[element] = cond.At(element) != 0 ? a.At(element) : b.At(element); });
 }
 
-template <typename T, int kVec>
+template <typename T, int kVec, typename Flags>
 __global__ void __launch_bounds__(kThreads)
-    Split(const __grid_constant__ Repeated<uint8_t, kVec> cond, const T* dy, T* da, T* db, int64_t size) {
+    Split(const __grid_constant__ Flags cond, const T* dy, T* da, T* db, int64_t size) {
   ForVector<kVec>(
       size,
       [&](int64_t first) {
@@ -64,19 +64,22 @@ CudaStatus WithBytes(int element_bytes, const Body& body) {
   return status;
 }
 
-// Values is the class of a and b.
-template <typename T, int kVec, template <typename, int> class Values>
+// Arrays of the whole shape and numbers, the usual operands, are faster without the offsets of repeated ones.
+bool IsDenseOrScalar(const Operand& operand) { return operand.repetition.IsDense() || operand.repetition.IsScalar(); }
+
+// Values is the class of a and b, Flags that of cond.
+template <typename T, int kVec, template <typename, int> class Values, template <typename, int> class Flags>
 CudaStatus LaunchSelectOf(const SelectCall& call, cudaStream_t stream) {
   Select<T, kVec><<<Blocks<kVec>(call.size), kThreads, 0, stream>>>(Values<T, kVec>(call.a), Values<T, kVec>(call.b),
-                                                                    Repeated<uint8_t, kVec>(call.cond),
+                                                                    Flags<uint8_t, kVec>(call.cond),
                                                                     static_cast<T*>(call.output), call.size);
   return JB_LAUNCH_STATUS(Select);
 }
 
-template <typename T, int kVec>
+template <typename T, int kVec, template <typename, int> class Flags>
 CudaStatus LaunchSplitOf(const SplitCall& call, cudaStream_t stream) {
   Split<T, kVec><<<Blocks<kVec>(call.size), kThreads, 0, stream>>>(
-      Repeated<uint8_t, kVec>(call.cond), static_cast<const T*>(call.dy), static_cast<T*>(call.da),
+      Flags<uint8_t, kVec>(call.cond), static_cast<const T*>(call.dy), static_cast<T*>(call.da),
       static_cast<T*>(call.db), call.size);
   return JB_LAUNCH_STATUS(Split);
 }
@@ -94,17 +97,15 @@ Strategy Choose(const SelectCall& call) {
 CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream) {
   const Strategy strategy = Choose(call);
   if (strategy == Strategy::kNothing) return {};
-  // Masked arrays and numbers, the usual operands, are 5% faster without the offsets of repeated ones.
-  const auto is_dense_or_scalar = [](const Operand& operand) {
-    return operand.repetition.IsDense() || operand.repetition.IsScalar();
-  };
-  const bool are_repeated = !is_dense_or_scalar(call.a) || !is_dense_or_scalar(call.b);
+  const bool are_repeated = !IsDenseOrScalar(call.a) || !IsDenseOrScalar(call.b);
+  const bool is_cond_repeated = !IsDenseOrScalar(call.cond);
   return WithBytes(call.element_bytes, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
-    if (strategy == Strategy::kElements) return LaunchSelectOf<T, 1, Repeated>(call, stream);
-    return are_repeated ? LaunchSelectOf<T, kVec, Repeated>(call, stream)
-                        : LaunchSelectOf<T, kVec, DenseOrScalar>(call, stream);
+    if (strategy == Strategy::kElements) return LaunchSelectOf<T, 1, Repeated, Repeated>(call, stream);
+    return are_repeated       ? LaunchSelectOf<T, kVec, Repeated, Repeated>(call, stream)
+           : is_cond_repeated ? LaunchSelectOf<T, kVec, DenseOrScalar, Repeated>(call, stream)
+                              : LaunchSelectOf<T, kVec, DenseOrScalar, DenseOrScalar>(call, stream);
   });
 }
 
@@ -121,8 +122,10 @@ CudaStatus LaunchSplit(const SplitCall& call, const SplitPlan& plan, void* scrat
   if (call.num_sums() > 0) return LaunchSums(call, plan, scratch, stream);
   return WithBytes(call.element_bytes, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return plan.strategy == Strategy::kVectors ? LaunchSplitOf<T, kVectorBytes / sizeof(T)>(call, stream)
-                                               : LaunchSplitOf<T, 1>(call, stream);
+    constexpr int kVec = kVectorBytes / sizeof(T);
+    if (plan.strategy == Strategy::kElements) return LaunchSplitOf<T, 1, Repeated>(call, stream);
+    return IsDenseOrScalar(call.cond) ? LaunchSplitOf<T, kVec, DenseOrScalar>(call, stream)
+                                      : LaunchSplitOf<T, kVec, Repeated>(call, stream);
   });
 }
 

@@ -1,4 +1,5 @@
-// The CUDA kernel of write_slice and its gradient. One launch moves several windows, one word per thread.
+// The CUDA kernel of write_slice and its gradient. One launch moves several windows. A thread moves a few words of one
+// row, whose position it finds once.
 //
 // Rows that consist of whole bytes are moved in the widest words at whose multiples all of them begin and end. Other
 // rows are written in aligned words of the array. So every byte of an array belongs to one thread.
@@ -13,14 +14,21 @@ namespace jax_baracuda::write_slice {
 namespace {
 
 inline constexpr int kThreads = 256;
+inline constexpr int kWordsPerThread = 4;
 
 // All devices support kernel arguments of 4096 bytes.
 inline constexpr int kMaxUpdates = 5;
 
+// The threads of an update. `lanes` of them move a chunk of lanes * kWordsPerThread words of a row.
+struct Tiling {
+  int lanes;  // a power of two
+  unsigned first_block;
+  int64_t chunks_of_row;
+};
+
 struct Launch {
   int count;
-  int64_t words_of_row[kMaxUpdates];
-  unsigned first_block[kMaxUpdates];
+  Tiling tilings[kMaxUpdates];
   Update updates[kMaxUpdates];
 };
 static_assert(sizeof(Launch) <= 4096);
@@ -30,19 +38,40 @@ __device__ __forceinline__ T* At(void* base, int64_t bytes) {
   return reinterpret_cast<T*>(static_cast<char*>(base) + bytes);
 }
 
+// Moves words `word`, `word` + lanes, ... of a row.
 template <typename Word, bool kTake>
-__device__ __forceinline__ void MoveWord(const Update& update, int64_t row_number, int64_t word) {
+__device__ __forceinline__ void MoveWords(const Update& update, int64_t row_number, int64_t word, int lanes) {
   constexpr int64_t kBytes = sizeof(Word);
   Word* const source = At<Word>(update.source, SourceRow(update, row_number)) + word;
-  Word written{};
-  // This load comes first because it need not wait for the starts, as LocateRow does.
-  if constexpr (!kTake) written = *source;
+  Word written[kWordsPerThread] = {};
+  if constexpr (!kTake) {
+    // These loads come first because they need not wait for the starts, as LocateRow does.
+    const int64_t remaining = update.run_units / kBytes - word;
+#pragma unroll
+    for (int i = 0; i < kWordsPerThread; ++i) {
+      if (i * lanes < remaining) written[i] = source[i * lanes];
+    }
+  }
   const Row row = LocateRow(update, row_number);
-  if (word < row.first / kBytes || word >= row.last / kBytes) return;
   Word* const dest = At<Word>(update.dest, row.begin) + word;
-  // A store into a line that is being loaded is slow. The store to `source` waits for the load, so it comes first.
-  if constexpr (kTake) *source = *dest;
-  *dest = written;
+  const int64_t first = row.first / kBytes - word, last = row.last / kBytes - word;
+  const auto is_inside = [&](int i) { return first <= i * lanes && i * lanes < last; };
+  if constexpr (kTake) {
+    // A store into a line that is being loaded is slow. The stores to `source` wait for the loads, so they come first.
+    Word taken[kWordsPerThread];
+#pragma unroll
+    for (int i = 0; i < kWordsPerThread; ++i) {
+      if (is_inside(i)) taken[i] = dest[i * lanes];
+    }
+#pragma unroll
+    for (int i = 0; i < kWordsPerThread; ++i) {
+      if (is_inside(i)) source[i * lanes] = taken[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWordsPerThread; ++i) {
+    if (is_inside(i)) dest[i * lanes] = written[i];
+  }
 }
 
 using WordOfBits = uint64_t;
@@ -50,9 +79,7 @@ inline constexpr int64_t kBytesOfWord = sizeof(WordOfBits);
 
 // Writes aligned word number `word` of those that the row touches. Bytes at the ends of the row may also have elements
 // of other rows.
-__device__ __forceinline__ void WriteWordOfBits(const Update& update, int64_t row_number, int64_t word) {
-  const Row row = LocateRow(update, row_number);
-  if (row.first >= row.last) return;
+__device__ __forceinline__ void WriteWordOfBits(const Update& update, int64_t row_number, const Row& row, int64_t word) {
   const int shift = update.bit_width == 4 ? 1 : 2;  // 2 or 4 elements in a byte
   const int64_t row_begin = (row.begin + row.first) >> shift, row_end = ((row.begin + row.last - 1) >> shift) + 1;
   const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(update.dest) % kBytesOfWord);
@@ -78,28 +105,39 @@ __device__ __forceinline__ void WriteWordOfBits(const Update& update, int64_t ro
   *At<WordOfBits>(update.dest, begin) = written;
 }
 
+__device__ __forceinline__ void WriteWordsOfBits(const Update& update, int64_t row_number, int64_t word, int lanes) {
+  const Row row = LocateRow(update, row_number);
+  if (row.first >= row.last) return;
+#pragma unroll 1
+  for (int i = 0; i < kWordsPerThread; ++i) WriteWordOfBits(update, row_number, row, word + i * lanes);
+}
+
 template <bool kTake>
 __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ Launch launch) {
   int i = 0;
-  while (i + 1 < launch.count && blockIdx.x >= launch.first_block[i + 1]) ++i;
+  while (i + 1 < launch.count && blockIdx.x >= launch.tilings[i + 1].first_block) ++i;
   const Update& update = launch.updates[i];
-  const int64_t number = int64_t{blockIdx.x - launch.first_block[i]} * kThreads + threadIdx.x;
-  const auto [row, word] = Divide(number, launch.words_of_row[i]);
+  const Tiling& tiling = launch.tilings[i];
+  const int lanes = tiling.lanes;
+  const int groups_of_block = kThreads / lanes, lane = threadIdx.x & (lanes - 1);
+  const int64_t group = int64_t{blockIdx.x - tiling.first_block} * groups_of_block + threadIdx.x / lanes;
+  const auto [row, chunk] = Divide(group, tiling.chunks_of_row);
   if (row >= update.num_rows) return;
+  const int64_t word = chunk * lanes * kWordsPerThread + lane;
   if constexpr (!kTake) {
-    if (update.has_bits) return WriteWordOfBits(update, row, word);
+    if (update.has_bits) return WriteWordsOfBits(update, row, word, lanes);
   }
   switch (update.word) {
     case 1:
-      return MoveWord<uint8_t, kTake>(update, row, word);
+      return MoveWords<uint8_t, kTake>(update, row, word, lanes);
     case 2:
-      return MoveWord<uint16_t, kTake>(update, row, word);
+      return MoveWords<uint16_t, kTake>(update, row, word, lanes);
     case 4:
-      return MoveWord<uint32_t, kTake>(update, row, word);
+      return MoveWords<uint32_t, kTake>(update, row, word, lanes);
     case 8:
-      return MoveWord<uint2, kTake>(update, row, word);
+      return MoveWords<uint2, kTake>(update, row, word, lanes);
     default:
-      return MoveWord<uint4, kTake>(update, row, word);
+      return MoveWords<uint4, kTake>(update, row, word, lanes);
   }
 }
 
@@ -107,6 +145,12 @@ __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ 
 int64_t WordsOfRow(const Update& update) {
   return update.has_bits ? CeilDivide(MaxBytesOfRow(update) + kBytesOfWord - 1, kBytesOfWord)
                          : update.run_units / update.word;
+}
+
+int Lanes(int64_t words_of_row) {
+  int lanes = 1;
+  while (lanes < kThreads && lanes * kWordsPerThread < words_of_row) lanes *= 2;
+  return lanes;
 }
 
 template <bool kTake>
@@ -118,9 +162,11 @@ CudaStatus LaunchMoves(const std::vector<Update>& updates, cudaStream_t stream) 
     int64_t num_blocks = 0;
     for (int i = 0; i < launch.count; ++i) {
       const Update& update = launch.updates[i] = updates[first + i];
-      launch.words_of_row[i] = WordsOfRow(update);
-      launch.first_block[i] = static_cast<unsigned>(num_blocks);
-      num_blocks += CeilDivide(update.num_rows * launch.words_of_row[i], kThreads);
+      const int64_t words_of_row = WordsOfRow(update);
+      const int lanes = Lanes(words_of_row);
+      const int64_t chunks_of_row = CeilDivide(words_of_row, int64_t{lanes} * kWordsPerThread);
+      launch.tilings[i] = {lanes, static_cast<unsigned>(num_blocks), chunks_of_row};
+      num_blocks += CeilDivide(update.num_rows * chunks_of_row, int64_t{kThreads / lanes});
     }
     MoveWindows<kTake><<<GridSize(num_blocks), kThreads, 0, stream>>>(launch);
     JB_RETURN_IF_LAUNCH_ERROR(MoveWindows);
