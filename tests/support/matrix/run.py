@@ -709,9 +709,10 @@ class Compiled:
         """Whether XLA may treat subnormal numbers as zeros in mere copies: its partitioner gathers rows by sums over
         devices, and CPUs with AVX512-BF16 convert bfloat16 so."""
         case = self.case
-        return case.implementation != "kernel" and (
-            case.dtype == "bfloat16" or case.sharding in ("auto", "explicit", "partly manual")
-        )
+        is_split = case.sharding in ("auto", "explicit", "partly manual")
+        if case.implementation == "kernel":  # XLA still moves operands and results between devices
+            return is_split and case.dtype == "bfloat16"
+        return is_split or case.dtype == "bfloat16"
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
