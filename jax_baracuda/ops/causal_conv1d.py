@@ -35,6 +35,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import map_together
 from jax_baracuda._core.definition import Dimensions, NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -123,8 +124,6 @@ def causal_conv1d(
         input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
         belongs to the sequence of the first id of its row.
       return_final_state: whether to also return the state that continues the last sequence.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       y with the shape and dtype of `x`, or ``(y, final_state)``. The final state, ``[B, C, W - 1]`` with the dtype of
@@ -160,6 +159,7 @@ def causal_conv1d(
     return _convolution_and_state(call.params, **call.arrays)
 
 
+@described_like(causal_conv1d)
 @selectable
 def causal_conv1d_backward(
     d_output: ArrayLike,
@@ -182,29 +182,11 @@ def causal_conv1d_backward(
 
     Args:
       d_output: the cotangent of y, with the shape and dtype of `x`.
-      x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX.
-      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 if `x` has fewer
-        than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
-      bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
-      activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
-      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
-      initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
-      segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap contributes zero if its
-        input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
-        belongs to the sequence of the first id of its row.
       d_final_state: ``[B, C, W - 1]`` with the dtype of `x`: the cotangent of the final state. Default: zeros.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(dx, dweight, dbias)``, each with the shape and dtype of its primal; dbias is None if `bias` is None. If
       `initial_state` is given, ``(dx, dweight, dbias, d_initial_state)``.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
-        asked for and there is no kernel.
 
     Numerical guarantees: sums are accumulated in float32 (float64 for float64), in a fixed order, and rounded once:
     bit-equal from run to run, and independent of scheduling. If time is split over devices, dx of the W - 1 last inputs
@@ -239,6 +221,7 @@ def causal_conv1d_backward(
     return dx, dweight, dbias, gradients.get("initial_state", call.empty_state())
 
 
+@described_like(causal_conv1d)
 @selectable
 @with_twin
 def causal_conv1d_update(
@@ -258,22 +241,10 @@ def causal_conv1d_update(
         floating dtype. float16, bfloat16, float32 and float64 have kernels; other dtypes run as plain JAX.
       state: ``[B, C, K]`` with any K >= W - 1 and the dtype of `x`: the last K inputs, the newest last; zeros at the
         start of a sequence.
-      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 if `x` has fewer
-        than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
-      bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
-      activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
-      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state holds the last K inputs, so the
       oldest drop out. If `state` is donated (or carried by a loop), it is updated in place.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
-        asked for and there is no kernel.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 

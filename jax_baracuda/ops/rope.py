@@ -38,6 +38,7 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -85,8 +86,6 @@ def rope(
         64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
         float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The rotated features, with the shape and dtype of `x`.
@@ -121,6 +120,7 @@ def rope(
     return y
 
 
+@described_like(rope)
 @selectable
 def rope_backward(
     d_output: ArrayLike,
@@ -138,38 +138,9 @@ def rope_backward(
 
     Args:
       d_output: the cotangent of the rotated features, with the shape and dtype of `x`.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
-        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
-        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
-      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
-      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
-        as many heads as positions, because the shapes would not reveal a mistake.
-      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
-        then must be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
-        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
-        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
-        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
-      scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The cotangent of `x`, with the shape and dtype of `d_output`.
-
-    Raises:
-      TypeError: an argument is not an array or number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
-
-    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
-    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
-    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
-    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
-    from run to run.
 
     Gradient: :func:`rope`. Derivatives of any order and in either mode exist.
 
@@ -188,6 +159,7 @@ def rope_backward(
     return dx
 
 
+@described_like(rope)
 @selectable
 @with_twin
 def rope_qk(
@@ -209,39 +181,10 @@ def rope_qk(
       q: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
       k: as `q`, with the same dtype, B, S and D; the number of heads may differ.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
-        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
-        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
-      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
-      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
-        as many heads as positions, because the shapes would not reveal a mistake.
-      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
-        then must be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
-        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
-        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
-        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
-      scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
       If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
-
-    Raises:
-      TypeError: an argument is not an array or number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
-
-    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
-    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
-    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
-    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
-    from run to run.
 
     Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
@@ -260,6 +203,7 @@ def rope_qk(
     return q, k
 
 
+@described_like(rope)
 @selectable
 def rope_qk_backward(
     d_q_output: ArrayLike,
@@ -279,39 +223,10 @@ def rope_qk_backward(
     Args:
       d_q_output: the cotangent of the rotated queries, with the shape and dtype of `q`.
       d_k_output: the cotangent of the rotated keys, with the shape and dtype of `k`.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
-        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
-        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
-      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
-      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
-        as many heads as positions, because the shapes would not reveal a mistake.
-      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
-        then must be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
-        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
-        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
-        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
-      scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and
       `d_k_output`.
-
-    Raises:
-      TypeError: an argument is not an array or number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
-
-    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
-    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
-    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
-    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
-    from run to run.
 
     Gradient: :func:`rope_qk`. Derivatives of any order and in either mode exist.
 

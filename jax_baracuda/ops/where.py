@@ -53,8 +53,6 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
       a: any dtype.
       b: any dtype. `a` and `b` are promoted to a common dtype. bool, 8- to 64-bit integers, every float8, float16,
         bfloat16, float32, float64 and complex numbers have kernels; 2- and 4-bit types run as plain JAX.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       An array with the shape to which all three arguments broadcast, and the dtype to which JAX promotes `a` and `b`.
@@ -111,8 +109,6 @@ def where_backward(
       cond: as in :func:`where`; its shape must broadcast to that of `d_output`.
       a_shape: the shape of `a`, which must broadcast to that of `d_output`. Default: that of `d_output`.
       b_shape: the shape of `b`, likewise.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(da, db)`` with the shapes of `a` and `b` and the dtype of `d_output`.

@@ -33,6 +33,7 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -73,8 +74,6 @@ def write_slice(
         end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" does not
         move the window (a negative start lies before the array) and writes only the part that lies inside, so a full
         cache is never overwritten.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The updated array, with the shape and dtype of `dest`.
@@ -110,6 +109,7 @@ def write_slice(
     return result
 
 
+@described_like(write_slice)
 @selectable
 @with_twin
 def write_slices(
@@ -129,40 +129,11 @@ def write_slices(
       dests: a list or tuple of arrays; shapes and dtypes may differ. An array that occurs twice is updated in two
         copies.
       sources: as many arrays, each with the rank and dtype of its `dest`. No axis is longer than in its `dest`.
-      start_indices: shared by all arrays, one entry for each axis d, which is
-
-        * a pair ``(start, end)`` of Python integers with ``0 <= start <= end <= dest.shape[d]`` and
-          ``end - start == source.shape[d]``, or
-        * a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
-          ``start + source.shape[d]``, and `mode` says what happens if the window reaches beyond the array.
-
-        A one-dimensional array of starts is also accepted.
+      start_indices: as in :func:`write_slice`, shared by all arrays.
       start_indices_of_each: replaces `start_indices` by a list with separate start indices for each array.
-      mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the
-        end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" does not
-        move the window (a negative start lies before the array) and writes only the part that lies inside, so a full
-        cache is never overwritten.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The list of the updated arrays.
-
-    Raises:
-      TypeError: an argument is not an array, dtypes differ, or a start is not an integer scalar.
-      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. Nothing runs before these checks.
-
-    In place: if ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
-    own memory, at a cost that depends only on the window. Otherwise, and outside of ``jax.jit``, XLA copies it first
-    and the original stays unchanged. Under ``jax.vmap``, one launch writes the windows of a whole batch, each at its
-    own position.
-
-    Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
-
-    Gradient: ``dest`` gets the cotangent with zeros in the window. ``source`` gets the window of the cotangent, with
-    zeros for elements that were dropped. Integer arrays have none. Only the starts are kept for the backward pass.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
