@@ -83,14 +83,13 @@ class OpDefinition:
     """``(sizes of the named dimensions, **params)`` -> the minimum shard size of dimensions with halo exchange. A
     dimension is replicated if its shards would be smaller, or if its axes are not in the order of the mesh."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
-    """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
+    """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is. `kernel` is the
+    reference if plain JAX serves the call, because XLA's partitioner might gather the operands of the reference."""
     program: Callable[..., Sequence[jax.Array]] | None = None
     """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
     program_on_gpu: Callable[..., Callable[..., Sequence[jax.Array]] | None] | None = None
     """``(*operand avals, **params)`` -> a program ``(*operands)`` of several kernels that replaces the kernel on GPUs;
     None: the kernel. Example: a sort, which XLA shares between calls, then the kernel for sorted rows."""
-    shards_reference: bool = False
-    """Whether plain JAX also runs in `shard_program`, because XLA's partitioner would gather its operands."""
     xla_rules: tuple[Rule, ...] = ()
     """Where plain JAX is faster than the kernel."""
     limit: Callable[..., str | None] | None = None

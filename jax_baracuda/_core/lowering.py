@@ -102,7 +102,8 @@ def _lower(
         _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel:
         operands = tuple(_with_unfused_updates(call, ctx, operands))
-    if not runs_kernel and not (site.is_split and op.shards_reference and call.has_static_shapes()):
+    # Programs with partitioned calls cannot be exported.
+    if not runs_kernel and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
         return _lower_reference(op, ctx, *operands, **params)
     if not site.is_split:
         # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.

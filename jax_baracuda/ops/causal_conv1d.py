@@ -728,11 +728,15 @@ def _limit_of_width(weight: Any) -> str | None:
 
 _common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
 
-# A shard must hold all W - 1 inputs that the next shard needs as its history.
-_split_over_time = {
-    "replicated_dims": ("tap", "state"),
-    "min_shard_sizes": lambda sizes: {"time": sizes["tap"] - 1},
-}
+
+
+def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> dict[str, int]:
+    """A shard must hold all W - 1 inputs that the next shard needs as its history. Ids for wide filters lack history,
+    so their time is not split."""
+    return {"time": sizes["time"] if has_same_sequence and sizes["tap"] > MAX_WIDTH else sizes["tap"] - 1}
+
+
+_split_over_time = {"replicated_dims": ("tap", "state"), "min_shard_sizes": _min_shard_sizes}
 
 # An op of its own, because XLA would all-gather the ids if time is split.
 SAME_SEQUENCE = Op(
