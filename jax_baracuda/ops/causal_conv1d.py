@@ -729,7 +729,6 @@ def _limit_of_width(weight: Any) -> str | None:
 _common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
 
 
-
 def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> dict[str, int]:
     """A shard must hold all W - 1 inputs that the next shard needs as its history. Ids for wide filters lack history,
     so their time is not split."""
