@@ -97,7 +97,7 @@ class OpDefinition:
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
     """{position of an operand: position of the result that may alias it}. They alias if their shapes are equal. XLA
     first copies an operand that is used again. Or ``(**params)`` -> these."""
-    in_place_if_donated: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    in_place_if_donated: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
     """Like `in_place`, but only if the operand is a donated argument of the compiled program. For ops that are as fast
     out of place: a copy by XLA would double their time."""
     broadcasts: tuple[str, ...] = ()

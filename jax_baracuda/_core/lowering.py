@@ -117,7 +117,7 @@ def _site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operand
     module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
     has_empty_array = any(0 in aval.shape for aval in avals)
     is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array
-    in_place = call.op.in_place_if_donated if is_for_one_platform else ()
+    in_place = call.resolve(call.op.in_place_if_donated) if is_for_one_platform else ()
     is_partitioned = jax_versions.automatic_axis(module.axis_context) is not None or jax_versions.partitioner_splits(
         module.axis_context
     )
@@ -208,7 +208,8 @@ def _call_target(
         if scratch_bytes > 0:
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
-    in_place = dict(call.resolve(op.in_place)) | {i: op.in_place_if_donated[i] for i in donated}
+    of_donated = call.resolve(op.in_place_if_donated)
+    in_place = dict(call.resolve(op.in_place)) | {i: of_donated[i] for i in donated}
     avals_in: Sequence[Any] = ctx.avals_in
     avals_out: Sequence[Any] = ctx.avals_out
     aliases = {

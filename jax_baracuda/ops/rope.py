@@ -115,8 +115,8 @@ def rope(
       >>> print(jnp.allclose(jb.rope(x, jnp.arange(16)), y))
       True
     """
-    rotation = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
-    [y] = _rope(rotation.params, **rotation.arrays)
+    params, arrays = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
+    [y] = _rope(params, **arrays)
     return y
 
 
@@ -151,11 +151,10 @@ def rope_backward(
       >>> print(jnp.array_equal(vjp(d_output)[0], jb.rope_backward(d_output)))
       True
     """
-    name = "rope_backward"
-    rotation = _canonicalize(
-        name, {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    params, arrays = _canonicalize(
+        "rope_backward", {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    [dx] = _rotated(ROPE_BACKWARD, rotation.params, **rotation.arrays)
+    [dx] = _primal(params._replace(inverse=True), **arrays)
     return dx
 
 
@@ -197,9 +196,10 @@ def rope_qk(
       >>> print(q_rotated.shape, k_rotated.shape, jnp.array_equal(k_rotated, jb.rope(k, interleaved=False)))
       (2, 8, 16, 4) (2, 2, 16, 4) True
     """
-    name = "rope_qk"
-    rotation = _canonicalize(name, {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
-    q, k = _rope_qk(rotation.params, **rotation.arrays)
+    params, arrays = _canonicalize(
+        "rope_qk", {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    )
+    q, k = _rope(params, **arrays)
     return q, k
 
 
@@ -239,10 +239,10 @@ def rope_qk_backward(
       [True, True]
     """
     cotangents = {"d_q_output": d_q_output, "d_k_output": d_k_output}
-    rotation = _canonicalize(
+    params, arrays = _canonicalize(
         "rope_qk_backward", cotangents, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    dq, dk = _rotated(ROPE_QK_BACKWARD, rotation.params, **rotation.arrays)
+    dq, dk = _primal(params._replace(inverse=True), **arrays)
     return dq, dk
 
 
@@ -372,11 +372,11 @@ def _table(numpy: ModuleType, cos: Any, sin: Any, interleaved: bool) -> tuple[An
 
 
 def _rotate(
-    x: Array, cos: Array, sin: Array, *, direction: int, heads_first: bool, interleaved: bool, rotary_dim: int
+    x: Array, cos: Array, sin: Array, *, inverse: bool, heads_first: bool, interleaved: bool, rotary_dim: int
 ) -> Array:
-    """The features with their pairs rotated by the angles of a table, or by the negative angles if direction is -1."""
+    """The features with their pairs rotated by the angles of a table, or by the negative angles if `inverse`."""
     head_axis = _sequence_axis(not heads_first)
-    cos, sin = jnp.expand_dims(cos, head_axis), direction * jnp.expand_dims(sin, head_axis)
+    cos, sin = jnp.expand_dims(cos, head_axis), (-1 if inverse else 1) * jnp.expand_dims(sin, head_axis)
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
     if interleaved:
         partners = jnp.flip(rotated.reshape(*x.shape[:-1], rotary_dim // 2, 2), axis=-1).reshape(rotated.shape)
@@ -388,9 +388,9 @@ def _rotate(
 
 
 def _reference(
-    num_rotated: int,
-    direction: int,
     *operands: Array,
+    num_arrays: int,
+    inverse: bool,
     heads_first: bool,
     interleaved: bool,
     rotary_dim: int,
@@ -398,8 +398,7 @@ def _reference(
     has_positions: bool,
     constant_angles: ConstantAngles | None,
 ) -> list[Array]:
-    """Rotates the first `num_rotated` operands forward (direction 1) or backward (-1)."""
-    features, (frequencies, *positions) = operands[:num_rotated], operands[num_rotated:]
+    features, (frequencies, *positions) = operands[:num_arrays], operands[num_arrays:]
     length = features[0].shape[_sequence_axis(heads_first)]
     if constant_angles is not None:
         cos, sin = _constant_table(constant_angles, length, np.dtype(frequencies.dtype), scale, interleaved)()
@@ -408,16 +407,39 @@ def _reference(
         cos, sin = _cos_and_sin_of_product(positions, frequencies)
         cos, sin = _table(jnp, scale * cos, scale * sin, interleaved)
     rotate = functools.partial(
-        _rotate, direction=direction, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim
+        _rotate, inverse=inverse, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim
     )
     return [rotate(x, cos, sin) for x in features]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel.
+# The op. It has a native target for each direction, for one array and for two.
 
-FREQUENCIES = ("part", "pair")
-POSITIONS = ("example", "sequence")
+
+def _features(*, num_arrays: int, heads_first: bool) -> NamedDimensions:
+    """The arrays to rotate."""
+    heads = {"x": "head"} if num_arrays == 1 else {"q": "q_head", "k": "k_head"}
+    return {
+        array: ("example", *((head, "sequence") if heads_first else ("sequence", head)), "feature")
+        for array, head in heads.items()
+    }
+
+
+def _plan_parameters(
+    *operands: Any, num_arrays: int, heads_first: bool, interleaved: bool, rotary_dim: int
+) -> dict[str, int]:
+    features = operands[:num_arrays]
+    examples, _, _, size = features[0].shape
+    return {
+        "examples": examples,
+        "length": features[0].shape[_sequence_axis(heads_first)],
+        "heads": sum(x.shape[1 if heads_first else 2] for x in features),
+        "features": size,
+        "rotary_dim": rotary_dim,
+        "heads_first": heads_first,
+        "interleaved": interleaved,
+        "element_bytes": np.dtype(features[0].dtype).itemsize,
+    }
 
 
 def _positions_limit(*operands: Any, has_positions: bool) -> str | None:
@@ -451,82 +473,51 @@ def _has_halves_or_32_bits(traits: Traits) -> bool:
 # H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
 # 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small
 # arrays that XLA fuses 0.7.
-_RULES = (
-    on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
-    on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
-    on_gpu(
-        "XLA reads known angles from a table, and moves no 16-bit numbers between lanes",
-        _has_known_angles,
-        _has_halves_or_32_bits,
-        at_most(bytes=64 * MB),
+ROPE = Op(
+    name="rope",
+    targets={
+        "rope": {"num_arrays": 1, "inverse": False},
+        "rope_backward": {"num_arrays": 1, "inverse": True},
+        "rope_qk": {"num_arrays": 2, "inverse": False},
+        "rope_qk_backward": {"num_arrays": 2, "inverse": True},
+    },
+    operands=lambda *, num_arrays, heads_first, has_positions: {
+        **_features(num_arrays=num_arrays, heads_first=heads_first),
+        "frequencies": ("part", "pair"),
+        **({"positions": ("example", "sequence")} if has_positions else {}),
+    },
+    results=_features,
+    reference=_reference,
+    dtypes=FLOATING_DTYPES,
+    guarantee=accumulated,
+    attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
+    plan_parameters=_plan_parameters,
+    limit=_positions_limit,
+    replicated_dims=("part", "pair", "feature"),
+    shard_program=_shard_rotation,
+    xla_rules=(
+        on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
+        on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
+        on_gpu(
+            "XLA reads known angles from a table, and moves no 16-bit numbers between lanes",
+            _has_known_angles,
+            _has_halves_or_32_bits,
+            at_most(bytes=64 * MB),
+        ),
+        on_cpu("XLA fuses a small rotation with its neighbours", fused, at_most(bytes=256 * KB)),
+        on_cpu(
+            "XLA vectorises halves by known angles",
+            _has_known_angles,
+            param("interleaved", False),
+            at_least(pair=32, element_bits=32),
+            at_most(bytes=4 * MB),
+        ),
     ),
-    on_cpu("XLA fuses a small rotation with its neighbours", fused, at_most(bytes=256 * KB)),
-    on_cpu(
-        "XLA vectorises halves by known angles",
-        _has_known_angles,
-        param("interleaved", False),
-        at_least(pair=32, element_bits=32),
-        at_most(bytes=4 * MB),
+    in_place_if_donated=lambda *, num_arrays: {i: i for i in range(num_arrays)},
+    linear=lambda *, num_arrays, heads_first: tuple(_features(num_arrays=num_arrays, heads_first=heads_first)),
+    transpose=lambda _, cotangents, *others, inverse, **params: ROPE(
+        *cotangents, *others, inverse=not inverse, **params
     ),
-)
-
-
-def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpose: Callable[[], Op]) -> Op:
-    """The op that rotates some arrays, forward or backward.
-
-    Args:
-      features: the names of the arrays, each with the name of its head dimension.
-      transpose: returns the op of the opposite direction.
-    """
-    num_rotated = len(features)
-
-    def dimensions(heads_first: bool) -> NamedDimensions:
-        return {
-            array: ("example", *((head, "sequence") if heads_first else ("sequence", head)), "feature")
-            for array, head in features.items()
-        }
-
-    def plan_parameters(*operands: Any, heads_first: bool, interleaved: bool, rotary_dim: int) -> dict[str, int]:
-        examples, _, _, size = operands[0].shape
-        return {
-            "examples": examples,
-            "length": operands[0].shape[_sequence_axis(heads_first)],
-            "heads": sum(x.shape[1 if heads_first else 2] for x in operands[:num_rotated]),
-            "features": size,
-            "rotary_dim": rotary_dim,
-            "heads_first": heads_first,
-            "interleaved": interleaved,
-            "element_bytes": np.dtype(operands[0].dtype).itemsize,
-        }
-
-    return Op(
-        name=name,
-        operands=lambda *, heads_first, has_positions: {
-            **dimensions(heads_first),
-            "frequencies": FREQUENCIES,
-            **({"positions": POSITIONS} if has_positions else {}),
-        },
-        results=lambda *, heads_first: dimensions(heads_first),
-        reference=functools.partial(_reference, num_rotated, direction),
-        dtypes=FLOATING_DTYPES,
-        guarantee=accumulated,
-        attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
-        plan_parameters=plan_parameters,
-        limit=_positions_limit,
-        replicated_dims=("part", "pair", "feature"),
-        shard_program=_shard_rotation,
-        xla_rules=_RULES,
-        in_place_if_donated={i: i for i in range(num_rotated)},
-        linear=tuple(features),
-        transpose=lambda _, cotangents, *others, **params: transpose()(*cotangents, *others, **params),
-    )
-
-
-ROPE = _rotation_op("rope", {"x": "head"}, 1, lambda: ROPE_BACKWARD)
-ROPE_BACKWARD = _rotation_op("rope_backward", {"d_output": "head"}, -1, lambda: ROPE)
-ROPE_QK = _rotation_op("rope_qk", {"q": "q_head", "k": "k_head"}, 1, lambda: ROPE_QK_BACKWARD)
-ROPE_QK_BACKWARD = _rotation_op(
-    "rope_qk_backward", {"d_q_output": "q_head", "d_k_output": "k_head"}, -1, lambda: ROPE_QK
 )
 
 
@@ -535,8 +526,10 @@ ROPE_QK_BACKWARD = _rotation_op(
 
 
 class _Params(NamedTuple):
-    """The static arguments of a rotation, named like the params of the ops."""
+    """The static arguments of a rotation, named like the params of the op."""
 
+    num_arrays: int
+    inverse: bool
     heads_first: bool
     interleaved: bool
     rotary_dim: int
@@ -545,41 +538,26 @@ class _Params(NamedTuple):
     constant_angles: ConstantAngles | None
 
 
-def _rotated(
-    op: Op, params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None
-) -> list[Array]:
+def _primal(params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
     others = (frequencies,) if positions is None else (frequencies, positions)
-    return op(*features, *others, **params._asdict())
+    return ROPE(*features, *others, **params._asdict())
 
 
-def _rotation_rules(rotation: Op, rotation_backward: Op) -> KernelVjp:
-    primal = functools.partial(_rotated, rotation)
-
-    def forward(
-        params: _Params, *, features: Sequence[Array], **others: Array | None
-    ) -> tuple[list[Array], dict[str, Array | None]]:
-        return primal(params, features=features, **others), others
-
-    def backward(params: _Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
-        return {"features": _rotated(rotation_backward, params, features=cotangents, **others)}
-
-    return KernelVjp(rotation.name, primal, forward, backward)
+def _forward(
+    params: _Params, *, features: Sequence[Array], **others: Array | None
+) -> tuple[list[Array], dict[str, Array | None]]:
+    return _primal(params, features=features, **others), others
 
 
-_rope = _rotation_rules(ROPE, ROPE_BACKWARD)
-_rope_qk = _rotation_rules(ROPE_QK, ROPE_QK_BACKWARD)
+def _backward(params: _Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
+    return {"features": _primal(params._replace(inverse=True), features=cotangents, **others)}
+
+
+_rope = KernelVjp("rope", _primal, _forward, _backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Canonicalisation of arguments, shared by the whole family.
-
-
-class _Rotation(NamedTuple):
-    """Checked arguments of a rotation."""
-
-    params: _Params
-    arrays: Mapping[str, Any]
-    """``features``, a list of the arrays to rotate; ``frequencies``; ``positions`` or None."""
 
 
 def _canonicalize(
@@ -592,8 +570,12 @@ def _canonicalize(
     rotary_dim: int | None,
     inv_freq: ArrayLike | None,
     scale: float,
-) -> _Rotation:
-    """Checks the arguments. `rotated`: one or two arrays, under the argument names of the public function."""
+) -> tuple[_Params, dict[str, Any]]:
+    """The params, and the arrays by name: `features` (a list), `frequencies`, and `positions` or None.
+
+    Args:
+      rotated: one or two arrays, by the argument names of the public function.
+    """
     if layout is not None and (not isinstance(layout, str) or layout not in ("BHSD", "BSHD")):
         raise ValueError(f"{name}: layout must be 'BHSD' or 'BSHD', got {layout!r}")
     heads_first = layout != "BSHD"
@@ -623,15 +605,19 @@ def _canonicalize(
         positions = _checked_positions(name, positions, examples, length, heads_first)
         example_axis = 0 if positions.shape[0] == examples else None
         positions = reshard_as(positions, first, (example_axis, sequence_axis))
-    params = _Params(heads_first, bool(interleaved), rotary_dim, scale, positions is not None, constant_angles)
-    return _Rotation(
-        params,
-        {
-            "features": _reshard_alike(*arrays.values(), head_axis=3 - sequence_axis),
-            "frequencies": reshard_as(frequencies, first, (None, None)),
-            "positions": positions,
-        },
+    params = _Params(
+        num_arrays=len(arrays),
+        inverse=False,
+        heads_first=heads_first,
+        interleaved=bool(interleaved),
+        rotary_dim=rotary_dim,
+        scale=scale,
+        has_positions=positions is not None,
+        constant_angles=constant_angles,
     )
+    features = _reshard_alike(*arrays.values(), head_axis=3 - sequence_axis)
+    frequencies = reshard_as(frequencies, first, (None, None))
+    return params, {"features": features, "frequencies": frequencies, "positions": positions}
 
 
 def _named(heads_first: bool) -> str:
