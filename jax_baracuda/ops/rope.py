@@ -31,7 +31,6 @@ from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
     real_number,
-    reshard_as,
     reshard_to,
     whole_number,
 )
@@ -42,7 +41,7 @@ from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
@@ -603,8 +602,6 @@ def _canonicalize(
     constant_angles = None if positions is not None else _constant_angles(constants, length, dtype)
     if positions is not None:
         positions = _checked_positions(name, positions, examples, length, heads_first)
-        example_axis = 0 if positions.shape[0] == examples else None
-        positions = reshard_as(positions, first, (example_axis, sequence_axis))
     params = _Params(
         num_arrays=len(arrays),
         inverse=False,
@@ -615,9 +612,7 @@ def _canonicalize(
         has_positions=positions is not None,
         constant_angles=constant_angles,
     )
-    features = _reshard_alike(*arrays.values(), head_axis=3 - sequence_axis)
-    frequencies = reshard_as(frequencies, first, (None, None))
-    return params, {"features": features, "frequencies": frequencies, "positions": positions}
+    return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}
 
 
 def _named(heads_first: bool) -> str:
@@ -738,20 +733,3 @@ def _checked_positions(name: str, positions: ArrayLike, examples: int, length: i
     elif positions.dtype == jnp.uint32 and jax.config.jax_enable_x64:
         positions = positions.astype(jnp.int64)
     return positions[None] if positions.ndim == 1 else positions
-
-
-def _reshard_alike(*arrays: Array, head_axis: int) -> list[Array]:
-    """Under explicit sharding, shards all arrays like the first, except for their own heads; features stay replicated.
-
-    A result then has the sharding of its operand, and a cotangent that of its primal.
-    """
-    specs = [jax_versions.explicit_spec(jax.typeof(x)) for x in arrays]
-    if specs[0] is None:
-        return list(arrays)
-    outer = [None if axis in (head_axis, 3) else entry for axis, entry in enumerate(specs[0])]
-    taken = {axis for entry in outer for axis in mesh_axes(entry)}
-    split = []
-    for x, spec in zip(arrays, specs, strict=True):
-        heads = None if spec is None or taken.intersection(mesh_axes(spec[head_axis])) else spec[head_axis]
-        split.append(reshard_to(x, tuple(heads if axis == head_axis else entry for axis, entry in enumerate(outer))))
-    return split

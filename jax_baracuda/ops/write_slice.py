@@ -28,7 +28,6 @@ from jax_baracuda._core.arrays import (
     as_bits,
     element_bits,
     of_bits,
-    reshard_as,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import NamedDimensions
@@ -679,7 +678,6 @@ def _canonicalize(
         _checked_start(f"{name}: {what}[{axis}]", entry, source.shape[axis], dest.shape[axis], mode)
         for axis, entry in enumerate(entries)
     )
-    source = reshard_as(source, dest, tuple(axis if start is None else None for axis, start in enumerate(starts)))
     return _Update(dest, source, starts)
 
 
