@@ -562,37 +562,27 @@ def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
     """The results of all updates, in order."""
     results: list[Array] = [update.dest if update.dest.ndim > 0 else update.source for update in updates]
     chosen = [i for i, update in enumerate(updates) if update.dest.ndim > 0 and 0 not in update.source.shape]
-    windows, starts = [], _Starts()
+    windows: list[Window] = []
+    starts: dict[Any, Array] = {}  # without duplicates
     for array, update in enumerate(updates[i] for i in chosen):
         for axis, start in enumerate(update.starts):
             if start is not None:
-                windows.append(Window(array, axis, starts.number_of(start), update.source.shape[axis], num_shards=1))
+                is_static = isinstance(start, int)
+                key = start if is_static else ("array", id(start))
+                starts.setdefault(key, _scalar(start) if is_static else start)
+                start_operand = list(starts).index(key)
+                windows.append(Window(array, axis, start_operand, update.source.shape[axis], num_shards=1))
     if chosen:
         params = _Params(tuple(updates[i].dest.ndim for i in chosen), tuple(windows), drop=mode == "drop")
         written = _write_op(
             params,
             dests=[updates[i].dest for i in chosen],
             sources=[updates[i].source for i in chosen],
-            starts=starts.operands,
+            starts=list(starts.values()),
         )
         for i, result in zip(chosen, written, strict=True):
             results[i] = result
     return results
-
-
-class _Starts:
-    """The start operands of a call, without duplicates."""
-
-    def __init__(self) -> None:
-        self.operands: list[Array] = []
-        self._numbers: dict[Any, int] = {}
-
-    def number_of(self, start: int | Array) -> int:
-        key = start if isinstance(start, int) else ("array", id(start))
-        if key not in self._numbers:
-            self._numbers[key] = len(self.operands)
-            self.operands.append(_scalar(start) if isinstance(start, int) else start)
-        return self._numbers[key]
 
 
 def _scalar(value: int) -> Array:
