@@ -56,7 +56,7 @@ class OpDefinition:
     """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transpose` nor
     `tangent` gives."""
     dtypes: frozenset[str]
-    """The dtypes of the first operand that the kernel supports."""
+    """The dtypes that the kernel supports, of the first operand and of those in `linear`."""
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     sizes: Callable[..., Mapping[str, int]] | None = None

@@ -273,6 +273,36 @@ def causal_conv1d_update(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Operands by name.
+
+OPERANDS = ("x", "state", "weight", "d_output", "bias", "initial_state", "same_sequence", "d_final_state")
+"""The names of the operands, in the order of every op."""
+
+OPTIONAL = OPERANDS[4:]
+"""The operands that a call may lack. The param ``has_<name>`` says whether it has one."""
+
+GRADIENTS = ("x", "weight", "bias", "initial_state")
+"""The operands that have gradients."""
+
+
+def _names(required: Sequence[str], presence: Mapping[str, bool]) -> list[str]:
+    """The names of a call's operands."""
+    return [name for name in OPERANDS if name in required or presence.get(f"has_{name}")]
+
+
+def _by_name(operands: Sequence[Array], *required: str, **presence: bool) -> dict[str, Array]:
+    """The operands of a call that has these params."""
+    return dict(zip(_names(required, presence), operands, strict=True))
+
+
+def _call(op: Callable[..., Sequence[Array]], arrays: Mapping[str, Array | None], **params: bool) -> Sequence[Array]:
+    """Calls an op, or its kernel, with operands by name; None for those that the call lacks."""
+    presence = {f"has_{name}": array is not None for name, array in arrays.items() if name in OPTIONAL}
+    operands = [arrays[name] for name in OPERANDS if arrays.get(name) is not None]
+    return op(*operands, **params, **presence)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX. Signals are [B, C, L], or [B, L, C] where channels are last.
 
 
@@ -519,31 +549,6 @@ def _reference_update(*operands: Array, channels_last: bool, silu: bool, **prese
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
-
-OPERANDS = ("x", "state", "weight", "d_output", "bias", "initial_state", "same_sequence", "d_final_state")
-"""The names of the operands, in the order of every op."""
-
-OPTIONAL = OPERANDS[4:]
-"""The operands that a call may lack. The param ``has_<name>`` says whether it has one."""
-
-GRADIENTS = ("x", "weight", "bias", "initial_state")
-"""The operands that have gradients."""
-
-
-def _names(required: Sequence[str], presence: Mapping[str, bool]) -> list[str]:
-    """The names of a call's operands."""
-    return [name for name in OPERANDS if name in required or presence.get(f"has_{name}")]
-
-
-def _by_name(operands: Sequence[Array], *required: str, **presence: bool) -> dict[str, Array]:
-    return dict(zip(_names(required, presence), operands, strict=True))
-
-
-def _call(op: Callable[..., Sequence[Array]], arrays: Mapping[str, Array | None], **params: bool) -> Sequence[Array]:
-    """Calls an op, or its kernel, with operands by name; None for those that the call lacks."""
-    presence = {f"has_{name}": array is not None for name, array in arrays.items() if name in OPTIONAL}
-    operands = [arrays[name] for name in OPERANDS if arrays.get(name) is not None]
-    return op(*operands, **params, **presence)
 
 
 def _dimensions(names: Sequence[str], channels_last: bool) -> NamedDimensions:

@@ -593,7 +593,13 @@ def _canonicalize(
     sequence_axis = 2 if heads_first else 1
     first_name, first = next(iter(arrays.items()))
     for argument, x in arrays.items():
-        _check_fits(name, argument, x, first_name, first, sequence_axis)
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name}: {argument} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}")
+        if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
+            raise ValueError(
+                f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads "
+                f"in dimension {3 - sequence_axis} ({_named(heads_first)}); got {x.shape}"
+            )
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
     rotary_dim = _checked_rotary_dim(name, first_name, size, rotary_dim)
     base, scale = real_number(name, "base", base, positive=True), real_number(name, "scale", scale)
@@ -617,17 +623,6 @@ def _canonicalize(
 
 def _named(heads_first: bool) -> str:
     return f"layout={'BHSD' if heads_first else 'BSHD'!r}"
-
-
-def _check_fits(name: str, argument: str, x: Array, first_name: str, first: Array, sequence_axis: int) -> None:
-    """Checks that `x` has the dtype and shape of `first`, except for the number of heads."""
-    if x.dtype != first.dtype:
-        raise TypeError(f"{name}: {argument} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}")
-    if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
-        raise ValueError(
-            f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads in "
-            f"dimension {3 - sequence_axis} ({_named(sequence_axis == 2)}); got {x.shape}"
-        )
 
 
 def _checked_rotary_dim(name: str, argument: str, size: int, rotary_dim: int | None) -> int:
