@@ -5,8 +5,8 @@ the convolution over whole sequences, in either layout. A row may hold several p
 cut into chunks that pass on a state. Decoding runs it over one new input at a time and updates the state in place. The
 backward kernel recomputes the forward values it needs, so only the inputs are kept.
 
-The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments.
+The file reads top to bottom: public functions, operands, reference in plain JAX, ops (one per native kernel),
+derivative rules, canonicalisation of arguments.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def causal_conv1d_update(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operands by name.
+# Operands by name, because calls may lack some of them.
 
 OPERANDS = ("x", "state", "weight", "d_output", "bias", "initial_state", "same_sequence", "d_final_state")
 """The names of the operands, in the order of every op."""

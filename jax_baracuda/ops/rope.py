@@ -5,8 +5,8 @@ position of a million is as exact as position one. Kernels use no tables. Plain 
 neighbours, reads sines and cosines from constants if positions and frequencies are known. The transpose of a rotation
 is the inverse rotation, so the gradient is the same kernel, and only the positions are kept for it.
 
-The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments.
+The file reads top to bottom: public functions, reference in plain JAX, the op, derivative rules, canonicalisation of
+arguments.
 """
 
 from __future__ import annotations
