@@ -587,10 +587,6 @@ def _start_indices_of_each(
     return [(f"start_indices_of_each[{i}]", of_one) for i, of_one in enumerate(start_indices_of_each)]
 
 
-def _is_pair(entry: Any) -> bool:
-    return isinstance(entry, list | tuple) and len(entry) == 2 and all(_is_integer(bound) for bound in entry)
-
-
 def _is_integer(value: Any) -> bool:
     """Whether the value is an integer of Python or NumPy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -646,7 +642,7 @@ def _canonicalize(
 def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) -> int | Array | None:
     """The start of a window, clamped if it is static, or None if the window is the whole axis."""
     if isinstance(entry, list | tuple):
-        if not _is_pair(entry):
+        if len(entry) != 2 or not all(map(_is_integer, entry)):
             raise TypeError(f"{what} must be a pair (start, end) of Python integers or a start alone, got {entry!r}")
         start, end = map(operator.index, entry)
         if not 0 <= start <= end <= dim or end - start != size:
