@@ -692,25 +692,20 @@ class TestSharding:
                 np.testing.assert_array_equal(got, want, str(start))
 
     @pytest.mark.parametrize("name", ["segment_sum", "gather_segment_sum"])
-    def test_rules_leave_split_reductions_to_kernels(
-        self, monkeypatch: pytest.MonkeyPatch, mesh: jax.sharding.Mesh, name: str
-    ) -> None:
-        """Rules do not apply to them, because XLA's partitioner might gather their operands."""
+    def test_reductions(self, monkeypatch: pytest.MonkeyPatch, mesh: jax.sharding.Mesh, name: str) -> None:
+        """Rules apply to them. Each device reduces its own rows, as a kernel does."""
         set_rules(monkeypatch, **{name: plain_jax(cases.PLATFORM)})
         num = len(jax.devices())
-
         rows = np.ones((2 * num, 2), np.float32), np.arange(2 * num, dtype=np.int32) % 3
         data, ids = (jax.device_put(x, NamedSharding(mesh, P("a"))) for x in rows)
         of_edges = (ids,) if name.startswith("gather") else ()
 
-        def has_kernel(asked_for: str | None) -> bool:
-            def call(data: Any, ids: Any) -> Any:
-                return getattr(jb, name)(data, *of_edges, ids, 3, implementation=asked_for)
+        def call(data: Any, ids: Any, asked_for: str | None = None) -> Any:
+            return getattr(jb, name)(data, *of_edges, ids, 3, implementation=asked_for)
 
-            return f'"jax_baracuda.{name}"' in jax.jit(call).lower(data, ids).compile().as_text()
-
-        assert has_kernel(None)
-        assert not has_kernel("xla")
+        by_rule, by_kernel = (functools.partial(call, asked_for=asked_for) for asked_for in (None, "kernel"))
+        assert not runs_kernel(by_rule, data, ids)
+        assert collectives(by_rule, data, ids) == collectives(by_kernel, data, ids)
 
     @pytest.mark.parametrize("name", ["rope", "causal_conv1d", "where"])
     def test_others_in_shard_map(self, rng: np.random.Generator, name: str) -> None:

@@ -183,8 +183,9 @@ class OpCall:
             return problem
         if not self.has_static_shapes():
             return "its shapes are symbolic"
-        if self.dtype.name not in op.dtypes:
-            return f"there is no kernel for {self.dtype.name}"
+        for dtype in (self.operands[i].dtype.name for i in (0, *self.linear)):
+            if dtype not in op.dtypes:
+                return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
         return self.bound(op.limit)(*self.own_operands) if op.limit is not None else None

@@ -56,7 +56,7 @@ class OpDefinition:
     """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transpose` nor
     `tangent` gives."""
     dtypes: frozenset[str]
-    """The dtypes of the first operand that the kernel supports."""
+    """The dtypes that the kernel supports, of the first operand and of those in `linear`."""
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     sizes: Callable[..., Mapping[str, int]] | None = None
@@ -83,14 +83,13 @@ class OpDefinition:
     """``(sizes of the named dimensions, **params)`` -> the minimum shard size of dimensions with halo exchange. A
     dimension is replicated if its shards would be smaller, or if its axes are not in the order of the mesh."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
-    """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
+    """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is. `kernel` is the
+    reference if plain JAX serves the call, because XLA's partitioner might gather the operands of the reference."""
     program: Callable[..., Sequence[jax.Array]] | None = None
     """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
     program_on_gpu: Callable[..., Callable[..., Sequence[jax.Array]] | None] | None = None
     """``(*operand avals, **params)`` -> a program ``(*operands)`` of several kernels that replaces the kernel on GPUs;
     None: the kernel. Example: a sort, which XLA shares between calls, then the kernel for sorted rows."""
-    shards_reference: bool = False
-    """Whether plain JAX also runs in `shard_program`, because XLA's partitioner would gather its operands."""
     xla_rules: tuple[Rule, ...] = ()
     """Where plain JAX is faster than the kernel."""
     limit: Callable[..., str | None] | None = None
@@ -98,7 +97,7 @@ class OpDefinition:
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
     """{position of an operand: position of the result that may alias it}. They alias if their shapes are equal. XLA
     first copies an operand that is used again. Or ``(**params)`` -> these."""
-    in_place_if_donated: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    in_place_if_donated: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
     """Like `in_place`, but only if the operand is a donated argument of the compiled program. For ops that are as fast
     out of place: a copy by XLA would double their time."""
     broadcasts: tuple[str, ...] = ()

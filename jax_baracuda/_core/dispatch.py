@@ -74,8 +74,6 @@ def decide(call: OpCall, site: Site) -> Decision:
         return Decision("kernel", "XLA might read a window after it has overwritten it")
     if is_deterministic:
         return Decision("kernel", "deterministic=True is asked for")
-    if site.is_split and call.resolve(call.op.reduction_dims) and not call.op.shards_reference:
-        return Decision("kernel", "XLA's partitioner might gather the operands of plain JAX")
     if call.selection != KERNEL_IF_ANY:
         for rule in rules_of(call.op):
             if rule.holds_for(call, site):

@@ -102,7 +102,8 @@ def _lower(
         _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel:
         operands = tuple(_with_unfused_updates(call, ctx, operands))
-    if not runs_kernel and not (site.is_split and op.shards_reference and call.has_static_shapes()):
+    # Programs with partitioned calls cannot be exported.
+    if not runs_kernel and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
         return _lower_reference(op, ctx, *operands, **params)
     if not site.is_split:
         # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.
@@ -116,7 +117,7 @@ def _site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operand
     module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
     has_empty_array = any(0 in aval.shape for aval in avals)
     is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array
-    in_place = call.op.in_place_if_donated if is_for_one_platform else ()
+    in_place = call.resolve(call.op.in_place_if_donated) if is_for_one_platform else ()
     is_partitioned = jax_versions.automatic_axis(module.axis_context) is not None or jax_versions.partitioner_splits(
         module.axis_context
     )
@@ -207,7 +208,8 @@ def _call_target(
         if scratch_bytes > 0:
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
-    in_place = dict(call.resolve(op.in_place)) | {i: op.in_place_if_donated[i] for i in donated}
+    of_donated = call.resolve(op.in_place_if_donated)
+    in_place = dict(call.resolve(op.in_place)) | {i: of_donated[i] for i in donated}
     avals_in: Sequence[Any] = ctx.avals_in
     avals_out: Sequence[Any] = ctx.avals_out
     aliases = {

@@ -97,15 +97,8 @@ def causal_conv1d_update(
 ) -> tuple[Array, Array]:
     """For a state of the filter's length minus one."""
     if x.ndim == 3:
-        return causal_conv1d(
-            x,
-            weight,
-            bias,
-            initial_state=state,
-            activation=activation,
-            return_final_state=True,
-            channels_last=channels_last,
-        )
+        options: Any = {"activation": activation, "channels_last": channels_last, "return_final_state": True}
+        return causal_conv1d(x, weight, bias, initial_state=state, **options)
     z = weight[:, -1] * x + (0 if bias is None else bias)
     for steps in range(1, weight.shape[1]):
         z = z + weight[:, -1 - steps] * state[:, :, -steps]
@@ -144,66 +137,34 @@ STATE = Operand(("example", "channel", "state"))
 IDS = Operand(("example", "time"), packed, "int32")
 
 
-def with_everything(channels_last: bool) -> Iterator[Example]:
-    """A convolution with all operands and options, and its gradient."""
-    layout = "channels last" if channels_last else "channels first"
-    options = {"activation": "silu", "channels_last": channels_last}
-    operands = {"x": X[channels_last], "weight": WEIGHT, "bias": BIAS, "initial_state": STATE, "segment_ids": IDS}
-    yield Example(
-        jb.causal_conv1d,
-        causal_conv1d,
-        operands,
-        CHECKED,
-        f"everything, {layout}",
-        {"return_final_state": True, **options},
-        tolerance=TOLERANCE,
-    )
-    yield Example(
-        jb.causal_conv1d_backward,
-        causal_conv1d_backward,
-        {"d_output": X[channels_last], **operands, "d_final_state": STATE},
-        CHECKED,
-        f"everything, {layout}",
-        options,
-        tolerance=OF_GRADIENTS,
-    )
-
-
 SILU, LAST = {"activation": "silu"}, {"channels_last": True}
 PARAMETERS = {"weight": WEIGHT, "bias": BIAS}
+EVERYTHING = {**PARAMETERS, "initial_state": STATE, "segment_ids": IDS}
+
+
+def of_sequences() -> Iterator[Example]:
+    """Convolutions, and the gradients of those with all parameters."""
+    for variant, operands, options, timed in (
+        ("", {"weight": WEIGHT}, {}, {}),
+        ("channels last", {"weight": WEIGHT}, LAST, {}),
+        ("silu", PARAMETERS, SILU, TIMED),
+        ("silu, channels last", PARAMETERS, SILU | LAST, TIMED),
+        ("everything, channels first", EVERYTHING, SILU, {}),
+        ("everything, channels last", EVERYTHING, SILU | LAST, {}),
+    ):
+        x, sizes = X["channels_last" in options], {**CHECKED, **timed}
+        has_state = operands is EVERYTHING
+        operands = {"x": x, **operands}
+        forward = options | {"return_final_state": True} if has_state else options
+        yield Example(jb.causal_conv1d, causal_conv1d, operands, sizes, variant, forward, tolerance=TOLERANCE)
+        if "bias" in operands:
+            operands = {"d_output": x, **operands, **({"d_final_state": STATE} if has_state else {})}
+            functions = jb.causal_conv1d_backward, causal_conv1d_backward
+            yield Example(*functions, operands, sizes, variant, options, tolerance=OF_GRADIENTS)
+
 
 EXAMPLES = [
-    *(
-        Example(
-            jb.causal_conv1d,
-            causal_conv1d,
-            {"x": X["channels_last" in options], **parameters},
-            {**CHECKED, **timed},
-            variant,
-            options,
-            tolerance=TOLERANCE,
-        )
-        for variant, parameters, options, timed in (
-            ("", {"weight": WEIGHT}, {}, {}),
-            ("channels last", {"weight": WEIGHT}, LAST, {}),
-            ("silu", PARAMETERS, SILU, TIMED),
-            ("silu, channels last", PARAMETERS, SILU | LAST, TIMED),
-        )
-    ),
-    *with_everything(channels_last=False),
-    *with_everything(channels_last=True),
-    *(
-        Example(
-            jb.causal_conv1d_backward,
-            causal_conv1d_backward,
-            {"d_output": X["channels_last" in options], "x": X["channels_last" in options], **PARAMETERS},
-            {**CHECKED, **TIMED},
-            variant,
-            options,
-            tolerance=OF_GRADIENTS,
-        )
-        for variant, options in (("silu", SILU), ("silu, channels last", SILU | LAST))
-    ),
+    *of_sequences(),
     *(
         Example(
             jb.causal_conv1d_update,

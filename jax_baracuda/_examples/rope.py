@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -79,16 +78,16 @@ def frequencies(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtyp
     return (np.exp2(rng.integers(-12, 1, shape)) * [[1], [0]]).astype(dtype)
 
 
-def heads_first(head: str) -> Operand:
-    return Operand(("example", head, "sequence", "feature"))
+def features(head: str, layout: str = "BHSD") -> Operand:
+    return Operand(("example", *((head, "sequence") if layout == "BHSD" else ("sequence", head)), "feature"))
 
 
-def sequence_first(head: str) -> Operand:
-    return Operand(("example", "sequence", head, "feature"))
-
-
-SHARED, OWN = (Operand(dims, integers(0, LAST_POSITION), "int32") for dims in (("sequence",), ("example", "sequence")))
-INV_FREQ = Operand(("two", "half"), frequencies, "float32", differentiable=False)
+SHARED, OWN = (
+    {"positions": Operand(dims, integers(0, LAST_POSITION), "int32")}
+    for dims in (("sequence",), ("example", "sequence"))
+)
+INV_FREQ = {"inv_freq": Operand(("two", "half"), frequencies, "float32", differentiable=False)}
+HALVES, BSHD, PART, SCALED = {"interleaved": False}, {"layout": "BSHD"}, {"rotary_dim": 4}, {"scale": 0.75}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The table
@@ -103,72 +102,28 @@ TIMED = {
 }
 
 
-def example(
-    function: Callable[..., Any],
-    plain_jax: Callable[..., Any],
-    operands: dict[str, Operand],
-    variant: str = "",
-    is_timed: bool = False,
-    **options: Any,
-) -> Example:
-    return Example(
-        function,
-        plain_jax,
-        operands,
-        {**CHECKED, **TIMED} if is_timed else CHECKED,
-        variant,
-        options,
-    )
-
-
-X, X_SEQUENCE_FIRST = heads_first("head"), sequence_first("head")
-QK = {"q": heads_first("q_head"), "k": heads_first("k_head")}
-QK_SEQUENCE_FIRST = {"q": sequence_first("q_head"), "k": sequence_first("k_head")}
+X, X_BSHD = features("head"), features("head", "BSHD")
+QK, QK_BSHD = ({"q": features("q_head", layout), "k": features("k_head", layout)} for layout in ("BHSD", "BSHD"))
+D_QK = {"d_q_output": QK["q"], "d_k_output": QK["k"]}
 
 EXAMPLES = [
-    example(jb.rope, rope, {"x": X}, is_timed=True),
-    example(jb.rope, rope, {"x": X}, "half-split", is_timed=True, interleaved=False),
-    example(jb.rope, rope, {"x": X, "positions": SHARED}, "positions"),
-    example(
-        jb.rope,
-        rope,
-        {"x": X_SEQUENCE_FIRST, "positions": OWN},
-        "positions of each example, BSHD",
-        layout="BSHD",
-    ),
-    example(
-        jb.rope,
-        rope,
-        {"x": X_SEQUENCE_FIRST, "positions": OWN},
-        "positions of each example, BSHD, half-split",
-        layout="BSHD",
-        interleaved=False,
-    ),
-    example(jb.rope, rope, {"x": X, "positions": SHARED, "inv_freq": INV_FREQ}, "frequencies", scale=0.75),
-    example(jb.rope_qk, rope_qk, QK, is_timed=True),
-    *(
-        example(
-            jb.rope_qk,
-            rope_qk,
-            {**operands, "positions": OWN},
-            f"a part of the features, {layout}{', half-split' if not interleaved else ''}",
-            layout=layout,
-            rotary_dim=4,
-            interleaved=interleaved,
-        )
-        for layout, operands in (("BHSD", QK), ("BSHD", QK_SEQUENCE_FIRST))
-        for interleaved in (True, False)
-    ),
-    example(jb.rope_qk, rope_qk, {**QK, "positions": SHARED, "inv_freq": INV_FREQ}, "frequencies", scale=0.75),
-    *(
-        example(function, plain_jax, {**operands, **others}, variant, is_timed=not variant, **options)
-        for function, plain_jax, operands in (
-            (jb.rope_backward, rope_backward, {"d_output": X}),
-            (jb.rope_qk_backward, rope_qk_backward, {"d_q_output": QK["q"], "d_k_output": QK["k"]}),
-        )
-        for variant, others, options in (
-            ("", {}, {}),
-            ("frequencies", {"positions": OWN, "inv_freq": INV_FREQ}, {"scale": 0.75, "interleaved": False}),
-        )
-    ),
+    Example(function, plain_jax, operands, {**CHECKED, **timed}, variant, options)
+    for function, plain_jax, operands, timed, variant, options in (
+        (jb.rope, rope, {"x": X}, TIMED, "", {}),
+        (jb.rope, rope, {"x": X}, TIMED, "half-split", HALVES),
+        (jb.rope, rope, {"x": X, **SHARED}, {}, "positions", {}),
+        (jb.rope, rope, {"x": X_BSHD, **OWN}, {}, "positions of each example, BSHD", BSHD),
+        (jb.rope, rope, {"x": X_BSHD, **OWN}, {}, "positions of each example, BSHD, half-split", BSHD | HALVES),
+        (jb.rope, rope, {"x": X, **SHARED, **INV_FREQ}, {}, "frequencies", SCALED),
+        (jb.rope_qk, rope_qk, QK, TIMED, "", {}),
+        (jb.rope_qk, rope_qk, QK | OWN, {}, "a part of the features, BHSD", PART),
+        (jb.rope_qk, rope_qk, QK | OWN, {}, "a part of the features, BHSD, half-split", PART | HALVES),
+        (jb.rope_qk, rope_qk, QK_BSHD | OWN, {}, "a part of the features, BSHD", PART | BSHD),
+        (jb.rope_qk, rope_qk, QK_BSHD | OWN, {}, "a part of the features, BSHD, half-split", PART | BSHD | HALVES),
+        (jb.rope_qk, rope_qk, {**QK, **SHARED, **INV_FREQ}, {}, "frequencies", SCALED),
+        (jb.rope_backward, rope_backward, {"d_output": X}, TIMED, "", {}),
+        (jb.rope_backward, rope_backward, {"d_output": X, **OWN, **INV_FREQ}, {}, "frequencies", SCALED | HALVES),
+        (jb.rope_qk_backward, rope_qk_backward, D_QK, TIMED, "", {}),
+        (jb.rope_qk_backward, rope_qk_backward, {**D_QK, **OWN, **INV_FREQ}, {}, "frequencies", SCALED | HALVES),
+    )
 ]

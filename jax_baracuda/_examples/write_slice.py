@@ -60,14 +60,15 @@ def across_the_end(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.d
     return rng.integers(sizes["time"] - sizes["new"] + 1, sizes["time"], shape).astype(dtype)
 
 
-STEP = {
-    "check": {"example": 5, "time": 301, "new": 1, "feature": 33},
-    "cpu": {"example": 8, "time": 4096, "new": 1, "feature": 512},
-    "cuda": {"example": 32, "time": 8192, "new": 1, "feature": 512},
-}
 PART = {
     "small": {"example": 3, "part": 2, "time": 9, "new": 4, "feature": 13, "head": 5},
     "check": {"example": 5, "part": 3, "time": 301, "new": 17, "feature": 33, "head": 7},
+}
+STEP = {
+    "small": PART["small"],
+    "check": {"example": 5, "time": 301, "new": 1, "feature": 33},
+    "cpu": {"example": 8, "time": 4096, "new": 1, "feature": 512},
+    "cuda": {"example": 32, "time": 8192, "new": 1, "feature": 512},
 }
 ROW = {
     "cpu": {"time": 32_768, "new": 1, "feature": 512},
@@ -79,67 +80,26 @@ PAIR = {
 }
 
 PLANE = {"dest": Operand(("time", "feature")), "source": Operand(("new", "feature"))}
+BOX = {"dest": Operand(("example", "time", "feature")), "source": Operand(("part", "new", "feature"))}
 BOTH = {
     "keys": Operand(("example", "time", "feature")),
     "values": Operand(("example", "time", "head")),
     "new_keys": Operand(("example", "new", "feature")),
     "new_values": Operand(("example", "new", "head")),
 }
-START, LATE_START = (Operand((), draw, "int32") for draw in (inside, across_the_end))
+START, LATE = ({"start": Operand((), draw, "int32")} for draw in (inside, across_the_end))
+DROP: dict[str, Any] = {"mode": "drop"}
 
 EXAMPLES = [
-    Example(jb.write_slice, write_slice, {**PLANE, "start": START}, {**PART, **ROW}, apply=append, tolerance=EXACT),
-    Example(
-        jb.write_slice,
-        write_slice,
-        {**PLANE, "start": START},
-        {"small": PART["small"], **STEP},
-        "a position an example",
-        apply=append,
-        mapped="example",
-        tolerance=EXACT,
-    ),
-    *(
-        Example(
-            jb.write_slice,
-            write_slice,
-            {**PLANE, "start": LATE_START},
-            PART,
-            f"{mode} at the end",
-            {"mode": mode},
-            append,
-            tolerance=EXACT,
-        )
-        for mode in ("clip", "drop")
-    ),
-    *(
-        Example(
-            jb.write_slice,
-            write_slice,
-            {
-                "dest": Operand(("example", "time", "feature")),
-                "source": Operand(("part", "new", "feature")),
-                "start": LATE_START,
-            },
-            PART,
-            f"{mode} along two dimensions",
-            {"mode": mode},
-            write_part,
-            tolerance=EXACT,
-        )
-        for mode in ("clip", "drop")
-    ),
-    Example(
-        jb.write_slices, write_slices, {**BOTH, "start": START}, {**PART, **PAIR}, apply=append_both, tolerance=EXACT
-    ),
-    Example(
-        jb.write_slices,
-        write_slices,
-        {**BOTH, "start": LATE_START},
-        PART,
-        "drop at the end",
-        {"mode": "drop"},
-        append_both,
-        tolerance=EXACT,
-    ),
+    Example(function, plain_jax, operands, sizes, variant, options, apply, mapped, tolerance=EXACT)
+    for function, plain_jax, operands, sizes, variant, options, apply, mapped in (
+        (jb.write_slice, write_slice, PLANE | START, PART | ROW, "", {}, append, None),
+        (jb.write_slice, write_slice, PLANE | START, STEP, "a position an example", {}, append, "example"),
+        (jb.write_slice, write_slice, PLANE | LATE, PART, "clip at the end", {}, append, None),
+        (jb.write_slice, write_slice, PLANE | LATE, PART, "drop at the end", DROP, append, None),
+        (jb.write_slice, write_slice, BOX | LATE, PART, "clip along two dimensions", {}, write_part, None),
+        (jb.write_slice, write_slice, BOX | LATE, PART, "drop along two dimensions", DROP, write_part, None),
+        (jb.write_slices, write_slices, BOTH | START, PART | PAIR, "", {}, append_both, None),
+        (jb.write_slices, write_slices, BOTH | LATE, PART, "drop at the end", DROP, append_both, None),
+    )
 ]

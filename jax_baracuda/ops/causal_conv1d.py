@@ -5,13 +5,12 @@ the convolution over whole sequences, in either layout. A row may hold several p
 cut into chunks that pass on a state. Decoding runs it over one new input at a time and updates the state in place. The
 backward kernel recomputes the forward values it needs, so only the inputs are kept.
 
-The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments.
+The file reads top to bottom: public functions, operands, reference in plain JAX, ops (one per native kernel),
+derivative rules, canonicalisation of arguments.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -33,8 +32,9 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import map_together
-from jax_baracuda._core.definition import Dimensions, NamedDimensions
+from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -123,8 +123,6 @@ def causal_conv1d(
         input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
         belongs to the sequence of the first id of its row.
       return_final_state: whether to also return the state that continues the last sequence.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       y with the shape and dtype of `x`, or ``(y, final_state)``. The final state, ``[B, C, W - 1]`` with the dtype of
@@ -152,14 +150,13 @@ def causal_conv1d(
       >>> print(y, state)
       [[[1. 1. 1. 1.]]] [[[4.]]]
     """
-    call = _canonicalize("causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids)
-    if not return_final_state:
-        return _convolution(call.params, **call.arrays)
-    if call.state_length == 0:
-        return _convolution(call.params, **call.arrays), call.empty_state()
-    return _convolution_and_state(call.params, **call.arrays)
+    params, arrays = _canonicalize(
+        "causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids
+    )
+    return _convolution(params._replace(returns_state=bool(return_final_state)), **arrays)
 
 
+@described_like(causal_conv1d)
 @selectable
 def causal_conv1d_backward(
     d_output: ArrayLike,
@@ -182,29 +179,11 @@ def causal_conv1d_backward(
 
     Args:
       d_output: the cotangent of y, with the shape and dtype of `x`.
-      x: ``[B, C, L]``, or ``[B, L, C]`` with `channels_last`; a real floating dtype. float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX.
-      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 if `x` has fewer
-        than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
-      bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
-      activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
-      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
-      initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
-      segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap contributes zero if its
-        input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
-        belongs to the sequence of the first id of its row.
       d_final_state: ``[B, C, W - 1]`` with the dtype of `x`: the cotangent of the final state. Default: zeros.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(dx, dweight, dbias)``, each with the shape and dtype of its primal; dbias is None if `bias` is None. If
       `initial_state` is given, ``(dx, dweight, dbias, d_initial_state)``.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
-        asked for and there is no kernel.
 
     Numerical guarantees: sums are accumulated in float32 (float64 for float64), in a fixed order, and rounded once:
     bit-equal from run to run, and independent of scheduling. If time is split over devices, dx of the W - 1 last inputs
@@ -220,25 +199,21 @@ def causal_conv1d_backward(
       [[[0. 0. 1.]]] [[3. 6.]] None
     """
     name = "causal_conv1d_backward"
-    call = _canonicalize(name, x, weight, bias, activation, channels_last, initial_state, segment_ids)
-    x = call.arrays["x"]
-    d_output = as_array(name, "d_output", d_output)
-    _check_like_x(name, "d_output", d_output, x, x.shape)
+    params, arrays = _canonicalize(name, x, weight, bias, activation, channels_last, initial_state, segment_ids)
+    x, weight = arrays["x"], arrays["weight"]
+    state_shape = _state_shape(x, weight)
+    d_output = _array_like_x(name, "d_output", d_output, x, x.shape)
     if d_final_state is not None:
-        d_final_state = as_array(name, "d_final_state", d_final_state)
-        _check_like_x(name, "d_final_state", d_final_state, x, call.state_shape)
-        d_final_state = d_final_state if call.state_length > 0 else None
-    gradients = _gradients(call.params, d_output, d_final_state, **call.arrays)
-    dx, dweight, dbias = (
-        None if array is None else gradients[array_name].astype(array.dtype)
-        for array_name in ("x", "weight", "bias")
-        for array in [call.arrays[array_name]]
-    )
+        d_final_state = _array_like_x(name, "d_final_state", d_final_state, x, state_shape)
+    gradients = _gradients(params, arrays, d_output, d_final_state)
+    dx, dweight = gradients["x"], gradients["weight"].astype(weight.dtype)
+    dbias = None if arrays["bias"] is None else gradients["bias"].astype(arrays["bias"].dtype)
     if initial_state is None:
         return dx, dweight, dbias
-    return dx, dweight, dbias, gradients.get("initial_state", call.empty_state())
+    return dx, dweight, dbias, gradients.get("initial_state", jnp.zeros(state_shape, x.dtype))
 
 
+@described_like(causal_conv1d)
 @selectable
 @with_twin
 def causal_conv1d_update(
@@ -258,22 +233,10 @@ def causal_conv1d_update(
         floating dtype. float16, bfloat16, float32 and float64 have kernels; other dtypes run as plain JAX.
       state: ``[B, C, K]`` with any K >= W - 1 and the dtype of `x`: the last K inputs, the newest last; zeros at the
         start of a sequence.
-      weight: ``[C, W]`` with W >= 1, the last tap for the present input; the dtype of `x`, or float32 if `x` has fewer
-        than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
-      bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
-      activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
-      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state holds the last K inputs, so the
       oldest drop out. If `state` is donated (or carried by a loop), it is updated in place.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
-        asked for and there is no kernel.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 
@@ -295,20 +258,48 @@ def causal_conv1d_update(
     x = as_array(name, "x", x)
     time = -2 if channels_last else -1
     is_single = x.ndim == 2
-    call = _canonicalize(
-        name, jnp.expand_dims(x, time) if is_single else x, weight, bias, activation, channels_last, None, None
-    )
-    state = as_array(name, "state", state)
-    x, weight, bias = (call.arrays[array] for array in ("x", "weight", "bias"))
-    _check_dtype_of_x(name, "state", state, x)
-    examples, channels, _ = call.state_shape
-    if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < call.state_length:
+    x = jnp.expand_dims(x, time) if is_single else x
+    params, arrays = _canonicalize(name, x, weight, bias, activation, channels_last, None, None)
+    arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
+    state = _with_dtype_of_x(name, "state", state, arrays["x"])
+    examples, channels, state_length = _state_shape(arrays["x"], arrays["weight"])
+    if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < state_length:
         raise ValueError(
             f"{name}: state must have shape [B, C, K] = ({examples}, {channels}, K) with K >= W - 1 = "
-            f"{call.state_length} to fit x and weight, got {state.shape}"
+            f"{state_length} to fit x and weight, got {state.shape}"
         )
-    y, new_state = _update(call.params, x=x, state=state, weight=weight, bias=bias)
+    y, new_state = _update(params, state=state, **arrays)
     return jnp.squeeze(y, time) if is_single else y, new_state
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operands by name, because calls may lack some of them.
+
+OPERANDS = ("x", "state", "weight", "d_output", "bias", "initial_state", "same_sequence", "d_final_state")
+"""The names of the operands, in the order of every op."""
+
+OPTIONAL = OPERANDS[4:]
+"""The operands that a call may lack. The param ``has_<name>`` says whether it has one."""
+
+GRADIENTS = ("x", "weight", "bias", "initial_state")
+"""The operands that have gradients."""
+
+
+def _names(required: Sequence[str], presence: Mapping[str, bool]) -> list[str]:
+    """The names of a call's operands."""
+    return [name for name in OPERANDS if name in required or presence.get(f"has_{name}")]
+
+
+def _by_name(operands: Sequence[Array], *required: str, **presence: bool) -> dict[str, Array]:
+    """The operands of a call that has these params."""
+    return dict(zip(_names(required, presence), operands, strict=True))
+
+
+def _call(op: Callable[..., Sequence[Array]], arrays: Mapping[str, Array | None], **params: bool) -> Sequence[Array]:
+    """Calls an op, or its kernel, with operands by name; None for those that the call lacks."""
+    presence = {f"has_{name}": array is not None for name, array in arrays.items() if name in OPTIONAL}
+    operands = [arrays[name] for name in OPERANDS if arrays.get(name) is not None]
+    return op(*operands, **params, **presence)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -332,19 +323,6 @@ def _as_state(inputs: Array, channels_last: bool) -> Array:
     if not channels_last or not 0 < inputs.shape[-2] < MAX_WIDTH:
         return _in_layout(inputs, channels_last)
     return jnp.stack([inputs[..., i, :] for i in range(inputs.shape[-2])], axis=-1)
-
-
-def _as_inputs(state: Array, channels_last: bool) -> Array:
-    """The inverse of :func:`_as_state`."""
-    if not channels_last or not 0 < state.shape[-1] < MAX_WIDTH:
-        return _in_layout(state, channels_last)
-    return jnp.stack([state[..., i] for i in range(state.shape[-1])], axis=-2)
-
-
-def _optional(operands: Sequence[Array], *presence: bool) -> list[Array | None]:
-    """The optional operands of a call, with None for absent ones."""
-    remaining = iter(operands)
-    return [next(remaining) if is_present else None for is_present in presence]
 
 
 def _reference_same_sequence(segment_ids: Array, *, width: int) -> tuple[Array]:
@@ -425,9 +403,9 @@ def _unsplit(function: Callable[..., tuple[Array]], axis: int, *arrays: Array) -
 def _plain_convolution(
     x: Array,
     weight: Array,
-    bias: Array | None,
-    initial_state: Array | None,
-    same_sequence: Array | None,
+    bias: Array | None = None,
+    initial_state: Array | None = None,
+    same_sequence: Array | None = None,
     *,
     channels_last: bool,
     silu: bool,
@@ -477,74 +455,50 @@ def _plain_convolution(
     return output * jax.nn.sigmoid(output) if silu else output
 
 
-def _widened(dtype: Any, *operands: Array | None) -> list[Array | None]:
-    """The operands cast to the accumulation dtype."""
-    return [None if x is None else x.astype(dtype) for x in operands]
+def _widened(arrays: Mapping[str, Array], *names: str) -> dict[str, Array]:
+    """The arrays, some of them cast to the accumulation dtype."""
+    dtype = accumulation_dtype(arrays["x"].dtype)
+    return {name: array.astype(dtype) if name in names else array for name, array in arrays.items()}
 
 
-def _reference_convolution(
-    x: Array,
-    weight: Array,
-    *optional: Array,
-    channels_last: bool,
-    silu: bool,
-    has_bias: bool,
-    has_initial_state: bool,
-    has_same_sequence: bool,
-) -> tuple[Array]:
-    bias, initial_state, same_sequence = _optional(optional, has_bias, has_initial_state, has_same_sequence)
-    wide_weight, wide_bias = _widened(accumulation_dtype(x.dtype), weight, bias)
-    options = {"channels_last": channels_last, "silu": silu}
-    y = _plain_convolution(x, wide_weight, wide_bias, initial_state, same_sequence, **options)
-    return (y.astype(x.dtype),)
+def _reference_convolution(*operands: Array, channels_last: bool, silu: bool, **presence: bool) -> tuple[Array]:
+    arrays = _widened(_by_name(operands, "x", "weight", **presence), "weight", "bias")
+    return (_plain_convolution(**arrays, channels_last=channels_last, silu=silu).astype(arrays["x"].dtype),)
 
 
-def _reference_backward(
-    x: Array,
-    weight: Array,
-    d_output: Array,
-    *optional: Array,
-    channels_last: bool,
-    silu: bool,
-    has_bias: bool,
-    has_initial_state: bool,
-    has_same_sequence: bool,
-    has_d_final_state: bool,
-) -> tuple[Array, ...]:
-    bias, initial_state, same_sequence, d_final_state = _optional(
-        optional, has_bias, has_initial_state, has_same_sequence, has_d_final_state
-    )
-    bias = jnp.zeros(weight.shape[:1], weight.dtype) if bias is None else bias
-    dtype = accumulation_dtype(x.dtype)
-    if initial_state is not None and same_sequence is None and x.shape[_time_axis(channels_last)] == 1:
-        operands = _widened(dtype, x, weight, bias, initial_state, d_output, d_final_state)
-        dx, dweight, dbias, d_state = _gradients_of_one_step(*operands, channels_last=channels_last, silu=silu)
-        return dx.astype(x.dtype), dweight, dbias, d_state.astype(x.dtype)
-    primals = [x, weight, bias] if initial_state is None else [x, weight, bias, initial_state]
-    cotangents = [d_output] if d_final_state is None else [d_output, d_final_state]
+def _reference_backward(*operands: Array, channels_last: bool, silu: bool, **presence: bool) -> list[Array]:
+    arrays = _by_name(operands, "x", "weight", "d_output", **presence)
+    x, weight = arrays["x"], arrays["weight"]
+    same_sequence = arrays.pop("same_sequence", None)
+    arrays.setdefault("bias", jnp.zeros(weight.shape[:1], weight.dtype))
+    arrays = _widened(arrays, *arrays)
+    if "initial_state" in arrays and same_sequence is None and x.shape[_time_axis(channels_last)] == 1:
+        gradients = _gradients_of_one_step(**arrays, channels_last=channels_last, silu=silu)
+    else:
+        cotangents = [arrays.pop(name) for name in ("d_output", "d_final_state") if name in arrays]
 
-    def outputs(x: Array, weight: Array, bias: Array, initial_state: Array | None = None) -> list[Array]:
-        y = _plain_convolution(x, weight, bias, initial_state, same_sequence, channels_last=channels_last, silu=silu)
-        if not has_d_final_state:
-            return [y]
-        width = weight.shape[-1]
-        return [
-            y,
-            _final_state(x, initial_state, same_sequence, state_length=width - 1, channels_last=channels_last),
-        ]
+        def outputs(arrays: dict[str, Array]) -> list[Array]:
+            y = _plain_convolution(**arrays, same_sequence=same_sequence, channels_last=channels_last, silu=silu)
+            if len(cotangents) == 1:
+                return [y]
+            states = arrays["x"], arrays.get("initial_state"), same_sequence
+            return [y, _final_state(*states, state_length=weight.shape[1] - 1, channels_last=channels_last)]
 
-    _, vjp = jax.vjp(outputs, *_widened(dtype, *primals))
-    dx, dweight, dbias, *d_states = vjp(_widened(dtype, *cotangents))
-    return dx.astype(x.dtype), dweight, dbias, *(d_state.astype(x.dtype) for d_state in d_states)
+        [gradients] = jax.vjp(outputs, arrays)[1](cotangents)
+    for name in ("x", "initial_state"):
+        if name in gradients:
+            gradients[name] = gradients[name].astype(x.dtype)
+    return [gradients[name] for name in GRADIENTS if name in gradients]
 
 
-def _one_step(x: Array, weight: Array, bias: Array | None, state: Array) -> Array:
+def _one_step(x: Array, weight: Array, initial_state: Array, bias: Array | None = None) -> Array:
     """The convolution ``[B, C]`` at a single time, before the activation, from its input ``[B, C]`` and the state."""
     z = weight[None, :, -1] * x if bias is None else bias[None] + weight[None, :, -1] * x
-    if state.shape[2] >= MAX_WIDTH:
-        return z + jnp.sum(weight[None, :, :-1] * state, axis=2)
-    for step in range(state.shape[2]):
-        z = z + weight[None, :, step] * state[:, :, step]
+    state_length = initial_state.shape[2]
+    if state_length >= MAX_WIDTH:
+        return z + jnp.sum(weight[None, :, :-1] * initial_state, axis=2)
+    for step in range(state_length):
+        z = z + weight[None, :, step] * initial_state[:, :, step]
     return z
 
 
@@ -552,119 +506,100 @@ def _gradients_of_one_step(
     x: Array,
     weight: Array,
     bias: Array,
-    state: Array,
+    initial_state: Array,
     d_output: Array,
-    d_final_state: Array | None,
+    d_final_state: Array | None = None,
     *,
     channels_last: bool,
     silu: bool,
-) -> tuple[Array, Array, Array, Array]:
+) -> dict[str, Array]:
     """The gradients for a signal of length 1, written out: XLA would shift and pad arrays for the general formula."""
     time = _time_axis(channels_last)
-    state_length = state.shape[2]
     x, d_z = jnp.squeeze(x, time), jnp.squeeze(d_output, time)
     if silu:
-        z = _one_step(x, weight, bias, state)
+        z = _one_step(x, weight, initial_state, bias)
         sigmoid = jax.nn.sigmoid(z)
         d_z = d_z * (sigmoid * (1 + z * (1 - sigmoid)))
     dx, d_state = d_z * weight[None, :, -1], d_z[:, :, None] * weight[None, :, :-1]
-    if d_final_state is not None and state_length > 0:
+    if d_final_state is not None:
         dx = dx + d_final_state[:, :, -1]
         d_state = d_state + jnp.pad(d_final_state[:, :, :-1], [(0, 0), (0, 0), (1, 0)])
-    dweight = [jnp.sum(d_z[:, :, None] * state, axis=0), jnp.sum(d_z * x, axis=0)[:, None]]
-    return jnp.expand_dims(dx, time), jnp.concatenate(dweight, axis=-1), jnp.sum(d_z, axis=0), d_state
+    dweight = [jnp.sum(d_z[:, :, None] * initial_state, axis=0), jnp.sum(d_z * x, axis=0)[:, None]]
+    return {
+        "x": jnp.expand_dims(dx, time),
+        "weight": jnp.concatenate(dweight, axis=-1),
+        "bias": jnp.sum(d_z, axis=0),
+        "initial_state": d_state,
+    }
 
 
-def _reference_update(
-    x: Array, state: Array, weight: Array, *optional: Array, channels_last: bool, silu: bool, has_bias: bool
-) -> tuple[Array, Array]:
-    recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
-    operands = _widened(accumulation_dtype(x.dtype), x, weight, *_optional(optional, has_bias), recent)
-    if x.shape[time := _time_axis(channels_last)] == 1:
-        z = jnp.expand_dims(_one_step(jnp.squeeze(operands[0], time), *operands[1:]), time)
-        y = (z * jax.nn.sigmoid(z) if silu else z).astype(x.dtype)
+def _reference_update(*operands: Array, channels_last: bool, silu: bool, **presence: bool) -> tuple[Array, Array]:
+    arrays = _by_name(operands, "x", "state", "weight", **presence)
+    x, state, time = arrays["x"], arrays.pop("state"), _time_axis(channels_last)
+    recent = state[..., state.shape[-1] - (arrays["weight"].shape[-1] - 1) :]
+    arrays = _widened({**arrays, "initial_state": recent}, "x", "weight", "bias", "initial_state")
+    if x.shape[time] == 1:
+        z = jnp.expand_dims(_one_step(**(arrays | {"x": jnp.squeeze(arrays["x"], time)})), time)
+        y = z * jax.nn.sigmoid(z) if silu else z
     else:
-        y = _plain_convolution(*operands, None, channels_last=channels_last, silu=silu).astype(x.dtype)
+        y = _plain_convolution(**arrays, channels_last=channels_last, silu=silu)
     new_state = jnp.concatenate([state, _in_layout(x, channels_last)], axis=-1)
-    return y, new_state[..., new_state.shape[-1] - state.shape[-1] :]
+    return y.astype(x.dtype), new_state[..., new_state.shape[-1] - state.shape[-1] :]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-WEIGHT = ("channel", "tap")
-BIAS = ("channel",)
-STATE = ("example", "channel", "state")
-MASKS = ("example", "time")
 
-
-def _signal(channels_last: bool) -> Dimensions:
-    return ("example", "time", "channel") if channels_last else ("example", "channel", "time")
-
-
-def _convolution_operands(
-    *required: str,
-    channels_last: bool,
-    has_bias: bool,
-    has_initial_state: bool = False,
-    has_same_sequence: bool = False,
-    has_d_final_state: bool = False,
-    **_: Any,
-) -> NamedDimensions:
-    """The operands of a convolution or its gradient: the `required` ones, then the optional ones that are present."""
-    dimensions = {
-        "x": _signal(channels_last),
-        "weight": WEIGHT,
-        "state": STATE,
-        "d_output": _signal(channels_last),
-        "bias": BIAS,
-        "initial_state": STATE,
-        "same_sequence": MASKS,
-        "d_final_state": STATE,
+def _dimensions(names: Sequence[str], channels_last: bool) -> NamedDimensions:
+    """The dimensions of operands or results."""
+    signal = ("example", "time", "channel") if channels_last else ("example", "channel", "time")
+    weight, bias, state = ("channel", "tap"), ("channel",), ("example", "channel", "state")
+    of_all = {
+        **dict.fromkeys(("x", "d_output", "y", "dx"), signal),
+        **dict.fromkeys(("weight", "dweight"), weight),
+        **dict.fromkeys(("bias", "dbias"), bias),
+        **dict.fromkeys(("state", "new_state", "initial_state", "d_initial_state", "d_final_state"), state),
+        "same_sequence": ("example", "time"),
     }
-    optional = {
-        "bias": has_bias,
-        "initial_state": has_initial_state,
-        "same_sequence": has_same_sequence,
-        "d_final_state": has_d_final_state,
-    }
-    return {name: dimensions[name] for name in (*required, *(name for name, has in optional.items() if has))}
+    return {name: of_all[name] for name in names}
 
 
-def _shard_forward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
+def _shard_forward(
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, channels_last: bool, **presence: bool
+) -> Sequence[Array]:
     """If time is split, the last inputs of the previous shard are a shard's initial state (a halo exchange)."""
-    names = tuple(_convolution_operands("x", "weight", **params))
-    arrays = dict(zip(names, operands, strict=True))
-    if not _needs_history(arrays, axes):
-        return kernel(*operands)
-    return _with_initial_state(kernel, names, arrays, _history(arrays, axes["time"], params["channels_last"]), params)
+    arrays = _by_name(operands, "x", "weight", **presence)
+    if _needs_history(arrays, axes):
+        arrays["initial_state"] = _history(arrays, axes["time"], channels_last)
+    return _call(kernel, arrays)
 
 
-def _shard_backward(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
+def _shard_backward(
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, channels_last: bool, **presence: bool
+) -> Sequence[Array]:
     """The gradients of the parameters are summed over all examples and times.
 
     If time is split, the gradient of a shard's initial state belongs to the last inputs of the previous shard. It is
     added after the kernel, so that the kernel waits for no other device.
     """
-    names = tuple(_convolution_operands("x", "weight", "d_output", **params))
-    arrays = dict(zip(names, operands, strict=True))
+    arrays = _by_name(operands, "x", "weight", "d_output", **presence)
     time_axes = axes.get("time", ())
     if not _needs_history(arrays, axes):
         dx, dweight, dbias, *d_states = kernel(*operands)
     else:
-        channels_last = params["channels_last"]
         if "d_final_state" in arrays:
             is_last = jax.lax.axis_index(time_axes) == _num_shards(time_axes) - 1
             arrays["d_final_state"] = jnp.where(is_last, arrays["d_final_state"], 0)
-        history = _history(arrays, time_axes, channels_last)
-        dx, dweight, dbias, d_history = _with_initial_state(kernel, names, arrays, history, params)
+        arrays["initial_state"] = _history(arrays, time_axes, channels_last)
+        dx, dweight, dbias, d_history = _call(kernel, arrays)
         to_previous = [(i + 1, i) for i in range(_num_shards(time_axes) - 1)]
-        from_next = jax.lax.ppermute(_as_inputs(d_history, channels_last), time_axes, to_previous)
+        from_next = jax.lax.ppermute(_in_layout(d_history, channels_last), time_axes, to_previous)
         last = _last_inputs(dx, d_history.shape[-1], channels_last)
         # The barrier separates the sum from the update, which then runs in place; fused, XLA would copy the array.
         dx = last.set(jax.lax.optimization_barrier(last.get() + from_next))
         is_first = jax.lax.axis_index(time_axes) == 0
-        d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)] if params["has_initial_state"] else []
+        d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)] if presence["has_initial_state"] else []
     if sum_axes := (*axes.get("example", ()), *time_axes):
         dweight, dbias = jax.lax.psum((dweight, dbias), sum_axes)
     return dx, dweight, dbias, *d_states
@@ -702,35 +637,13 @@ def _shard_same_sequence(kernel: ShardKernel, axes: ShardAxes, segment_ids: Arra
     return (_same_sequence(segment_ids, jnp.concatenate([before, segment_ids], axis=1)),)
 
 
-def _with_initial_state(
-    kernel: ShardKernel,
-    names: Sequence[str],
-    arrays: Mapping[str, Array],
-    initial_state: Array,
-    params: Mapping[str, Any],
-) -> Sequence[Array]:
-    """Calls the kernel with this initial state, which replaces the operands' own if they have one."""
-    required = [name for name in names if name in ("x", "weight", "d_output")]
-    order = _convolution_operands(*required, **{**params, "has_initial_state": True})
-    operands = {**arrays, "initial_state": initial_state}
-    return kernel(*(operands[name] for name in order), has_initial_state=True)
-
-
 def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool) -> list[Any]:
     wide = accumulation_dtype(x.dtype)
     return [x.dtype, wide, wide, *([x.dtype] if has_initial_state else [])]
 
 
 def _plan_parameters(
-    x: Any,
-    weight: Any,
-    *others: Any,
-    channels_last: bool,
-    silu: bool,
-    has_initial_state: bool = False,
-    has_same_sequence: bool = False,
-    has_d_final_state: bool = False,
-    **_: Any,
+    x: Any, weight: Any, *others: Any, channels_last: bool, silu: bool, **presence: bool
 ) -> dict[str, int]:
     channels, width = weight.shape
     return {
@@ -740,9 +653,7 @@ def _plan_parameters(
         "width": width,
         "channels_last": channels_last,
         "silu": silu,
-        "has_initial_state": has_initial_state,
-        "has_same_sequence": has_same_sequence,
-        "has_d_final_state": has_d_final_state,
+        **{name: presence.get(name, False) for name in ("has_initial_state", "has_same_sequence", "has_d_final_state")},
         "element_bytes": np.dtype(x.dtype).itemsize,
     }
 
@@ -757,11 +668,14 @@ def _limit_of_width(weight: Any) -> str | None:
 
 _common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
 
-# A shard must hold all W - 1 inputs that the next shard needs as its history.
-_split_over_time = {
-    "replicated_dims": ("tap", "state"),
-    "min_shard_sizes": lambda sizes: {"time": sizes["tap"] - 1},
-}
+
+def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> dict[str, int]:
+    """A shard must hold all W - 1 inputs that the next shard needs as its history. Ids for wide filters lack history,
+    so their time is not split."""
+    return {"time": sizes["time"] if has_same_sequence and sizes["tap"] > MAX_WIDTH else sizes["tap"] - 1}
+
+
+_split_over_time = {"replicated_dims": ("tap", "state"), "min_shard_sizes": _min_shard_sizes}
 
 # An op of its own, because XLA would all-gather the ids if time is split.
 SAME_SEQUENCE = Op(
@@ -782,8 +696,8 @@ SAME_SEQUENCE = Op(
 # gradients of up to 8 steps 0.4.
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
-    operands=functools.partial(_convolution_operands, "x", "weight"),
-    results=lambda *, channels_last: {"y": _signal(channels_last)},
+    operands=lambda *, channels_last, **presence: _dimensions(_names(("x", "weight"), presence), channels_last),
+    results=lambda *, channels_last: _dimensions(["y"], channels_last),
     reference=_reference_convolution,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence"),
     plan_parameters=_plan_parameters,
@@ -799,13 +713,12 @@ CAUSAL_CONV1D = Op(
 
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",
-    operands=functools.partial(_convolution_operands, "x", "weight", "d_output"),
-    results=lambda *, channels_last, has_initial_state: {
-        "dx": _signal(channels_last),
-        "dweight": WEIGHT,
-        "dbias": BIAS,
-        **({"d_initial_state": STATE} if has_initial_state else {}),
-    },
+    operands=lambda *, channels_last, **presence: _dimensions(
+        _names(("x", "weight", "d_output"), presence), channels_last
+    ),
+    results=lambda *, channels_last, has_initial_state: _dimensions(
+        ["dx", "dweight", "dbias", *["d_initial_state"] * has_initial_state], channels_last
+    ),
     result_dtypes=_backward_dtypes,
     reference=_reference_backward,
     attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence", "has_d_final_state"),
@@ -824,8 +737,10 @@ CAUSAL_CONV1D_BACKWARD = Op(
 
 CAUSAL_CONV1D_UPDATE = Op(
     name="causal_conv1d_update",
-    operands=functools.partial(_convolution_operands, "x", "state", "weight"),
-    results=lambda *, channels_last: {"y": _signal(channels_last), "new_state": STATE},
+    operands=lambda *, channels_last, **presence: _dimensions(
+        _names(("x", "state", "weight"), presence), channels_last
+    ),
+    results=lambda *, channels_last: _dimensions(["y", "new_state"], channels_last),
     reference=_reference_update,
     attributes=("channels_last", "silu", "has_bias"),
     plan_parameters=_update_plan_parameters,
@@ -842,72 +757,52 @@ CAUSAL_CONV1D_UPDATE = Op(
 
 
 class _Params(NamedTuple):
-    """The static arguments of a convolution, named like the params of the ops."""
+    """The static arguments of a convolution."""
 
     channels_last: bool
     silu: bool
+    returns_state: bool = False
 
-
-def _call(
-    op: Op, params: _Params, *required: Array, flags: Mapping[str, bool] | None = None, **optional: Array | None
-) -> list[Array]:
-    presence = {f"has_{name}": array is not None for name, array in optional.items()}
-    given = [array for array in optional.values() if array is not None]
-    return op(*required, *given, **params._asdict(), **presence, **(flags or {}))
+    def of_op(self) -> dict[str, bool]:
+        return {"channels_last": self.channels_last, "silu": self.silu}
 
 
 def _gradients(
-    params: _Params,
-    d_output: Array,
-    d_final_state: Array | None,
-    *,
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    initial_state: Array | None,
-    same_sequence: Array | None,
+    params: _Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
 ) -> dict[str, Array]:
-    """The gradients of the arrays by name.
+    """The gradients of a convolution's arrays by name.
 
     Weight and bias gradients are in the accumulation dtype, and the bias gradient is always returned.
     """
-    optional = {"bias": bias, "initial_state": initial_state, "same_sequence": same_sequence}
-    gradients = _call(CAUSAL_CONV1D_BACKWARD, params, x, weight, d_output, **optional, d_final_state=d_final_state)
-    return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
+    d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
+    arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
+    return dict(zip(GRADIENTS, _call(CAUSAL_CONV1D_BACKWARD, arrays, **params.of_op()), strict=False))
 
 
-def _convolution_rules(with_final_state: bool) -> KernelVjp:
-    def primal(params: _Params, *, x: Array, weight: Array, **optional: Array | None) -> Array | tuple[Array, Array]:
-        [y] = _call(CAUSAL_CONV1D, params, x, weight, **optional)
-        if not with_final_state:
-            return y
-        state = _final_state(
-            x,
-            optional["initial_state"],
-            optional["same_sequence"],
-            state_length=weight.shape[1] - 1,
-            channels_last=params.channels_last,
-        )
-        return map_together((y, state), [array for array in (x, weight, *optional.values()) if array is not None])
-
-    def forward(params: _Params, **arrays: Array | None) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-        return primal(params, **arrays), arrays
-
-    def backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
-        d_output, d_final_state = cotangents if with_final_state else (cotangents, None)
-        return _gradients(params, d_output, d_final_state, **arrays)
-
-    return KernelVjp("causal_conv1d", primal, forward, backward)
+def _primal(params: _Params, **arrays: Any) -> Array | tuple[Array, Array]:
+    [y] = _call(CAUSAL_CONV1D, arrays, **params.of_op())
+    if not params.returns_state:
+        return y
+    states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]
+    state_length = arrays["weight"].shape[1] - 1
+    state = _final_state(*states, state_length=state_length, channels_last=params.channels_last)
+    return map_together((y, state), [array for array in arrays.values() if array is not None])
 
 
-_convolution = _convolution_rules(with_final_state=False)
-_convolution_and_state = _convolution_rules(with_final_state=True)
+def _forward(params: _Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
+    return _primal(params, **arrays), arrays
 
 
-def _update_primal(
-    params: _Params, *, x: Array, state: Array, weight: Array, bias: Array | None
-) -> tuple[Array, Array]:
-    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, x, state, weight, bias=bias)
+def _backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
+    d_output, d_final_state = cotangents if params.returns_state else (cotangents, None)
+    return _gradients(params, arrays, d_output, d_final_state)
+
+
+_convolution = KernelVjp("causal_conv1d", _primal, _forward, _backward)
+
+
+def _update_primal(params: _Params, **arrays: Any) -> tuple[Array, Array]:
+    y, new_state = _call(CAUSAL_CONV1D_UPDATE, arrays, **params.of_op())
     return y, new_state
 
 
@@ -917,19 +812,22 @@ def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array]
 
 def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
     """The last W - 1 inputs of the new state are the convolution's final state; the others are older inputs."""
-    x, state, weight, bias = (arrays[name] for name in ("x", "state", "weight", "bias"))
+    x, state, weight = arrays["x"], arrays["state"], arrays["weight"]
     d_output, d_new_state = cotangents
     # Replicated along time, because slices of a state need not divide evenly over the devices.
     state, d_new_state = reshard_as(state, state, (0, 1, None)), reshard_as(d_new_state, d_new_state, (0, 1, None))
     state_length = weight.shape[1] - 1
     num_older = state.shape[2] - state_length
-    has_state = state_length > 0
-    recent, d_final_state = (state[..., num_older:], d_new_state[..., num_older:]) if has_state else (None, None)
-    gradients = _gradients(
-        params, d_output, d_final_state, x=x, weight=weight, bias=bias, initial_state=recent, same_sequence=None
-    )
+    recent = {
+        "x": x,
+        "weight": weight,
+        "bias": arrays["bias"],
+        "initial_state": state[..., num_older:] if state_length > 0 else None,
+        "same_sequence": None,
+    }
+    gradients = _gradients(params, recent, d_output, d_new_state[..., num_older:])
     dx = gradients["x"]
-    d_state = gradients["initial_state"] if has_state else jnp.zeros((*state.shape[:2], 0), state.dtype)
+    d_state = gradients.get("initial_state", jnp.zeros((*state.shape[:2], 0), state.dtype))
     if num_older > 0:
         time = _time_axis(params.channels_last)
         # The cotangents of the new state's older inputs, at their places in the concatenation of state and new inputs.
@@ -949,22 +847,9 @@ _update = KernelVjp("causal_conv1d_update", _update_primal, _update_forward, _up
 # Canonicalisation of arguments, shared by the whole family.
 
 
-class _Convolution(NamedTuple):
-    """Checked arguments of a convolution."""
-
-    params: _Params
-    arrays: Mapping[str, Array | None]
-    """x, weight, bias, initial_state, same_sequence"""
-    state_shape: tuple[int, int, int]
-
-    @property
-    def state_length(self) -> int:
-        """The number of inputs that a state holds."""
-        return self.state_shape[2]
-
-    def empty_state(self) -> Array:
-        """The state of a filter with a single tap, which needs no previous inputs."""
-        return jnp.zeros(self.state_shape, self.arrays["x"].dtype)
+def _state_shape(x: Array, weight: Array) -> tuple[int, int, int]:
+    channels, width = weight.shape
+    return x.shape[0], channels, width - 1
 
 
 def _canonicalize(
@@ -976,8 +861,8 @@ def _canonicalize(
     channels_last: bool,
     initial_state: ArrayLike | None,
     segment_ids: ArrayLike | None,
-) -> _Convolution:
-    """Checks the arguments that all functions share."""
+) -> tuple[_Params, dict[str, Any]]:
+    """Checks the arguments that all functions share. Returns the params, and the arrays of a convolution by name."""
     x, weight = as_array(name, "x", x), as_array(name, "weight", weight)
     channels_last = bool(channels_last)
     layout = "[B, L, C] (channels_last=True)" if channels_last else "[B, C, L] (channels_last=False)"
@@ -996,7 +881,6 @@ def _canonicalize(
     width = weight.shape[1]
     if width == 0:
         raise ValueError(f"{name}: weight must have shape [C, W] with W >= 1, got {weight.shape}")
-    state_shape = (examples, channels, width - 1)
     if bias is not None:
         bias = as_array(name, "bias", bias)
         _check_parameter_dtype(name, "bias", bias, x)
@@ -1007,8 +891,7 @@ def _canonicalize(
             )
     params = _Params(channels_last, _is_silu(name, activation))
     if initial_state is not None:
-        initial_state = as_array(name, "initial_state", initial_state)
-        _check_like_x(name, "initial_state", initial_state, x, state_shape)
+        initial_state = _array_like_x(name, "initial_state", initial_state, x, _state_shape(x, weight))
         initial_state = reshard_as(initial_state, x, (0, channel_axis, None)) if width > 1 else None
     same_sequence = None
     if segment_ids is not None:
@@ -1024,7 +907,7 @@ def _canonicalize(
         "initial_state": initial_state,
         "same_sequence": same_sequence,
     }
-    return _Convolution(params, arrays, state_shape)
+    return params, arrays
 
 
 def _check_parameter_dtype(name: str, argument: str, parameter: Array, x: Array) -> None:
@@ -1033,15 +916,18 @@ def _check_parameter_dtype(name: str, argument: str, parameter: Array, x: Array)
         raise TypeError(f"{name}: {argument} must have dtype {dtypes} where x has {x.dtype}, got {parameter.dtype}")
 
 
-def _check_dtype_of_x(name: str, argument: str, value: Array, x: Array) -> None:
-    if value.dtype != x.dtype:
-        raise TypeError(f"{name}: {argument} must have the dtype of x, {x.dtype}, got {value.dtype}")
+def _with_dtype_of_x(name: str, argument: str, value: ArrayLike, x: Array) -> Array:
+    array = as_array(name, argument, value)
+    if array.dtype != x.dtype:
+        raise TypeError(f"{name}: {argument} must have the dtype of x, {x.dtype}, got {array.dtype}")
+    return array
 
 
-def _check_like_x(name: str, argument: str, value: Array, x: Array, shape: tuple[int, ...]) -> None:
-    _check_dtype_of_x(name, argument, value, x)
-    if value.shape != shape:
-        raise ValueError(f"{name}: {argument} must have shape {shape} to fit x and weight, got {value.shape}")
+def _array_like_x(name: str, argument: str, value: ArrayLike, x: Array, shape: tuple[int, ...]) -> Array:
+    array = _with_dtype_of_x(name, argument, value, x)
+    if array.shape != shape:
+        raise ValueError(f"{name}: {argument} must have shape {shape} to fit x and weight, got {array.shape}")
+    return array
 
 
 def _checked_ids(name: str, segment_ids: ArrayLike, shape: tuple[int, int]) -> Array:

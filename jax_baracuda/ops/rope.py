@@ -5,8 +5,8 @@ position of a million is as exact as position one. Kernels use no tables. Plain 
 neighbours, reads sines and cosines from constants if positions and frequencies are known. The transpose of a rotation
 is the inverse rotation, so the gradient is the same kernel, and only the positions are kept for it.
 
-The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments.
+The file reads top to bottom: public functions, reference in plain JAX, the op, derivative rules, canonicalisation of
+arguments.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
     real_number,
-    reshard_as,
     reshard_to,
     whole_number,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
@@ -85,8 +85,6 @@ def rope(
         64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
         float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
       scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The rotated features, with the shape and dtype of `x`.
@@ -116,11 +114,12 @@ def rope(
       >>> print(jnp.allclose(jb.rope(x, jnp.arange(16)), y))
       True
     """
-    rotation = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
-    [y] = _rope(rotation.params, **rotation.arrays)
+    params, arrays = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
+    [y] = _rope(params, **arrays)
     return y
 
 
+@described_like(rope)
 @selectable
 def rope_backward(
     d_output: ArrayLike,
@@ -138,38 +137,9 @@ def rope_backward(
 
     Args:
       d_output: the cotangent of the rotated features, with the shape and dtype of `x`.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
-        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
-        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
-      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
-      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
-        as many heads as positions, because the shapes would not reveal a mistake.
-      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
-        then must be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
-        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
-        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
-        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
-      scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The cotangent of `x`, with the shape and dtype of `d_output`.
-
-    Raises:
-      TypeError: an argument is not an array or number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
-
-    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
-    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
-    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
-    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
-    from run to run.
 
     Gradient: :func:`rope`. Derivatives of any order and in either mode exist.
 
@@ -180,14 +150,14 @@ def rope_backward(
       >>> print(jnp.array_equal(vjp(d_output)[0], jb.rope_backward(d_output)))
       True
     """
-    name = "rope_backward"
-    rotation = _canonicalize(
-        name, {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    params, arrays = _canonicalize(
+        "rope_backward", {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    [dx] = _rotated(ROPE_BACKWARD, rotation.params, **rotation.arrays)
+    [dx] = _primal(params._replace(inverse=True), **arrays)
     return dx
 
 
+@described_like(rope)
 @selectable
 @with_twin
 def rope_qk(
@@ -209,39 +179,10 @@ def rope_qk(
       q: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
       k: as `q`, with the same dtype, B, S and D; the number of heads may differ.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
-        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
-        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
-      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
-      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
-        as many heads as positions, because the shapes would not reveal a mistake.
-      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
-        then must be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
-        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
-        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
-        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
-      scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
       If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
-
-    Raises:
-      TypeError: an argument is not an array or number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
-
-    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
-    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
-    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
-    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
-    from run to run.
 
     Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
     Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
@@ -254,12 +195,14 @@ def rope_qk(
       >>> print(q_rotated.shape, k_rotated.shape, jnp.array_equal(k_rotated, jb.rope(k, interleaved=False)))
       (2, 8, 16, 4) (2, 2, 16, 4) True
     """
-    name = "rope_qk"
-    rotation = _canonicalize(name, {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
-    q, k = _rope_qk(rotation.params, **rotation.arrays)
+    params, arrays = _canonicalize(
+        "rope_qk", {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    )
+    q, k = _rope(params, **arrays)
     return q, k
 
 
+@described_like(rope)
 @selectable
 def rope_qk_backward(
     d_q_output: ArrayLike,
@@ -279,39 +222,10 @@ def rope_qk_backward(
     Args:
       d_q_output: the cotangent of the rotated queries, with the shape and dtype of `q`.
       d_k_output: the cotangent of the rotated keys, with the shape and dtype of `k`.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
-        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
-        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
-      base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
-      interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
-      layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
-        as many heads as positions, because the shapes would not reveal a mistake.
-      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
-        then must be even.
-      inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
-        :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
-        64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
-        float32: ``high = inv_freq.astype("float32")`` and ``low = inv_freq - high``.
-      scale: a finite number that multiplies sine and cosine.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and
       `d_k_output`.
-
-    Raises:
-      TypeError: an argument is not an array or number, or has an unsuitable dtype.
-      ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
-
-    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
-    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
-    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
-    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
-    from run to run.
 
     Gradient: :func:`rope_qk`. Derivatives of any order and in either mode exist.
 
@@ -324,10 +238,10 @@ def rope_qk_backward(
       [True, True]
     """
     cotangents = {"d_q_output": d_q_output, "d_k_output": d_k_output}
-    rotation = _canonicalize(
+    params, arrays = _canonicalize(
         "rope_qk_backward", cotangents, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    dq, dk = _rotated(ROPE_QK_BACKWARD, rotation.params, **rotation.arrays)
+    dq, dk = _primal(params._replace(inverse=True), **arrays)
     return dq, dk
 
 
@@ -457,11 +371,11 @@ def _table(numpy: ModuleType, cos: Any, sin: Any, interleaved: bool) -> tuple[An
 
 
 def _rotate(
-    x: Array, cos: Array, sin: Array, *, direction: int, heads_first: bool, interleaved: bool, rotary_dim: int
+    x: Array, cos: Array, sin: Array, *, inverse: bool, heads_first: bool, interleaved: bool, rotary_dim: int
 ) -> Array:
-    """The features with their pairs rotated by the angles of a table, or by the negative angles if direction is -1."""
+    """The features with their pairs rotated by the angles of a table, or by the negative angles if `inverse`."""
     head_axis = _sequence_axis(not heads_first)
-    cos, sin = jnp.expand_dims(cos, head_axis), direction * jnp.expand_dims(sin, head_axis)
+    cos, sin = jnp.expand_dims(cos, head_axis), (-1 if inverse else 1) * jnp.expand_dims(sin, head_axis)
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
     if interleaved:
         partners = jnp.flip(rotated.reshape(*x.shape[:-1], rotary_dim // 2, 2), axis=-1).reshape(rotated.shape)
@@ -473,9 +387,9 @@ def _rotate(
 
 
 def _reference(
-    num_rotated: int,
-    direction: int,
     *operands: Array,
+    num_arrays: int,
+    inverse: bool,
     heads_first: bool,
     interleaved: bool,
     rotary_dim: int,
@@ -483,8 +397,7 @@ def _reference(
     has_positions: bool,
     constant_angles: ConstantAngles | None,
 ) -> list[Array]:
-    """Rotates the first `num_rotated` operands forward (direction 1) or backward (-1)."""
-    features, (frequencies, *positions) = operands[:num_rotated], operands[num_rotated:]
+    features, (frequencies, *positions) = operands[:num_arrays], operands[num_arrays:]
     length = features[0].shape[_sequence_axis(heads_first)]
     if constant_angles is not None:
         cos, sin = _constant_table(constant_angles, length, np.dtype(frequencies.dtype), scale, interleaved)()
@@ -493,16 +406,39 @@ def _reference(
         cos, sin = _cos_and_sin_of_product(positions, frequencies)
         cos, sin = _table(jnp, scale * cos, scale * sin, interleaved)
     rotate = functools.partial(
-        _rotate, direction=direction, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim
+        _rotate, inverse=inverse, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim
     )
     return [rotate(x, cos, sin) for x in features]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel.
+# The op. It has a native target for each direction, for one array and for two.
 
-FREQUENCIES = ("part", "pair")
-POSITIONS = ("example", "sequence")
+
+def _features(*, num_arrays: int, heads_first: bool) -> NamedDimensions:
+    """The arrays to rotate."""
+    heads = {"x": "head"} if num_arrays == 1 else {"q": "q_head", "k": "k_head"}
+    return {
+        array: ("example", *((head, "sequence") if heads_first else ("sequence", head)), "feature")
+        for array, head in heads.items()
+    }
+
+
+def _plan_parameters(
+    *operands: Any, num_arrays: int, heads_first: bool, interleaved: bool, rotary_dim: int
+) -> dict[str, int]:
+    features = operands[:num_arrays]
+    examples, _, _, size = features[0].shape
+    return {
+        "examples": examples,
+        "length": features[0].shape[_sequence_axis(heads_first)],
+        "heads": sum(x.shape[1 if heads_first else 2] for x in features),
+        "features": size,
+        "rotary_dim": rotary_dim,
+        "heads_first": heads_first,
+        "interleaved": interleaved,
+        "element_bytes": np.dtype(features[0].dtype).itemsize,
+    }
 
 
 def _positions_limit(*operands: Any, has_positions: bool) -> str | None:
@@ -536,82 +472,51 @@ def _has_halves_or_32_bits(traits: Traits) -> bool:
 # H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
 # 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small
 # arrays that XLA fuses 0.7.
-_RULES = (
-    on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
-    on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
-    on_gpu(
-        "XLA reads known angles from a table, and moves no 16-bit numbers between lanes",
-        _has_known_angles,
-        _has_halves_or_32_bits,
-        at_most(bytes=64 * MB),
+ROPE = Op(
+    name="rope",
+    targets={
+        "rope": {"num_arrays": 1, "inverse": False},
+        "rope_backward": {"num_arrays": 1, "inverse": True},
+        "rope_qk": {"num_arrays": 2, "inverse": False},
+        "rope_qk_backward": {"num_arrays": 2, "inverse": True},
+    },
+    operands=lambda *, num_arrays, heads_first, has_positions: {
+        **_features(num_arrays=num_arrays, heads_first=heads_first),
+        "frequencies": ("part", "pair"),
+        **({"positions": ("example", "sequence")} if has_positions else {}),
+    },
+    results=_features,
+    reference=_reference,
+    dtypes=FLOATING_DTYPES,
+    guarantee=accumulated,
+    attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
+    plan_parameters=_plan_parameters,
+    limit=_positions_limit,
+    replicated_dims=("part", "pair", "feature"),
+    shard_program=_shard_rotation,
+    xla_rules=(
+        on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
+        on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
+        on_gpu(
+            "XLA reads known angles from a table, and moves no 16-bit numbers between lanes",
+            _has_known_angles,
+            _has_halves_or_32_bits,
+            at_most(bytes=64 * MB),
+        ),
+        on_cpu("XLA fuses a small rotation with its neighbours", fused, at_most(bytes=256 * KB)),
+        on_cpu(
+            "XLA vectorises halves by known angles",
+            _has_known_angles,
+            param("interleaved", False),
+            at_least(pair=32, element_bits=32),
+            at_most(bytes=4 * MB),
+        ),
     ),
-    on_cpu("XLA fuses a small rotation with its neighbours", fused, at_most(bytes=256 * KB)),
-    on_cpu(
-        "XLA vectorises halves by known angles",
-        _has_known_angles,
-        param("interleaved", False),
-        at_least(pair=32, element_bits=32),
-        at_most(bytes=4 * MB),
+    in_place_if_donated=lambda *, num_arrays: {i: i for i in range(num_arrays)},
+    linear=lambda *, num_arrays, heads_first: tuple(_features(num_arrays=num_arrays, heads_first=heads_first)),
+    transpose=lambda _, cotangents, *others, inverse, **params: ROPE(
+        *cotangents, *others, inverse=not inverse, **params
     ),
-)
-
-
-def _rotation_op(name: str, features: Mapping[str, str], direction: int, transpose: Callable[[], Op]) -> Op:
-    """The op that rotates some arrays, forward or backward.
-
-    Args:
-      features: the names of the arrays, each with the name of its head dimension.
-      transpose: returns the op of the opposite direction.
-    """
-    num_rotated = len(features)
-
-    def dimensions(heads_first: bool) -> NamedDimensions:
-        return {
-            array: ("example", *((head, "sequence") if heads_first else ("sequence", head)), "feature")
-            for array, head in features.items()
-        }
-
-    def plan_parameters(*operands: Any, heads_first: bool, interleaved: bool, rotary_dim: int) -> dict[str, int]:
-        examples, _, _, size = operands[0].shape
-        return {
-            "examples": examples,
-            "length": operands[0].shape[_sequence_axis(heads_first)],
-            "heads": sum(x.shape[1 if heads_first else 2] for x in operands[:num_rotated]),
-            "features": size,
-            "rotary_dim": rotary_dim,
-            "heads_first": heads_first,
-            "interleaved": interleaved,
-            "element_bytes": np.dtype(operands[0].dtype).itemsize,
-        }
-
-    return Op(
-        name=name,
-        operands=lambda *, heads_first, has_positions: {
-            **dimensions(heads_first),
-            "frequencies": FREQUENCIES,
-            **({"positions": POSITIONS} if has_positions else {}),
-        },
-        results=lambda *, heads_first: dimensions(heads_first),
-        reference=functools.partial(_reference, num_rotated, direction),
-        dtypes=FLOATING_DTYPES,
-        guarantee=accumulated,
-        attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
-        plan_parameters=plan_parameters,
-        limit=_positions_limit,
-        replicated_dims=("part", "pair", "feature"),
-        shard_program=_shard_rotation,
-        xla_rules=_RULES,
-        in_place_if_donated={i: i for i in range(num_rotated)},
-        linear=tuple(features),
-        transpose=lambda _, cotangents, *others, **params: transpose()(*cotangents, *others, **params),
-    )
-
-
-ROPE = _rotation_op("rope", {"x": "head"}, 1, lambda: ROPE_BACKWARD)
-ROPE_BACKWARD = _rotation_op("rope_backward", {"d_output": "head"}, -1, lambda: ROPE)
-ROPE_QK = _rotation_op("rope_qk", {"q": "q_head", "k": "k_head"}, 1, lambda: ROPE_QK_BACKWARD)
-ROPE_QK_BACKWARD = _rotation_op(
-    "rope_qk_backward", {"d_q_output": "q_head", "d_k_output": "k_head"}, -1, lambda: ROPE_QK
 )
 
 
@@ -620,8 +525,10 @@ ROPE_QK_BACKWARD = _rotation_op(
 
 
 class _Params(NamedTuple):
-    """The static arguments of a rotation, named like the params of the ops."""
+    """The static arguments of a rotation, named like the params of the op."""
 
+    num_arrays: int
+    inverse: bool
     heads_first: bool
     interleaved: bool
     rotary_dim: int
@@ -630,41 +537,26 @@ class _Params(NamedTuple):
     constant_angles: ConstantAngles | None
 
 
-def _rotated(
-    op: Op, params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None
-) -> list[Array]:
+def _primal(params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
     others = (frequencies,) if positions is None else (frequencies, positions)
-    return op(*features, *others, **params._asdict())
+    return ROPE(*features, *others, **params._asdict())
 
 
-def _rotation_rules(rotation: Op, rotation_backward: Op) -> KernelVjp:
-    primal = functools.partial(_rotated, rotation)
-
-    def forward(
-        params: _Params, *, features: Sequence[Array], **others: Array | None
-    ) -> tuple[list[Array], dict[str, Array | None]]:
-        return primal(params, features=features, **others), others
-
-    def backward(params: _Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
-        return {"features": _rotated(rotation_backward, params, features=cotangents, **others)}
-
-    return KernelVjp(rotation.name, primal, forward, backward)
+def _forward(
+    params: _Params, *, features: Sequence[Array], **others: Array | None
+) -> tuple[list[Array], dict[str, Array | None]]:
+    return _primal(params, features=features, **others), others
 
 
-_rope = _rotation_rules(ROPE, ROPE_BACKWARD)
-_rope_qk = _rotation_rules(ROPE_QK, ROPE_QK_BACKWARD)
+def _backward(params: _Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
+    return {"features": _primal(params._replace(inverse=True), features=cotangents, **others)}
+
+
+_rope = KernelVjp("rope", _primal, _forward, _backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Canonicalisation of arguments, shared by the whole family.
-
-
-class _Rotation(NamedTuple):
-    """Checked arguments of a rotation."""
-
-    params: _Params
-    arrays: Mapping[str, Any]
-    """``features``, a list of the arrays to rotate; ``frequencies``; ``positions`` or None."""
 
 
 def _canonicalize(
@@ -677,8 +569,12 @@ def _canonicalize(
     rotary_dim: int | None,
     inv_freq: ArrayLike | None,
     scale: float,
-) -> _Rotation:
-    """Checks the arguments. `rotated`: one or two arrays, under the argument names of the public function."""
+) -> tuple[_Params, dict[str, Any]]:
+    """The params, and the arrays by name: `features` (a list), `frequencies`, and `positions` or None.
+
+    Args:
+      rotated: one or two arrays, by the argument names of the public function.
+    """
     if layout is not None and (not isinstance(layout, str) or layout not in ("BHSD", "BSHD")):
         raise ValueError(f"{name}: layout must be 'BHSD' or 'BSHD', got {layout!r}")
     heads_first = layout != "BSHD"
@@ -697,7 +593,13 @@ def _canonicalize(
     sequence_axis = 2 if heads_first else 1
     first_name, first = next(iter(arrays.items()))
     for argument, x in arrays.items():
-        _check_fits(name, argument, x, first_name, first, sequence_axis)
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name}: {argument} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}")
+        if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
+            raise ValueError(
+                f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads "
+                f"in dimension {3 - sequence_axis} ({_named(heads_first)}); got {x.shape}"
+            )
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
     rotary_dim = _checked_rotary_dim(name, first_name, size, rotary_dim)
     base, scale = real_number(name, "base", base, positive=True), real_number(name, "scale", scale)
@@ -706,32 +608,21 @@ def _canonicalize(
     constant_angles = None if positions is not None else _constant_angles(constants, length, dtype)
     if positions is not None:
         positions = _checked_positions(name, positions, examples, length, heads_first)
-        example_axis = 0 if positions.shape[0] == examples else None
-        positions = reshard_as(positions, first, (example_axis, sequence_axis))
-    params = _Params(heads_first, bool(interleaved), rotary_dim, scale, positions is not None, constant_angles)
-    return _Rotation(
-        params,
-        {
-            "features": _reshard_alike(*arrays.values(), head_axis=3 - sequence_axis),
-            "frequencies": reshard_as(frequencies, first, (None, None)),
-            "positions": positions,
-        },
+    params = _Params(
+        num_arrays=len(arrays),
+        inverse=False,
+        heads_first=heads_first,
+        interleaved=bool(interleaved),
+        rotary_dim=rotary_dim,
+        scale=scale,
+        has_positions=positions is not None,
+        constant_angles=constant_angles,
     )
+    return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}
 
 
 def _named(heads_first: bool) -> str:
     return f"layout={'BHSD' if heads_first else 'BSHD'!r}"
-
-
-def _check_fits(name: str, argument: str, x: Array, first_name: str, first: Array, sequence_axis: int) -> None:
-    """Checks that `x` has the dtype and shape of `first`, except for the number of heads."""
-    if x.dtype != first.dtype:
-        raise TypeError(f"{name}: {argument} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}")
-    if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
-        raise ValueError(
-            f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads in "
-            f"dimension {3 - sequence_axis} ({_named(sequence_axis == 2)}); got {x.shape}"
-        )
 
 
 def _checked_rotary_dim(name: str, argument: str, size: int, rotary_dim: int | None) -> int:
@@ -837,20 +728,3 @@ def _checked_positions(name: str, positions: ArrayLike, examples: int, length: i
     elif positions.dtype == jnp.uint32 and jax.config.jax_enable_x64:
         positions = positions.astype(jnp.int64)
     return positions[None] if positions.ndim == 1 else positions
-
-
-def _reshard_alike(*arrays: Array, head_axis: int) -> list[Array]:
-    """Under explicit sharding, shards all arrays like the first, except for their own heads; features stay replicated.
-
-    A result then has the sharding of its operand, and a cotangent that of its primal.
-    """
-    specs = [jax_versions.explicit_spec(jax.typeof(x)) for x in arrays]
-    if specs[0] is None:
-        return list(arrays)
-    outer = [None if axis in (head_axis, 3) else entry for axis, entry in enumerate(specs[0])]
-    taken = {axis for entry in outer for axis in mesh_axes(entry)}
-    split = []
-    for x, spec in zip(arrays, specs, strict=True):
-        heads = None if spec is None or taken.intersection(mesh_axes(spec[head_axis])) else spec[head_axis]
-        split.append(reshard_to(x, tuple(heads if axis == head_axis else entry for axis, entry in enumerate(outer))))
-    return split

@@ -53,8 +53,6 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
       a: any dtype.
       b: any dtype. `a` and `b` are promoted to a common dtype. bool, 8- to 64-bit integers, every float8, float16,
         bfloat16, float32, float64 and complex numbers have kernels; 2- and 4-bit types run as plain JAX.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       An array with the shape to which all three arguments broadcast, and the dtype to which JAX promotes `a` and `b`.
@@ -88,7 +86,8 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
             f"and {b.shape}"
         ) from error
     a, b = (x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype) for x in (a, b))
-    selected = _where(None, a=a, b=b, cond=cond)
+    rank = max(a.ndim, b.ndim, cond.ndim)
+    selected = _where(None, a=_pad_rank(a, rank), b=_pad_rank(b, rank), cond=_pad_rank(cond, rank))
     return jax_versions.as_weak(selected) if is_weak else selected
 
 
@@ -111,8 +110,6 @@ def where_backward(
       cond: as in :func:`where`; its shape must broadcast to that of `d_output`.
       a_shape: the shape of `a`, which must broadcast to that of `d_output`. Default: that of `d_output`.
       b_shape: the shape of `b`, likewise.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``(da, db)`` with the shapes of `a` and `b` and the dtype of `d_output`.
@@ -145,12 +142,15 @@ def where_backward(
             raise ValueError(
                 f"{name}: {argument} must broadcast to the shape of d_output, {d_output.shape}, got {shapes[-1]}"
             )
-    da, db = _cotangents(d_output, cond, *shapes[1:])
+    rank = d_output.ndim
+    shapes_of_rank = ((1,) * (rank - len(shape)) + shape for shape in shapes[1:])
+    gradients = _cotangents(d_output, _pad_rank(cond, rank), *shapes_of_rank)
+    da, db = (jax.lax.squeeze(x, range(rank - len(shape))) for x, shape in zip(gradients, shapes[1:], strict=True))
     return da, db
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX. Arrays have equal ranks, and axes are counted from the end.
+# Reference in plain JAX. From here on, arrays have equal ranks. Axes are counted from the end.
 
 
 def _reference_where(a: Array, b: Array, cond: Array) -> tuple[Array]:
@@ -249,7 +249,7 @@ def _shard_backward(
 
 def _transpose_where(avals: Sequence[Any], cotangents: Sequence[Array], cond: Array) -> Sequence[Array]:
     [d_output] = cotangents
-    return _cotangents_of_one_rank(d_output, cond, *(x.shape for x in avals))
+    return _cotangents(d_output, cond, *(x.shape for x in avals))
 
 
 def _transpose_backward(
@@ -316,13 +316,11 @@ WHERE_BACKWARD = Op(
 
 
 def _primal(params: None, *, a: Array, b: Array, cond: Array) -> Array:
-    rank = max(a.ndim, b.ndim, cond.ndim)
-    [selected] = WHERE(*(_pad_rank(x, rank) for x in (a, b, cond)))
-    return selected
+    return WHERE(a, b, cond)[0]
 
 
 def _forward(params: None, *, a: Array, b: Array, cond: Array) -> tuple[Array, Array]:
-    return _primal(params, a=a, b=b, cond=cond), cond
+    return WHERE(a, b, cond)[0], cond
 
 
 def _backward(params: None, cond: Array, d_output: Array, types: Mapping[str, Any]) -> dict[str, Array | None]:
@@ -334,37 +332,19 @@ def _backward(params: None, cond: Array, d_output: Array, types: Mapping[str, An
 _where = KernelVjp("where", _primal, _forward, _backward, symbolic_zeros=True)
 
 
-def _cotangents(
-    d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
-) -> tuple[Array | None, Array | None]:
+def _cotangents(d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None) -> list[Array | None]:
     """The cotangents of operands of these shapes, or None where the shape is None."""
-    shapes = (a_shape, b_shape)
-    in_rank = (None if shape is None else (1,) * (d_output.ndim - len(shape)) + tuple(shape) for shape in shapes)
-    gradients = _cotangents_of_one_rank(d_output, _pad_rank(cond, d_output.ndim), *in_rank)
-    da, db = (
-        None if gradient is None else jax.lax.squeeze(gradient, range(d_output.ndim - len(shape)))
-        for gradient, shape in zip(gradients, shapes, strict=True)
-    )
-    return da, db
-
-
-def _cotangents_of_one_rank(
-    d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None
-) -> tuple[Array | None, Array | None]:
-    """As :func:`_cotangents`, for shapes with the rank of `d_output`."""
-    shapes = (a_shape, b_shape)
-    axes_of_each = [None if shape is None else _repeated_axes(shape, d_output.shape) for shape in shapes]
+    axes_of_each = [None if shape is None else _repeated_axes(shape, d_output.shape) for shape in (a_shape, b_shape)]
     native = [None if axes is None else _largest_contiguous_axes(axes, d_output.shape) for axes in axes_of_each]
     a_axes, b_axes = native
     if a_axes is not None and b_axes is not None and (not a_axes or not b_axes or a_axes == b_axes):
         gradients = WHERE_BACKWARD(d_output, cond, a_axes=a_axes, b_axes=b_axes)
     else:
         gradients = [None if axes is None else _one_cotangent(d_output, cond, axes, k) for k, axes in enumerate(native)]
-    da, db = (
+    return [
         None if gradient is None else _summed(gradient, axes).astype(d_output.dtype)
         for gradient, axes in zip(gradients, axes_of_each, strict=True)
-    )
-    return da, db
+    ]
 
 
 def _one_cotangent(d_output: Array, cond: Array, axes: tuple[int, ...], k: int) -> Array:

@@ -10,7 +10,7 @@ canonicalisation of arguments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,11 +28,11 @@ from jax_baracuda._core.arrays import (
     as_bits,
     element_bits,
     of_bits,
-    reshard_as,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -73,8 +73,6 @@ def write_slice(
         end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" does not
         move the window (a negative start lies before the array) and writes only the part that lies inside, so a full
         cache is never overwritten.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The updated array, with the shape and dtype of `dest`.
@@ -110,6 +108,7 @@ def write_slice(
     return result
 
 
+@described_like(write_slice)
 @selectable
 @with_twin
 def write_slices(
@@ -129,40 +128,11 @@ def write_slices(
       dests: a list or tuple of arrays; shapes and dtypes may differ. An array that occurs twice is updated in two
         copies.
       sources: as many arrays, each with the rank and dtype of its `dest`. No axis is longer than in its `dest`.
-      start_indices: shared by all arrays, one entry for each axis d, which is
-
-        * a pair ``(start, end)`` of Python integers with ``0 <= start <= end <= dest.shape[d]`` and
-          ``end - start == source.shape[d]``, or
-        * a start alone, a Python integer or a scalar array of any integer dtype, traced or not; the end is then
-          ``start + source.shape[d]``, and `mode` says what happens if the window reaches beyond the array.
-
-        A one-dimensional array of starts is also accepted.
+      start_indices: as in :func:`write_slice`, shared by all arrays.
       start_indices_of_each: replaces `start_indices` by a list with separate start indices for each array.
-      mode: "clip" moves the window inside, as ``jax.lax.dynamic_update_slice`` does: a negative start counts from the
-        end of the axis, and then the window is moved to the nearest place where all of it is inside. "drop" does not
-        move the window (a negative start lies before the array) and writes only the part that lies inside, so a full
-        cache is never overwritten.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       The list of the updated arrays.
-
-    Raises:
-      TypeError: an argument is not an array, dtypes differ, or a start is not an integer scalar.
-      ValueError: shapes do not fit, a pair is out of range, or the mode is unknown. Nothing runs before these checks.
-
-    In place: if ``dest`` is donated to ``jax.jit`` or carried by a loop, and not used afterwards, it is updated in its
-    own memory, at a cost that depends only on the window. Otherwise, and outside of ``jax.jit``, XLA copies it first
-    and the original stays unchanged. Under ``jax.vmap``, one launch writes the windows of a whole batch, each at its
-    own position.
-
-    Numerical guarantees: exact copies of bits, NaN payloads included. Bit-equal from run to run.
-
-    Gradient: ``dest`` gets the cotangent with zeros in the window. ``source`` gets the window of the cotangent, with
-    zeros for elements that were dropped. Integer arrays have none. Only the starts are kept for the backward pass.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -354,10 +324,6 @@ def _window_dimension(window: Window) -> str:
     return f"window of {_dimension(window.array, window.axis)}"
 
 
-def _window_dimensions(windows: Sequence[Window]) -> tuple[str, ...]:
-    return tuple(map(_window_dimension, windows))
-
-
 def _dest_dimensions(name: str, ranks: Sequence[int]) -> NamedDimensions:
     return {f"{name}_{i}": tuple(_dimension(i, axis) for axis in range(rank)) for i, rank in enumerate(ranks)}
 
@@ -397,18 +363,8 @@ def _plan_parameters(*operands: Any, ranks: Sequence[int], windows: Sequence[Win
     return parameters
 
 
-def _window_sizes(*, windows: Sequence[Window]) -> dict[str, int]:
-    return {_window_dimension(window): window.size for window in windows}
-
-
-def _limit(op_dtypes: frozenset[str]) -> Callable[..., str | None]:
-    def limit(*operands: Any, ranks: Sequence[int]) -> str | None:
-        if max(ranks) > MAX_AXES:
-            return f"an array has more than {MAX_AXES} axes"
-        without_kernel = [x.dtype.name for x in operands[: len(ranks)] if x.dtype.name not in op_dtypes]
-        return f"there is no kernel for {without_kernel[0]}" if without_kernel else None
-
-    return limit
+def _limit(*operands: Any, ranks: Sequence[int]) -> str | None:
+    return f"an array has more than {MAX_AXES} axes" if max(ranks) > MAX_AXES else None
 
 
 def _split_windows(
@@ -459,30 +415,26 @@ def _selected(
 
 
 def _cotangents(
-    cotangents: Sequence[Array],
-    dtypes: Sequence[Any],
-    *starts: Array,
-    ranks: Sequence[int],
-    windows: Sequence[Window],
-    drop: bool,
-) -> tuple[list[Array | None], list[Array | None]]:
-    """The cotangents of all dests and of all sources, None for arrays without derivatives."""
-    chosen = [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
-    starts, of_chosen = _selected(chosen, starts, ranks, windows)
-    results = WRITE_SLICE_BACKWARD(*(cotangents[i] for i in chosen), *starts, **of_chosen, drop=drop)
-    of_dests, of_sources = (
-        dict(zip(chosen, part, strict=True)) for part in (results[: len(chosen)], results[len(chosen) :])
-    )
-    return [of_dests.get(i) for i in range(len(ranks))], [of_sources.get(i) for i in range(len(ranks))]
-
-
-def _transpose_write(
-    avals: Sequence[Any], cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], **params: Any
+    cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool
 ) -> list[Array | None]:
-    dtypes = [aval.dtype for aval in avals[: len(ranks)]]
-    of_dests, of_sources = _cotangents(cotangents, dtypes, *starts, ranks=ranks, **params)
-    return [*of_dests, *of_sources]
+    """The cotangents of all dests, then of all sources. None for integer arrays, which have no derivatives."""
+    chosen = [i for i, cotangent in enumerate(cotangents) if jnp.issubdtype(cotangent.dtype, jnp.inexact)]
+    starts, of_chosen = _selected(chosen, starts, ranks, windows)
+    gradients = WRITE_SLICE_BACKWARD(*(cotangents[i] for i in chosen), *starts, **of_chosen, drop=drop)
+    num = len(ranks)
+    positions = [*chosen, *(num + i for i in chosen)]
+    by_position = dict(zip(positions, gradients, strict=True))
+    return [by_position.get(i) for i in range(2 * num)]
 
+
+_common = {
+    "guarantee": EXACT,
+    "attributes": ("windows", "drop"),
+    "plan_parameters": _plan_parameters,
+    "limit": _limit,
+    "replicated_dims": lambda *, windows: tuple(map(_window_dimension, windows)),
+    "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
+}
 
 # H100, time of plain JAX / kernel: 0.83 to 1.28 (20 loops); in programs XLA fuses the write with what computes the
 # window. Two cores: 0.3 (loops of windows of 4 bytes to 4 MB).
@@ -497,21 +449,15 @@ WRITE_SLICE = Op(
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]],
     reference=_reference_write,
     dtypes=DTYPES,
-    guarantee=EXACT,
     aliases=("write_slices",),
-    attributes=("windows", "drop"),
-    plan_parameters=_plan_parameters,
     xla_rules=(
         on_gpu("XLA writes a slice in place, in any layout of the array", at_least(element_bits=8)),
         on_cpu("XLA's update takes less time than the call of a kernel", at_least(element_bits=8)),
     ),
-    replicated_dims=lambda *, windows: _window_dimensions(windows),
     shard_program=_shard_write,
-    shards_reference=True,
-    limit=_limit(DTYPES),
-    in_place=lambda *, ranks: {i: i for i in range(len(ranks))},
     linear=lambda *, ranks: tuple(_dest_dimensions("dest", ranks) | _dest_dimensions("source", ranks)),
-    transpose=_transpose_write,
+    transpose=lambda avals, cotangents, *starts, **params: _cotangents(cotangents, *starts, **params),
+    **_common,
 )
 
 WRITE_SLICE_BACKWARD = Op(
@@ -524,25 +470,19 @@ WRITE_SLICE_BACKWARD = Op(
         **_dest_dimensions("d_dest", ranks),
         **_source_dimensions("d_source", ranks, windows),
     },
-    sizes=_window_sizes,
+    sizes=lambda *, windows: {_window_dimension(window): window.size for window in windows},
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]] * 2,
     reference=_reference_extract,
     dtypes=DIFFERENTIABLE_DTYPES,
-    guarantee=EXACT,
-    attributes=("windows", "drop"),
-    plan_parameters=_plan_parameters,
     xla_rules=(
         on_gpu("launch-bound: a copy and a slice", at_most(bytes=4 * MB)),
         on_cpu("the call of a kernel takes longer than the copy", at_most(bytes=16 * KB)),
     ),
-    replicated_dims=lambda *, windows: _window_dimensions(windows),
     shard_program=_shard_extract,
-    shards_reference=True,
-    limit=_limit(DIFFERENTIABLE_DTYPES),
-    in_place=lambda *, ranks: {i: i for i in range(len(ranks))},
     linear=lambda *, ranks: tuple(_dest_dimensions("d_output", ranks)),
     # Extracting a window and leaving zeros is the transpose of writing it, and vice versa.
     transpose=lambda avals, cotangents, *starts, **params: WRITE_SLICE(*cotangents, *starts, **params),
+    **_common,
 )
 
 
@@ -569,9 +509,9 @@ def _forward(params: _Params, *, starts: list[Array], **arrays: Any) -> tuple[li
 
 
 def _backward(params: _Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
-    dtypes = [cotangent.dtype for cotangent in cotangents]
-    of_dests, of_sources = _cotangents(cotangents, dtypes, *starts, **params._asdict())
-    return {"dests": of_dests, "sources": of_sources}
+    num = len(cotangents)
+    gradients = _cotangents(cotangents, *starts, **params._asdict())
+    return {"dests": gradients[:num], "sources": gradients[num:]}
 
 
 _write_op = KernelVjp("write_slice", _primal, _forward, _backward)
@@ -594,37 +534,27 @@ def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
     """The results of all updates, in order."""
     results: list[Array] = [update.dest if update.dest.ndim > 0 else update.source for update in updates]
     chosen = [i for i, update in enumerate(updates) if update.dest.ndim > 0 and 0 not in update.source.shape]
-    windows, starts = [], _Starts()
+    windows: list[Window] = []
+    starts: dict[Any, Array] = {}  # without duplicates
     for array, update in enumerate(updates[i] for i in chosen):
         for axis, start in enumerate(update.starts):
             if start is not None:
-                windows.append(Window(array, axis, starts.number_of(start), update.source.shape[axis], num_shards=1))
+                is_static = isinstance(start, int)
+                key = start if is_static else ("array", id(start))
+                starts.setdefault(key, _scalar(start) if is_static else start)
+                start_operand = list(starts).index(key)
+                windows.append(Window(array, axis, start_operand, update.source.shape[axis], num_shards=1))
     if chosen:
         params = _Params(tuple(updates[i].dest.ndim for i in chosen), tuple(windows), drop=mode == "drop")
         written = _write_op(
             params,
             dests=[updates[i].dest for i in chosen],
             sources=[updates[i].source for i in chosen],
-            starts=starts.operands,
+            starts=list(starts.values()),
         )
         for i, result in zip(chosen, written, strict=True):
             results[i] = result
     return results
-
-
-class _Starts:
-    """The start operands of a call, without duplicates."""
-
-    def __init__(self) -> None:
-        self.operands: list[Array] = []
-        self._numbers: dict[Any, int] = {}
-
-    def number_of(self, start: int | Array) -> int:
-        key = start if isinstance(start, int) else ("array", id(start))
-        if key not in self._numbers:
-            self._numbers[key] = len(self.operands)
-            self.operands.append(_scalar(start) if isinstance(start, int) else start)
-        return self._numbers[key]
 
 
 def _scalar(value: int) -> Array:
@@ -655,10 +585,6 @@ def _start_indices_of_each(
             f"got {len(start_indices_of_each)}"
         )
     return [(f"start_indices_of_each[{i}]", of_one) for i, of_one in enumerate(start_indices_of_each)]
-
-
-def _is_pair(entry: Any) -> bool:
-    return isinstance(entry, list | tuple) and len(entry) == 2 and all(_is_integer(bound) for bound in entry)
 
 
 def _is_integer(value: Any) -> bool:
@@ -710,14 +636,13 @@ def _canonicalize(
         _checked_start(f"{name}: {what}[{axis}]", entry, source.shape[axis], dest.shape[axis], mode)
         for axis, entry in enumerate(entries)
     )
-    source = reshard_as(source, dest, tuple(axis if start is None else None for axis, start in enumerate(starts)))
     return _Update(dest, source, starts)
 
 
 def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) -> int | Array | None:
     """The start of a window, clamped if it is static, or None if the window is the whole axis."""
     if isinstance(entry, list | tuple):
-        if not _is_pair(entry):
+        if len(entry) != 2 or not all(map(_is_integer, entry)):
             raise TypeError(f"{what} must be a pair (start, end) of Python integers or a start alone, got {entry!r}")
         start, end = map(operator.index, entry)
         if not 0 <= start <= end <= dim or end - start != size:

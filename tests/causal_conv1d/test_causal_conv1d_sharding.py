@@ -49,7 +49,7 @@ def put(mesh: Mesh, operands: dict[str, Any], specs: dict[str, P]) -> dict[str, 
 @each_layout
 @cases.each_pair(
     length=[8, 24, 25, 40],
-    width=[1, 2, 4, 8],
+    width=[1, 2, 4, 8, 10],
     time_axes=["examples", ("examples", "channels"), ("channels", "examples")],
 )
 def test_time_over_devices(
@@ -77,6 +77,15 @@ def test_time_over_devices(
     check_outputs(problem, channels_last, *outputs)
     expected = expected_gradients(problem, in_layout(dy, channels_last), np.ones(problem.state_shape))
     check_gradients(gradients, expected, channels_last)
+
+
+def test_wide_filter_over_split_time(rng: np.random.Generator) -> None:
+    """Filters wider than kernels take are right for packed sequences, too."""
+    split = NamedSharding(make_mesh(AxisType.Auto), P(None, None, "examples"))
+    problem = make_problem(rng, (2, 3, 48), 10, has_ids=True)
+    operands = problem.operands(channels_last=False)
+    operands["x"] = jax.device_put(operands["x"], split)
+    check_outputs(problem, False, *jax.jit(lambda arrays: problem.call(arrays, False))(operands))
 
 
 def test_derivatives_over_split_time(rng: np.random.Generator) -> None:
