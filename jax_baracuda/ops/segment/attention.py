@@ -11,6 +11,7 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode
 from jax_baracuda.ops.segment.cells import in_order
+from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
 from jax_baracuda.ops.segment.edges import GatherParams, as_rows, canonicalize_edges
 from jax_baracuda.ops.segment.gather_sum import gathered_sum, reduce_weighted
 from jax_baracuda.ops.segment.plan import SegmentPlan
@@ -19,6 +20,7 @@ from jax_baracuda.ops.segment.softmax import segment_softmax
 
 @selectable
 @with_twin
+@described(OF_EDGES)
 def segment_attention(
     logits: ArrayLike,
     data: ArrayLike,
@@ -44,30 +46,12 @@ def segment_attention(
       logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype.
       data: ``[N, ...]``, or ``[N, H, ...]`` for logits ``[E, H]``: the rows (values of nodes), a floating dtype.
         float16, bfloat16, float32 and float64 have kernels.
-      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
-        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
-      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
-        negative or at least `num_segments` are dropped.
-      num_segments: number of segments S, static under ``jit``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
-        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
       deterministic: on GPUs, the exponentials and the terms of unsorted edges without a plan are added in an order that
         varies from run to run where that was faster. True: sort them, so that all runs are bit-equal. Sorted edges,
         plans and their gradients are bit-equal anyway. On CPUs everything is.
-      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
-        plan, neither this call nor its gradient sorts.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges hold 0.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
-      IndexError: ids are boolean.
-      ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
 
     Numerical guarantees: those of :func:`segment_softmax`, whose probabilities are rounded to the dtype of `logits`,
     and of :func:`gather_segment_sum`. Bit-equal from run to run, except on GPUs (see `deterministic`).

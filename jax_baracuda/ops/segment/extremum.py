@@ -70,6 +70,7 @@ from jax_baracuda.ops.segment.definitions import (
     reduction_op,
     sum_guarantee,
 )
+from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     gather_rows,
@@ -121,6 +122,7 @@ def minimum_of(function_of_maximum: Callable[..., Any], example: str) -> Callabl
 
 @selectable
 @with_twin
+@described(OF_ROWS)
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -140,37 +142,14 @@ def segment_max(
     A drop-in replacement of :func:`jax.ops.segment_max`.
 
     Args:
-      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
-        ``segment_ids.shape + data.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_max`, rows are reduced in buckets of this size, and then the buckets.
         The maximum is the same. Under ``tie_break="split"`` tied buckets share the gradient equally, then their rows.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      out_sharding: sharding of the result, for meshes with explicit axes.
       tie_break: how rows that tie for the maximum share the gradient. "split": equally, as in JAX; if the maximum is
         the identity of an empty segment (-inf), the identity counts as one more tied row. "first": the lowest tied row
         gets all of it, and `data` is not kept for the backward pass.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold -inf, the least integer of the dtype, or False.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
-      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
-        there are no ids.
-      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
     numbers, not zeros. Bit-equal from run to run and independent of scheduling.
@@ -231,6 +210,7 @@ def segment_min(
 
 
 @selectable
+@described(OF_ROWS)
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -247,17 +227,9 @@ def segment_max_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were reduced.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_max`: "split" gives every row that attains its segment's maximum an equal share,
         "first" gives the lowest such row all of it.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the maximum, that are dropped, or whose segment
@@ -312,6 +284,7 @@ def segment_min_backward(
 
 
 @selectable
+@described(OF_ROWS)
 def unsorted_segment_max_backward(
     d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike, *, implementation: Implementation | None = None
 ) -> Array:
@@ -324,8 +297,6 @@ def unsorted_segment_max_backward(
       d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were reduced.
       segment_ids: ``[N]``, any integer dtype, in any order; rows with an id outside ``[0, S)`` get 0.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`.

@@ -19,6 +19,7 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak
+from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
 from jax_baracuda.ops.segment.edges import GatherParams, as_gather_ids, as_rows, canonicalize_edges
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
@@ -39,6 +40,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 
 @selectable
 @with_twin
+@described(OF_EDGES)
 def gather_segment_max(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -60,36 +62,15 @@ def gather_segment_max(
     writes or reads an array of edges times features.
 
     Args:
-      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
-        kernels.
-      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
-        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
-      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
-        negative or at least `num_segments` are dropped.
-      num_segments: number of segments S, static under ``jit``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
-        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: how edges that tie for the maximum share the gradient. "split": equally, as in JAX; if the maximum is
         the identity of an empty segment (-inf), the identity counts as one more tied edge. "first": the lowest tied
         edge gets all of it, and `data` is not kept for the backward pass.
       deterministic: on GPUs, the gradients of unsorted edges without a plan are added in an order that varies from run
         to run where that was faster: for few edges or narrow rows. True: sort them, so that all runs are bit-equal.
         Sorted edges and plans are bit-equal anyway. On CPUs everything is.
-      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
-        plan, neither this call nor its gradient sorts.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold -inf.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
-      IndexError: ids are boolean.
-      ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
-        given.
 
     Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
     numbers, not zeros. The gradient adds up in float32 (float64 for float64). Bit-equal from run to run, except for

@@ -40,6 +40,7 @@ from jax_baracuda.ops.segment.definitions import (
     product_guarantee,
     reduction_op,
 )
+from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extended_product import (
     ExtendedProduct,
     product_of_both,
@@ -55,6 +56,7 @@ from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_params
 
 @selectable
 @with_twin
+@described(OF_ROWS)
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -76,30 +78,10 @@ def segment_prod(
       data: ``[N, ...]``, any numeric dtype of JAX. Integers, float16, bfloat16, float32 and float64 have kernels
         (integers of less than 32 bits are multiplied as int32 and wrap the same); other dtypes run as plain JAX. More
         generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_prod`, rows are multiplied in buckets of this size, then the buckets.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      out_sharding: sharding of the result, for meshes with explicit axes.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 1.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
-      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
-        there are no ids.
-      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: floating numbers are multiplied in float32 (float64 for float64) with a separate exponent, so
     no partial product overflows or underflows: the product is finite if the exact one is. (In plain JAX, and where
@@ -140,6 +122,7 @@ def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
 
 
 @selectable
+@described(OF_ROWS)
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -157,15 +140,7 @@ def segment_prod_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment products; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were multiplied.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Dropped rows get 0.
