@@ -86,9 +86,9 @@ class OpDefinition:
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is."""
     program: Callable[..., Sequence[jax.Array]] | None = None
     """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
-    program_on_gpu: Callable[..., Callable[..., Sequence[jax.Array]] | None] | None = None
-    """``(*operand avals, **params)`` -> a program ``(*operands)`` of several kernels that replaces the kernel on GPUs;
-    None: the kernel. Example: a sort, which XLA shares between calls, then the kernel for sorted rows."""
+    programs: Mapping[Rule, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
+    """Programs ``(*operands, **params)`` of several kernels. The first whose rule holds serves in place of the kernel.
+    Example: a sort, which XLA shares between calls, then the kernel for sorted rows."""
     shards_reference: bool = False
     """Whether plain JAX also runs in `shard_program`, because XLA's partitioner would gather its operands."""
     xla_rules: tuple[Rule, ...] = ()

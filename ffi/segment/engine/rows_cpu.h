@@ -27,7 +27,6 @@
 //                                             the next one (only if the caller of ReduceAll asked for counts)
 //   ResultCells()                             the results as cells, if these can hold the unfinished numbers; otherwise
 //                                             nullptr
-//   WriteEmpty(count, first_cell)             the same as Start and Write, for cells without rows; only if cheaper
 #pragma once
 
 #include <algorithm>
@@ -64,7 +63,7 @@ inline constexpr int64_t kMaxRoundedRanges = 64;
 inline constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinFeatureBytesPerBlock = 256;
-inline constexpr int64_t kSortedBlockBytes = 16 * 1024;   // cells of segments that are reduced together
+inline constexpr int64_t kBytesAtOnce = 16 * 1024;        // cells of segments that are reduced together
 inline constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // rows and cells per part of the segments
 inline constexpr int64_t kMaxSegmentParts = 16;           // each part reads all ids
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
@@ -228,13 +227,6 @@ struct Cells {
 template <typename Reduction>
 using CellsOf = Cells<typename Reduction::First, typename Reduction::Second>;
 
-template <typename Reduction, typename = void>
-inline constexpr bool kWritesEmpty = false;
-template <typename Reduction>
-inline constexpr bool
-    kWritesEmpty<Reduction, std::void_t<decltype(std::declval<const Reduction&>().WriteEmpty(int64_t{}, int64_t{}))>> =
-        true;
-
 // Whether rows may be converted to First before they are folded.
 template <typename Reduction>
 inline constexpr bool kFoldsWidened =
@@ -392,6 +384,36 @@ struct DirectRows {
   }
 };
 
+// Up to kConvertedIds rows of a batch element, in order. Row Row(i) belongs to segment first_segment + ids[i], or to
+// none if ids[i] is not in [0, segments). The first `known` ids may be read for prefetching: those of the block, and
+// the next ones as far as available.
+struct RowBlock {
+  int64_t count, known;
+  int64_t first_row, first_segment;
+  const int32_t* offsets;
+  const int32_t* ids;
+
+  JB_INLINE int64_t Row(int64_t i) const { return first_row + offsets[i]; }
+
+  // The same offsets and ids, with the rows stored from `row` on.
+  RowBlock From(int64_t row) const { return {count, known, row, first_segment, offsets, ids}; }
+  // The same ids for rows that are stored contiguously from 0 on.
+  RowBlock OfAll() const;
+};
+
+// The offsets 0, 1, 2, ... of a block without gaps. So loops are compiled once, at the cost of one load per row for
+// these blocks.
+struct AllOffsets {
+  int32_t values[kConvertedIds + kScanPrefetchDistance];
+
+  constexpr AllOffsets() : values() {
+    for (int32_t i = 0; i < kConvertedIds + kScanPrefetchDistance; ++i) values[i] = i;
+  }
+};
+inline constexpr AllOffsets kAllOffsets;
+
+inline RowBlock RowBlock::OfAll() const { return {count, known, 0, first_segment, kAllOffsets.values, ids}; }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows grouped by segment.
 
@@ -440,6 +462,13 @@ class GroupedRows {
   int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
   int32_t End(int64_t i) const { return ends_[i]; }
   int32_t operator[](int32_t place) const { return rows_ == nullptr ? first_row_ + place : rows_[place]; }
+
+  // The rows at `count` positions from `place` on, with their segments' ids.
+  RowBlock From(int32_t place, int64_t count, const int32_t* ids) const {
+    const int64_t known = std::min<int64_t>(count + kPrefetchDistance, size_ - place);
+    if (rows_ == nullptr) return {count, known, first_row_ + place, 0, kAllOffsets.values, ids};
+    return {count, known, 0, 0, rows_.get() + place, ids};
+  }
 
  private:
   std::unique_ptr<int32_t[]> ends_;
@@ -513,37 +542,6 @@ JB_INLINE void ForEachGroupedRow(const GroupedRows& grouped, int32_t begin, int3
   }
 }
 
-// Reduces the rows of one block; returns false if allocation fails.
-template <typename Reduction, typename Rows>
-JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
-                                 const Rows all_rows, const Reduction reduction, int32_t* row_counts) {
-  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
-  CellMemory<Reduction> memory;
-  if (!memory.Allocate(width, reduction.ResultCells())) return false;
-  const auto rows = all_rows.At(problem, block.batch, block.feature_begin);
-  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) { rows.Prefetch(row, features, width); };
-  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
-    const int64_t group = segment - block.segment_begin, segment_index = block.batch * problem.segments + segment;
-    const int32_t begin = grouped.Begin(group), end = grouped.End(group), count = end - begin;
-    const int64_t first_cell = segment_index * features + block.feature_begin;
-    if constexpr (kWritesEmpty<Reduction>) {
-      if (count == 0) {
-        if (row_counts != nullptr && block.feature_begin == 0) row_counts[segment_index] = 0;
-        reduction.WriteEmpty(width, first_cell);
-        continue;
-      }
-    }
-    const CellsOf<Reduction> cells = memory.At(0, first_cell);
-    reduction.Start(width, cells);
-    ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
-      rows.Fold(reduction, row, features, width, cells);
-    });
-    if (row_counts != nullptr && block.feature_begin == 0) row_counts[segment_index] = count;
-    reduction.Write(width, first_cell, &count, cells);
-  }
-  return true;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows in order.
 
@@ -570,36 +568,6 @@ JB_INLINE void ForEachBlockOfIds(const Problem& problem, SegmentIds ids, int64_t
 struct SegmentRange {
   int64_t begin, end;
 };
-
-// Up to kConvertedIds rows of a batch element, in order. Row Row(i) belongs to segment first_segment + ids[i], or to
-// none if ids[i] is not in [0, segments). The first `known` ids may be read for prefetching: those of the block, and
-// the next ones as far as available.
-struct RowBlock {
-  int64_t count, known;
-  int64_t first_row, first_segment;
-  const int32_t* offsets;
-  const int32_t* ids;
-
-  JB_INLINE int64_t Row(int64_t i) const { return first_row + offsets[i]; }
-
-  // The same offsets and ids, with the rows stored from `row` on.
-  RowBlock From(int64_t row) const { return {count, known, row, first_segment, offsets, ids}; }
-  // The same ids for rows that are stored contiguously from 0 on.
-  RowBlock OfAll() const;
-};
-
-// The offsets 0, 1, 2, ... of a block without gaps. So loops are compiled once, at the cost of one load per row for
-// these blocks.
-struct AllOffsets {
-  int32_t values[kConvertedIds + kScanPrefetchDistance];
-
-  constexpr AllOffsets() : values() {
-    for (int32_t i = 0; i < kConvertedIds + kScanPrefetchDistance; ++i) values[i] = i;
-  }
-};
-inline constexpr AllOffsets kAllOffsets;
-
-inline RowBlock RowBlock::OfAll() const { return {count, known, 0, first_segment, kAllOffsets.values, ids}; }
 
 // Calls body(block) for blocks of up to `max_rows` rows that together are the rows [row_begin, row_end) of a batch
 // element; if `are_listed`, only the rows of `segments`.
@@ -699,32 +667,33 @@ struct FoldTarget {
   CellsOf<Reduction> cells;
   int32_t* row_counts;
   int64_t segment_begin;
-  uint64_t num_segments;  // all segments of the problem
-  int64_t features;
-  bool cells_are_far;
-  bool rows_are_far;  // for gathered rows
-  bool holds_runs;    // only for blocks of all rows
+  uint64_t num_segments;  // ids from this one on belong to no segment
+  int64_t features;       // to reduce
+  int64_t stride;         // features of a complete row
+  bool cells_are_far = false;
+  bool rows_are_far = false;  // gathered rows
+  bool holds_runs = false;    // only for blocks of all rows
+  bool are_grouped = false;   // the order of rows is arbitrary, so that complete rows are prefetched
 };
 
-// Calls fold(offset, segment - segment_begin) for the rows of a block that belong to a segment; offset_of(i) is the
-// offset of row i.
-template <typename Reduction, typename RowsOfElement, typename OffsetOf, typename Fold>
-JB_INLINE void ForEachMember(const RowBlock& block, const RowsOfElement& rows, const FoldTarget<Reduction>& target,
-                             int64_t width, const OffsetOf& offset_of, const Fold& fold) {
+// Calls fold(i, segment - segment_begin) for the rows of a block that belong to a segment, and prefetch(i) for rows
+// ahead if they are far.
+template <typename Reduction, typename Prefetch, typename Fold>
+JB_INLINE void ForEachMember(const RowBlock& block, const FoldTarget<Reduction>& target, int64_t width,
+                             const Prefetch& prefetch, const Fold& fold) {
   const int64_t first = block.first_segment - target.segment_begin;
-  const bool rows_are_far = !RowsOfElement::kAreInOrder && target.rows_are_far;
-  const bool looks_ahead = target.cells_are_far || rows_are_far;
+  const bool looks_ahead = target.cells_are_far || target.rows_are_far;
   for (int64_t i = 0; i < block.count; ++i) {
     const int64_t ahead = i + kScanPrefetchDistance;
     if (looks_ahead && ahead < block.known) {
       const int64_t coming = block.ids[ahead];
       if (static_cast<uint64_t>(coming) < target.num_segments) {
         if (target.cells_are_far) PrefetchCells<Reduction>(target.cells + (first + coming) * width, width);
-        if (rows_are_far) rows.PrefetchNarrow(offset_of(ahead), width);
+        if (target.rows_are_far) prefetch(ahead);
       }
     }
     const int64_t id = block.ids[i];
-    if (static_cast<uint64_t>(id) < target.num_segments) fold(offset_of(i), first + id);
+    if (static_cast<uint64_t>(id) < target.num_segments) fold(i, first + id);
   }
 }
 
@@ -736,33 +705,40 @@ JB_CPU_CLONES_OF_NARROW void FoldNarrow(const RowBlock block, const RowsOfElemen
   if (Reduction::kHoldsRuns && target.holds_runs && target.features == 1) {
     HeldCell<Reduction> held(target.cells, target.row_counts);
     ForEachMember(
-        block, rows, target, 1, [](int64_t i) __attribute__((always_inline)) { return static_cast<int32_t>(i); },
-        [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
+        block, target, 1,
+        [&](int64_t i) __attribute__((always_inline)) { rows.PrefetchNarrow(static_cast<int32_t>(i), 1); },
+        [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
           held.MoveTo(segment);
-          rows.Fold(reduction, offset, 1, 1, held.cells());
+          rows.Fold(reduction, static_cast<int32_t>(i), 1, 1, held.cells());
         });
     held.Release();
     return;
   }
   DispatchNarrow(target.features, [&](auto width) __attribute__((always_inline)) {
     ForEachMember(
-        block, rows, target, width, [&](int64_t i) __attribute__((always_inline)) { return block.offsets[i]; },
-        [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
-          rows.Fold(reduction, offset, width, width, target.cells + segment * width);
+        block, target, width,
+        [&](int64_t i) __attribute__((always_inline)) { rows.PrefetchNarrow(block.offsets[i], width); },
+        [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
+          rows.Fold(reduction, block.offsets[i], width, width, target.cells + segment * width);
           if (target.row_counts != nullptr) ++target.row_counts[segment];
         });
   });
 }
 
+// Folds a block of other rows.
 template <typename Reduction, typename RowsOfElement>
 JB_CPU_CLONES void FoldWide(const RowBlock block, const RowsOfElement all_rows, const Reduction reduction,
                             const FoldTarget<Reduction> target) {
-  const int64_t width = target.features;
-  const auto rows = all_rows.From(block.first_row, width);
+  const int64_t width = target.features, stride = target.stride;
+  const auto rows = all_rows.From(block.first_row, stride);
   ForEachMember(
-      block, rows, target, width, [&](int64_t i) __attribute__((always_inline)) { return block.offsets[i]; },
-      [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
-        rows.Fold(reduction, offset, width, width, target.cells + segment * width);
+      block, target, width,
+      [&](int64_t i) __attribute__((always_inline)) { rows.PrefetchNarrow(block.offsets[i], width); },
+      [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
+        if (target.are_grouped && i + kPrefetchDistance < block.known) {
+          rows.Prefetch(block.offsets[i + kPrefetchDistance], stride, width);
+        }
+        rows.Fold(reduction, block.offsets[i], stride, width, target.cells + segment * width);
         if (target.row_counts != nullptr) ++target.row_counts[segment];
       });
 }
@@ -790,8 +766,9 @@ FoldTarget<Reduction> StartCells(const Problem& problem, const Reduction& reduct
           segments.begin,
           static_cast<uint64_t>(problem.segments),
           features,
+          features,
           AreFar(num_segments * features, CellBytes<Reduction>()),
-          AreFar(problem.segments * features, CellBytes<Reduction>()),
+          /*rows_are_far=*/false,
           !are_listed};  // listed rows have few runs
 }
 
@@ -820,7 +797,8 @@ void FoldInOrder(const Problem& problem, SegmentIds ids, const Rows& all_rows, c
       for_each_block(kConvertedIds, [&](const RowBlock& block) { FoldWide(block, rows, reduction, target); });
     }
   } else {
-    const auto target = StartCells(problem, reduction, segments, are_listed, cells, row_counts);
+    auto target = StartCells(problem, reduction, segments, are_listed, cells, row_counts);
+    target.rows_are_far = !rows.kAreInOrder && AreFar(problem.segments * features, CellBytes<Reduction>());
     for_each_block(kConvertedIds, [&](const RowBlock& block) { FoldBlock(block, rows, reduction, target); });
   }
 }
@@ -835,6 +813,57 @@ template <typename Reduction>
 JB_CPU_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_t first_cell, const int32_t* counts,
                               CellsOf<Reduction> cells) {
   reduction.Write(count, first_cell, counts, cells);
+}
+
+// The number of segments whose cells stay in the L1 cache.
+template <typename Reduction>
+int64_t SegmentsAtOnce(const Problem& problem) {
+  return std::clamp<int64_t>(kBytesAtOnce / (std::max<int64_t>(problem.features, 1) * CellBytes<Reduction>()), 1,
+                             problem.segments);
+}
+
+// Reduces the rows of one block, a few segments at a time, so that their cells stay in the L1 cache. Returns false if
+// allocation fails.
+template <typename Reduction, typename Rows>
+bool ReduceGrouped(const Problem& problem, const Block& block, const GroupedRows& grouped, const Rows& all_rows,
+                   const Reduction& reduction, int32_t* row_counts) {
+  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
+  // The results of a part of the features are not contiguous beyond one segment.
+  const int64_t max_segments = width < features ? 1 : SegmentsAtOnce<Reduction>(problem);
+  CellMemory<Reduction> memory;
+  const auto counts = Allocate<int32_t>(max_segments);
+  if (counts == nullptr || !memory.Allocate(max_segments * width, reduction.ResultCells())) return false;
+  const auto rows = all_rows.At(problem, block.batch, block.feature_begin);
+  int32_t ids[kConvertedIds];
+  for (int64_t begin = block.segment_begin, end; begin < block.segment_end; begin = end) {
+    end = std::min(begin + max_segments, block.segment_end);
+    const int64_t first_segment = block.batch * problem.segments + begin, num_segments = end - begin;
+    const int64_t first_cell = first_segment * features + block.feature_begin;
+    const CellsOf<Reduction> cells = memory.At(0, first_cell);
+    FoldTarget<Reduction> target{cells, nullptr, 0, static_cast<uint64_t>(num_segments), width, features};
+    target.are_grouped = true;
+    reduction.Start(num_segments * width, cells);
+    int64_t pending = 0;
+    const auto fold = [&](int32_t place) {
+      if (pending > 0) FoldWide(grouped.From(place - pending, pending, ids), rows, reduction, target);
+      pending = 0;
+    };
+    for (int64_t segment = begin; segment < end; ++segment) {
+      const int64_t group = segment - block.segment_begin;
+      const int32_t last = grouped.End(group);
+      counts[segment - begin] = last - grouped.Begin(group);
+      for (int32_t place = grouped.Begin(group); place < last; ++place) {
+        ids[pending++] = static_cast<int32_t>(segment - begin);
+        if (pending == kConvertedIds) fold(place + 1);
+      }
+    }
+    fold(grouped.End(end - 1 - block.segment_begin));
+    if (row_counts != nullptr && block.feature_begin == 0) {
+      std::copy_n(counts.get(), num_segments, row_counts + first_segment);
+    }
+    WriteCells(reduction, num_segments * width, first_cell, counts.get(), cells);
+  }
+  return true;
 }
 
 inline int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes) {
@@ -952,8 +981,7 @@ bool ReduceParts(ffi::ThreadPool& pool, const Problem& problem, const Reduction&
 template <typename Reduction>
 bool ReduceSorted(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, const Reduction& reduction,
                   int64_t parts, int32_t* row_counts, FoldRows<Reduction> fold) {
-  const int64_t block_segments = std::clamp<int64_t>(
-      kSortedBlockBytes / (std::max<int64_t>(problem.features, 1) * CellBytes<Reduction>()), 1, problem.segments);
+  const int64_t block_segments = SegmentsAtOnce<Reduction>(problem);
   const auto reduce = [&](int64_t batch, int64_t part, const auto& reduce_segments) {
     const int64_t first_id = problem.IdIndex(batch, 0);
     // Parts have equal numbers of rows, rounded up to complete segments.

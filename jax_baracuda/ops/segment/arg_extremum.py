@@ -15,7 +15,14 @@ from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_g
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
-from jax_baracuda.ops.segment.arguments import Mode, OutSharding, SegmentCall, canonicalize
+from jax_baracuda.ops.segment.arguments import (
+    Mode,
+    OutSharding,
+    SegmentCall,
+    canonical_segments,
+    canonicalize,
+    with_wide_integers,
+)
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
 from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, Params, first_result, reduction_op
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
@@ -71,9 +78,8 @@ def segment_argmax(
        [3 3]
        [2 2]]
     """
-    name = "segment_argmax"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
-    return _arg_extremum(name, call, plan, minimum=False)
+    segments = canonical_segments("segment_argmax", segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _arg_extremum(canonicalize(segments, data, out_sharding), minimum=False)
 
 
 @selectable
@@ -101,14 +107,14 @@ def segment_argmin(
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    name = "segment_argmin"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
-    return _arg_extremum(name, call, plan, minimum=True)
+    segments = canonical_segments("segment_argmin", segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _arg_extremum(canonicalize(segments, data, out_sharding), minimum=True)
 
 
-def _arg_extremum(name: str, call: SegmentCall, plan: SegmentPlan | None, minimum: bool) -> Array:
-    check_numbered(name, "rows", call.segment_ids.shape[0])
-    call = call.with_data(jax.lax.stop_gradient(call.data)).with_wide_integers().in_order()
+def _arg_extremum(call: SegmentCall, minimum: bool) -> Array:
+    check_numbered(call.name, "rows", call.ids.shape[0])
+    plan = call.plan
+    call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).in_order()
     rows = call.reduce(first_result(SEGMENT_ARG_EXTREMUM), call.params(ArgParams, minimum=minimum))
     if plan is None:
         return rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -9,12 +11,11 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode
-from jax_baracuda.ops.segment.cells import in_order
+from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
-from jax_baracuda.ops.segment.edges import GatherParams, as_rows, canonicalize_edges
-from jax_baracuda.ops.segment.gather_sum import gathered_sum, reduce_weighted
-from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.gather_sum import check_weights, gathered_sum, reduce_weighted
+from jax_baracuda.ops.segment.ids import index_dtype
+from jax_baracuda.ops.segment.plan import SegmentPlan, in_order, put_back
 from jax_baracuda.ops.segment.softmax import segment_softmax
 
 
@@ -72,28 +73,25 @@ def segment_attention(
        [2. 3.]]
     """
     name = "segment_attention"
-    logits, data = as_array(name, "logits", logits), as_rows(name, data)
+    logits = as_array(name, "logits", logits)
     if logits.ndim == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must be [E, ...] with a floating dtype, got {logits.shape} of {logits.dtype}")
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    num_edges = edges.segment_ids.shape[0]
-    if logits.shape[0] != num_edges or logits.shape[1:] != data.shape[1 : logits.ndim]:
-        raise ValueError(
-            f"{name}: logits must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
-            f"logits.shape = {logits.shape} for {num_edges} edges and data.shape = {data.shape}"
-        )
-    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
-    if plan is None:
-        weights = segment_softmax(
-            logits,
-            edges.segment_ids,
-            edges.num_segments,
-            indices_are_sorted=params.indices_are_sorted,
-            deterministic=params.deterministic,
-        )
-    else:
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    check_weights(name, "logits", logits, call)
+    params = call.params(GatherParams, indices_are_sorted, deterministic)
+    flags = {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
+    if plan is not None:
         # Sorted once: the sum then reads the weights, and its gradient writes theirs, in the order of the plan.
-        ordered = in_order(logits, plan.edge_order)
-        weights = segment_softmax(ordered, plan.segment_ids, plan.num_segments, indices_are_sorted=True)
-        edges = edges.in_order()
-    return reduce_weighted(gathered_sum, params, data, weights, edges)
+        logits = in_order(logits, plan.edge_order)
+        call = _numbered_in_order(call)
+    weights = segment_softmax(logits, call.edges["segment_ids"], call.num_segments, **flags)
+    return reduce_weighted(gathered_sum, call, params, weights)
+
+
+def _numbered_in_order(call: EdgeCall) -> EdgeCall:
+    """The call with its edges renumbered in the order of their plan."""
+    edges = dict(call.edges)
+    order = edges.pop("edge_order")
+    places = put_back(jnp.arange(order.shape[0], dtype=index_dtype(order.shape[0])), order)
+    edges["transposed_order"] = in_order(places, edges["transposed_order"])
+    return dataclasses.replace(call, edges=edges)

@@ -31,6 +31,7 @@ from jax_baracuda._core.dispatch import (
     mostly_empty_segments,
     on_cpu,
     on_gpu,
+    param,
     uncontended,
     unordered,
     unsorted,
@@ -43,15 +44,17 @@ from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
     SegmentCall,
+    Segments,
     TieBreak,
+    canonical_cotangent,
+    canonical_segments,
     canonicalize,
-    canonicalize_backward,
+    canonicalize_primal,
 )
 from jax_baracuda.ops.segment.cells import (
     equal_numbers,
     gather_segments,
     has_ordered_bits,
-    put_back,
     row_numbers,
     xla_max,
     xla_min,
@@ -73,16 +76,17 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
+    fit_no_vectors,
     gather_rows,
     limit_of_edges,
     replicated_dims,
     replicated_dims_of_cells,
+    sorted_edges,
+    with_longer_rows,
 )
 from jax_baracuda.ops.segment.graphs import graph_axes, merged, numbered_through, op_of_graphs, whole_batch
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
-from jax_baracuda.ops.segment.order import sorted_by_segment
-from jax_baracuda.ops.segment.padding import features_to_add, with_features
-from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.plan import SegmentPlan, put_back, sorted_by_segment
 from jax_baracuda.ops.segment.shards import (
     index_of_first_row,
     merge_over_shards,
@@ -169,10 +173,8 @@ def segment_max(
        [-inf -inf]
        [  5.   6.]]
     """
-    name = "segment_max"
-    options = {"bucket_size": bucket_size, "plan": plan}
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
-    return _reduce(name, call, tie_break, minimum=False)
+    segments = canonical_segments("segment_max", segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _reduce(canonicalize(segments, data, out_sharding, bucket_size), tie_break, minimum=False)
 
 
 @selectable
@@ -203,10 +205,8 @@ def segment_min(
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    name = "segment_min"
-    options = {"bucket_size": bucket_size, "plan": plan}
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
-    return _reduce(name, call, tie_break, minimum=True)
+    segments = canonical_segments("segment_min", segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _reduce(canonicalize(segments, data, out_sharding, bucket_size), tie_break, minimum=True)
 
 
 @selectable
@@ -253,8 +253,8 @@ def segment_max_backward(
       [10.  0.  0. 20.]
     """
     name = "segment_max_backward"
-    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode, plan)
-    return _backward(name, call, d_output, tie_break, minimum=False)
+    d_output, segments = canonical_cotangent(name, d_output, segment_ids, indices_are_sorted, mode, plan)
+    return _backward(segments, data, d_output, tie_break, minimum=False)
 
 
 @selectable
@@ -279,8 +279,8 @@ def segment_min_backward(
     implementation: Implementation | None = None,
 ) -> Array:
     name = "segment_min_backward"
-    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode, plan)
-    return _backward(name, call, d_output, tie_break, minimum=True)
+    d_output, segments = canonical_cotangent(name, d_output, segment_ids, indices_are_sorted, mode, plan)
+    return _backward(segments, data, d_output, tie_break, minimum=True)
 
 
 @selectable
@@ -314,24 +314,25 @@ def unsorted_segment_max_backward(
       >>> print(jb.unsorted_segment_max_backward(jnp.array([10.0, 20.0]), data, segment_ids))
       [10. 20.  0.  0.]
     """
-    return segment_max_backward(d_output, data, segment_ids, tie_break="first")
+    d_output, segments = canonical_cotangent("unsorted_segment_max_backward", d_output, segment_ids, False, None, None)
+    return _backward(segments, data, d_output, "first", minimum=False)
 
 
-def _reduce(name: str, call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
-    if call.bucket_size is not None and call.segment_ids.shape[0] == 0:
-        raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
+def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
+    if call.bucket_size is not None and call.ids.shape[0] == 0:
+        raise ValueError(f"{call.name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
     call = call.in_order(unless=FLOATING_DTYPES)
-    params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break), minimum=minimum)
+    params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
     over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(minimum, cells)
     return call.reduce(_segment_min if minimum else _segment_max, params, over_buckets)
 
 
-def _backward(name: str, call: SegmentCall, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
+def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
+    call = canonicalize_primal(segments, data, d_output)
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
-    params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break), minimum=minimum)
-    return call.gradient(_segment_min if minimum else _segment_max, params, d_output)
+    return call.gradient(functools.partial(_reduce, tie_break=tie_break, minimum=minimum), d_output)
 
 
 def first_gets_all(name: str, tie_break: str) -> bool:
@@ -991,72 +992,46 @@ def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
     return operands | {"data": _GATHERED, "output": CELLS} if shares_ties else operands
 
 
-def _with_longer_rows(
-    kernel: ShardKernel, data: Any, num_edges: int, num_segments: int, rows: Sequence[int] = (0,)
-) -> Callable[..., Sequence[Array]] | None:
-    added = features_to_add(data, num_edges, num_segments)
-    return with_features(kernel, added, rows=rows) if added else None
+def _reduce_sorted(
+    data: Array, gather_ids: Array, segment_ids: Array, *, num_segments: int, **params: Any
+) -> Sequence[Array]:
+    *edges, _ = sorted_edges(gather_ids, segment_ids, (), num_segments)
+    params |= {"num_segments": num_segments, "indices_are_sorted": True}
+    return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, **params)
 
 
-def _reduction_on_gpu(
-    data: Any, gather_ids: Any, segment_ids: Any, *, indices_are_sorted: bool, num_segments: int, **params: Any
-) -> Callable[..., Sequence[Array]] | None:
-    kernel = functools.partial(
-        GATHER_SEGMENT_EXTREMUM.kernel, num_segments=num_segments, indices_are_sorted=True, **params
-    )
-
-    def program(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
-        order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
-        return kernel(data, gather_ids[order], sorted_ids)
-
-    if not indices_are_sorted:
-        return program
-    return _with_longer_rows(kernel, data, gather_ids.shape[0], num_segments)
+def _reduce_sorted_with_winner(
+    data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, num_segments: int, **params: Any
+) -> Sequence[Array]:
+    edges = sorted_edges(gather_ids, segment_ids, edge_order, num_segments)
+    params |= {"num_segments": num_segments, "indices_are_sorted": True, "has_edge_order": True}
+    return GATHER_SEGMENT_EXTREMUM_WITH_WINNER.kernel(data, *edges, **params)
 
 
-def _with_winner_on_gpu(
-    data: Any,
-    gather_ids: Any,
-    *_: Any,
-    indices_are_sorted: bool,
-    has_edge_order: bool,
-    num_segments: int,
+def _backward_of_sorted(
+    d_winner: Array,
+    winner: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *data_and_output: Array,
+    num_rows: int,
     **params: Any,
-) -> Callable[..., Sequence[Array]] | None:
-    kernel = functools.partial(
-        GATHER_SEGMENT_EXTREMUM_WITH_WINNER.kernel, num_segments=num_segments, indices_are_sorted=True, **params
-    )
-
-    def program(data: Array, gather_ids: Array, segment_ids: Array, *numbers: Array) -> Sequence[Array]:
-        order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
-        edges = gather_ids[order], sorted_ids, numbers[0][order] if has_edge_order else order
-        return kernel(data, *edges, has_edge_order=True)
-
-    if not indices_are_sorted:
-        return program
-    kernel_of_sorted = functools.partial(kernel, has_edge_order=has_edge_order)
-    return _with_longer_rows(kernel_of_sorted, data, gather_ids.shape[0], num_segments)
+) -> Sequence[Array]:
+    order, sorted_rows = sorted_by_segment(gather_ids, num_rows)
+    numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
+    edges = gather_ids, segment_ids, numbers, order, segment_ids[order], sorted_rows
+    params |= {"num_rows": num_rows, "has_plan": True}
+    return GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel(d_winner, winner, *edges, *data_and_output, **params)
 
 
-def _backward_on_gpu(
-    d_winner: Any, winner: Any, gather_ids: Any, *_: Any, has_plan: bool, num_rows: int, **params: Any
-) -> Callable[..., Sequence[Array]] | None:
-    kernel = functools.partial(GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel, num_rows=num_rows, has_plan=True, **params)
-
-    def program(
-        d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
-    ) -> Sequence[Array]:
-        order, sorted_rows = sorted_by_segment(gather_ids, num_rows)
-        numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
-        edges = gather_ids, segment_ids, numbers, order, segment_ids[order], sorted_rows
-        return kernel(d_winner, winner, *edges, *data_and_output)
-
-    if not has_plan:
-        return program
+def _backward_of_longer_rows(*operands: Array, **params: Any) -> Sequence[Array]:
     names = list(operands_of_backward(has_plan=True, shares_ties=True))
-    rows = [names.index(name) for name in ("d_winner", "winner", "data", "output")]
-    return _with_longer_rows(kernel, d_winner, gather_ids.shape[0], num_rows, rows)
+    padded = [names.index(name) for name in ("d_winner", "winner", "data", "output")]
+    return with_longer_rows(GATHER_SEGMENT_EXTREMUM_BACKWARD, operands, padded, **params)
 
+
+_UNSORTED_EDGES = on_gpu("the kernel takes sorted edges only", unsorted)
+_UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
 
 # H100, time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (48 and 24 loops). Two cores: gradients of single
 # features 0.33.
@@ -1087,7 +1062,10 @@ GATHER_SEGMENT_EXTREMUM = Op(
     results=_EXTREMA,
     reference=_reference_of_edges,
     xla_rules=_RULES_OF_EDGES,
-    program_on_gpu=_reduction_on_gpu,
+    programs={
+        _UNSORTED_EDGES: _reduce_sorted,
+        _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(GATHER_SEGMENT_EXTREMUM, operands, **params),
+    },
     attributes=("indices_are_sorted",),
     replicated_dims=("gathered",),
     shard_program=_of_split_edges(functools.partial(_shard_reduce, "edge"), results=_EXTREMA),
@@ -1102,7 +1080,12 @@ GATHER_SEGMENT_EXTREMUM_WITH_WINNER = Op(
     result_dtypes=lambda data, gather_ids, *_: [data.dtype, index_dtype(gather_ids.shape[0])],
     reference=_reference_of_edges_with_winner,
     xla_rules=_RULES_OF_EDGES,
-    program_on_gpu=_with_winner_on_gpu,
+    programs={
+        _UNSORTED_EDGES: _reduce_sorted_with_winner,
+        _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(
+            GATHER_SEGMENT_EXTREMUM_WITH_WINNER, operands, **params
+        ),
+    },
     attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
     replicated_dims=replicated_dims_of_cells,
     shard_program=_of_split_edges(functools.partial(_shard_with_winner, "edge"), results=_EXTREMA_AND_WINNERS),
@@ -1118,7 +1101,10 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     sizes=lambda *, num_rows: {"gathered": num_rows},
     reference=_reference_backward_of_edges,
     xla_rules=_RULES_OF_EDGES_BACKWARD,
-    program_on_gpu=_backward_on_gpu,
+    programs={
+        on_gpu("the kernel takes sorted edges only", param("has_plan", False)): _backward_of_sorted,
+        _UNALIGNED_ROWS: _backward_of_longer_rows,
+    },
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     attributes=("has_plan", "shares_ties"),

@@ -18,9 +18,9 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode, TieBreak
+from jax_baracuda.ops.segment.arguments import GatherParams, Mode, TieBreak, canonicalize_edges
 from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
-from jax_baracuda.ops.segment.edges import GatherParams, as_gather_ids, as_rows, canonicalize_edges
+from jax_baracuda.ops.segment.edges import as_gather_ids
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
@@ -93,11 +93,10 @@ def gather_segment_max(
        [3. 4.]]
     """
     name = "gather_segment_max"
-    data = as_rows(name, data)
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     options = {"first_wins": first_gets_all(name, tie_break), "minimum": False}
-    params = edges.params(GatherExtremumParams, data, indices_are_sorted, deterministic, **options)
-    return _gather_segment_max(params, data=data, **edges.arrays())
+    params = call.params(GatherExtremumParams, indices_are_sorted, deterministic, **options)
+    return _gather_segment_max(params, data=call.data, **call.edges)
 
 
 @selectable
@@ -127,11 +126,10 @@ def gather_segment_min(
     implementation: Implementation | None = None,
 ) -> Array:
     name = "gather_segment_min"
-    data = as_rows(name, data)
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     options = {"first_wins": first_gets_all(name, tie_break), "minimum": True}
-    params = edges.params(GatherExtremumParams, data, indices_are_sorted, deterministic, **options)
-    return _gather_segment_min(params, data=data, **edges.arrays())
+    params = call.params(GatherExtremumParams, indices_are_sorted, deterministic, **options)
+    return _gather_segment_min(params, data=call.data, **call.edges)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

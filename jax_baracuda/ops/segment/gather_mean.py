@@ -12,9 +12,8 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode
+from jax_baracuda.ops.segment.arguments import GatherParams, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
-from jax_baracuda.ops.segment.edges import GatherParams, as_rows, canonicalize_edges
 from jax_baracuda.ops.segment.gather_sum import gradient_of_sum, keeps_data, reduce_edges, sum_gathered
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
@@ -66,10 +65,9 @@ def gather_segment_mean(
        [2. 3.]]
     """
     name = "gather_segment_mean"
-    data = as_rows(name, data)
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
-    return reduce_edges(name, _gather_segment_mean, params, data, weights, edges)
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    params = call.params(GatherParams, indices_are_sorted, deterministic)
+    return reduce_edges(name, _gather_segment_mean, call, params, weights)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

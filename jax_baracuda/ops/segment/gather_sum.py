@@ -20,21 +20,14 @@ from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, unor
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode
+from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
-from jax_baracuda.ops.segment.edges import (
-    Edges,
-    GatherParams,
-    as_gather_ids,
-    as_rows,
-    canonicalize_edges,
-    gather_rows,
-    replicated_dims,
-)
+from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
+from jax_baracuda.ops.segment.graphs import sum_over_graphs
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, sum_edges, sum_over_split_dim
+from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS, sum_over_split_dim
 
 
 @selectable
@@ -83,41 +76,43 @@ def gather_segment_sum(
        [4. 6.]]
     """
     name = "gather_segment_sum"
-    data = as_rows(name, data)
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
-    return reduce_edges(name, gathered_sum, params, data, weights, edges)
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    return reduce_edges(name, gathered_sum, call, call.params(GatherParams, indices_are_sorted, deterministic), weights)
 
 
 def reduce_edges(
-    name: str, rules: BatchedVjp, params: GatherParams, data: Array, weights: ArrayLike | None, edges: Edges
+    name: str, rules: BatchedVjp, call: EdgeCall, params: GatherParams, weights: ArrayLike | None
 ) -> Array:
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
-        return rules(params, data=data, **edges.arrays())
+        return rules(params, data=call.data, **call.edges)
     weights = as_array(name, "weights", weights)
-    dims, num_edges = weights.shape[1:], edges.segment_ids.shape[0]
-    if weights.ndim == 0 or weights.shape[0] != num_edges or data.shape[1 : weights.ndim] != dims:
+    check_weights(name, "weights", weights, call)
+    return reduce_weighted(rules, call, params, weights)
+
+
+def check_weights(name: str, argument: str, weights: Array, call: EdgeCall) -> None:
+    data, num_edges = call.data, call.edges["segment_ids"].shape[0]
+    if weights.ndim == 0 or weights.shape != (num_edges, *data.shape[1 : weights.ndim]):
         raise ValueError(
-            f"{name}: weights must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
-            f"weights.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
+            f"{name}: {argument} must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
+            f"{argument}.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
-    return reduce_weighted(rules, params, data, weights, edges)
 
 
-def reduce_weighted(rules: BatchedVjp, params: GatherParams, data: Array, weights: Array, edges: Edges) -> Array:
+def reduce_weighted(rules: BatchedVjp, call: EdgeCall, params: GatherParams, weights: Array) -> Array:
     """Applies a reduction to the gathered rows times their weights ``[E, *dims]``."""
     num_edges, heads = weights.shape[0], math.prod(weights.shape[1:])
-    weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, data))
+    weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, call.data))
     data = with_whole_dims(data, range(weights.ndim, data.ndim))
     features = math.prod(data.shape[weights.ndim :])
     output = rules(
         params,
         data=data.reshape(data.shape[0], heads, features),
         weights=weights.astype(data.dtype).reshape(num_edges, heads),
-        **edges.arrays(),
+        **call.edges,
     )
-    return output.reshape(edges.num_segments, *data.shape[1:])
+    return output.reshape(call.num_segments, *data.shape[1:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -201,29 +196,21 @@ GATHER_SEGMENT_DOT = Op(
 # Derivative rule.
 
 
-def sum_gathered(
-    params: GatherParams,
-    *,
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    weights: Array | None = None,
-    edge_order: Array | None = None,
-    is_wide: bool = False,
-    **_: Array,
-) -> Array:
+def _sum(operands: Mapping[str, Array | None], num_graph_dims: int = 0, is_wide: bool = False, **params: Any) -> Array:
+    """The sums of one graph or, with `num_graph_dims`, of a batch of graphs. None: operands that the call has not."""
+    given = {name: x for name, x in operands.items() if x is not None}
+    if "weights" not in given:
+        given.pop("edge_order", None)  # the kernel uses it only to find weights
+    flags = {"has_weights": "weights" in given, "has_edge_order": "edge_order" in given, "is_wide": is_wide}
+    ops = GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS
+    return sum_over_graphs(*ops, num_graph_dims, given, **flags, **params)
+
+
+def sum_gathered(params: GatherParams, *, is_wide: bool = False, **arrays: Array) -> Array:
     """The sums. `is_wide`: unrounded, in the accumulation dtype."""
-    return sum_edges(
-        data,
-        gather_ids,
-        segment_ids,
-        weights,
-        edge_order,
-        num_segments=params.num_segments,
-        indices_are_sorted=params.indices_are_sorted,
-        deterministic=params.deterministic,
-        is_wide=is_wide,
-    )
+    names = ("data", "gather_ids", "segment_ids", "weights", "edge_order")
+    flags = {name: getattr(params, name) for name in ("num_segments", "indices_are_sorted", "deterministic")}
+    return _sum({name: arrays.get(name) for name in names}, is_wide=is_wide, clips_gather_ids=True, **flags)
 
 
 def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
@@ -234,20 +221,20 @@ def gradient_of_sum(
     params: GatherParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
 ) -> dict[str, Array]:
     """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
-    edges = dict(residuals)
-    data, weights, edge_order = (edges.pop(name, None) for name in ("data", "weights", "edge_order"))
-    gather_ids, segment_ids = edges.pop("gather_ids"), edges.pop("segment_ids")
-    has_plan = bool(edges)
-    if has_plan:
-        transposed = edges["transposed_gather_ids"], edges["transposed_segment_ids"]
-    else:
-        transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
-    d_data = sum_edges(
-        d_output,
-        *transposed,
-        weights,
-        edges.get("transposed_order"),
-        num_graph_dims=num_joined,
+    gather_ids, segment_ids, weights = (residuals.get(name) for name in ("gather_ids", "segment_ids", "weights"))
+    has_plan = "transposed_order" in residuals
+    transposed = {
+        "data": d_output,
+        "gather_ids": residuals["transposed_gather_ids"]
+        if has_plan
+        else as_gather_ids(segment_ids, params.num_segments),
+        "segment_ids": residuals["transposed_segment_ids"] if has_plan else gather_ids,
+        "weights": weights,
+        "edge_order": residuals.get("transposed_order"),
+    }
+    d_data = _sum(
+        transposed,
+        num_joined,
         num_segments=params.num_rows,
         indices_are_sorted=has_plan and num_joined == 0,  # plans of different batch elements cannot be merged
         deterministic=params.deterministic,
@@ -255,14 +242,13 @@ def gradient_of_sum(
     )
     if weights is None:
         return {"data": d_data}
-    orders = () if edge_order is None else (edge_order,)
+    data = residuals["data"]
+    arrays = [d_output, gather_ids, segment_ids, *(residuals[x] for x in ("edge_order",) if x in residuals)]
 
-    def gradient_of_weights(*arrays: Array) -> Array:
-        d_output, *edges = arrays
-        flags = {"is_wide": False, "has_edge_order": bool(orders), "deterministic": params.deterministic}
+    def gradient_of_weights(d_output: Array, *edges: Array) -> Array:
+        flags = {"is_wide": False, "has_edge_order": len(edges) == 3, "deterministic": params.deterministic}
         return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
 
-    arrays = d_output, gather_ids, segment_ids, *orders
     return {"data": d_data, "weights": map_over_batch(gradient_of_weights, mapped_dims(arrays, num_joined), *arrays)}
 
 

@@ -19,9 +19,10 @@ from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
+    as_inexact,
+    canonical_cotangent,
+    canonical_segments,
     canonicalize,
-    canonicalize_without_data,
-    shaped_as_ids,
 )
 from jax_baracuda.ops.segment.cells import gather_or_zeros, over_counts, xla_sum
 from jax_baracuda.ops.segment.definitions import (
@@ -43,7 +44,7 @@ from jax_baracuda.ops.segment.sum import (
     SUM_RULES,
     count_rows,
     gradient_params,
-    sum_edges,
+    sum_in_order,
     sum_over_shards,
     sum_params,
 )
@@ -93,9 +94,10 @@ def segment_mean(
        [5. 6.]]
     """
     name = "segment_mean"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
-    check_numbered(name, "rows", call.segment_ids.shape[0])
-    call = call.with_inexact_data().in_order(unless=FLOATING_DTYPES)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    check_numbered(name, "rows", segments.ids.shape[0])
+    call = canonicalize(segments, data, out_sharding)
+    call = call.with_data(as_inexact(call.data)).in_order(unless=FLOATING_DTYPES)
     return call.reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
 
 
@@ -135,12 +137,12 @@ def segment_mean_backward(
       [ 5.  5. 20.  0.]
     """
     name = "segment_mean_backward"
-    d_output, ids, ids_shape = canonicalize_without_data(name, d_output, segment_ids, mode, plan)
-    check_numbered(name, "rows", ids.shape[0])
-    counted_ids = ids if plan is None else plan.segment_ids
+    d_output, segments = canonical_cotangent(name, d_output, segment_ids, False, mode, plan)
+    check_numbered(name, "rows", segments.ids.shape[0])
+    counted_ids = segments.ids if plan is None else plan.segment_ids
     count = count_rows(counted_ids, d_output.shape[0], indices_are_sorted=plan is not None)
-    [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count, ids)
-    return shaped_as_ids(d_rows, ids_shape)
+    [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count, segments.ids)
+    return segments.shaped_as_ids(d_rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -237,8 +239,8 @@ def _mean_rows(
     """The means, added in the order of the plan if there is one, and the numbers of rows."""
     if order is None:
         return SEGMENT_MEAN(data, segment_ids, **vars(params))
-    sizes = {"num_segments": params.num_segments, "indices_are_sorted": True}
-    total, count = sum_edges(data, order, sorted_ids, is_wide=True, **sizes), count_rows(sorted_ids, **sizes)
+    total = sum_in_order(data, order, sorted_ids, params.num_segments, is_wide=True)
+    count = count_rows(sorted_ids, params.num_segments, indices_are_sorted=True)
     return divided_by_counts(total, count).astype(data.dtype), count
 
 

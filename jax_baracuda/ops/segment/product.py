@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import with_named
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.op import Op
@@ -24,8 +24,11 @@ from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
+    SegmentCall,
+    canonical_cotangent,
+    canonical_segments,
     canonicalize,
-    canonicalize_backward,
+    canonicalize_primal,
     reduce_numbers,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_min, xla_prod
@@ -103,13 +106,16 @@ def segment_prod(
       [0. 6. 0.]
     """
     name = "segment_prod"
-    options = {"bucket_size": bucket_size, "plan": plan}
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _reduce(canonicalize(segments, data, out_sharding, bucket_size))
+
+
+def _reduce(call: SegmentCall) -> Array:
     if jnp.issubdtype(call.data.dtype, jnp.inexact):
-        check_numbered(name, "rows", call.segment_ids.shape[0])
+        check_numbered(call.name, "rows", call.ids.shape[0])
     call = call.in_order()
     params = call.params(Params)
-    return reduce_numbers(name, call, _segment_prod, params, functools.partial(_over_buckets, params))
+    return reduce_numbers(call, _segment_prod, params, functools.partial(_over_buckets, params))
 
 
 def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
@@ -161,14 +167,9 @@ def segment_prod_backward(
       [ 4.  2. 30.  0.]
     """
     name = "segment_prod_backward"
-    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode, plan)
-    check_numbered(name, "rows", call.segment_ids.shape[0])
-    with both_modes():  # a gradient has derivatives of either mode
-        ordered = call.in_order()
-        d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
-        if plan is None:
-            return d_data
-        return call.cotangent_of_data(call.data, call.in_own_order(d_data))
+    d_output, segments = canonical_cotangent(name, d_output, segment_ids, indices_are_sorted, mode, plan)
+    call = canonicalize_primal(segments, data, d_output)
+    return call.gradient(_reduce, d_output)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

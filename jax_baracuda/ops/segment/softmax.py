@@ -19,6 +19,7 @@ from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
+    canonical_segments,
     canonicalize,
     check_like,
 )
@@ -34,7 +35,7 @@ from jax_baracuda.ops.segment.definitions import (
 )
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
-from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.plan import SegmentPlan, put_back
 from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, sum_over_shards
 
@@ -83,13 +84,17 @@ def segment_softmax(
       [0.5 0.5 1. ]
     """
     name = "segment_softmax"
-    options = {"data_name": "logits", "plan": plan}
-    call = canonicalize(name, logits, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    call = canonicalize(segments, logits, out_sharding, data_name="logits")
     if not jnp.issubdtype(call.data.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must have a real floating dtype, got {call.data.dtype}")
     ordered = call.in_order()
-    probabilities = ordered.map_rows(_segment_softmax, ordered.params(SumParams, deterministic=bool(deterministic)))
-    return probabilities if plan is None else call.in_own_order(probabilities)
+
+    def softmax(params: SumParams, **arrays: Array) -> Array:
+        return segments.shaped_as_ids(_segment_softmax(params, **arrays))
+
+    probabilities = ordered.reduce(softmax, ordered.params(SumParams, deterministic=bool(deterministic)))
+    return probabilities if plan is None else put_back(probabilities, plan.edge_order)
 
 
 @selectable
@@ -134,8 +139,8 @@ def segment_softmax_backward(
     """
     name = "segment_softmax_backward"
     d_output = as_array(name, "d_output", d_output)
-    options = {"data_name": "probabilities", "plan": plan}
-    call = canonicalize(name, probabilities, segment_ids, num_segments, indices_are_sorted, mode, None, **options)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    call = canonicalize(segments, probabilities, data_name="probabilities")
     shape = (*call.ids_shape, *call.data.shape[1:])
     check_like(name, "d_output", d_output, "probabilities", call.data, shape)
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
@@ -143,8 +148,8 @@ def segment_softmax_backward(
         ordered = call.in_order()
         params = ordered.params(SumParams, deterministic=bool(deterministic))
         rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).in_order()))
-        [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.segment_ids, **vars(params))
-        return call.in_own_order(d_rows)
+        [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **vars(params))
+        return segments.shaped_as_ids(d_rows if plan is None else put_back(d_rows, plan.edge_order))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
