@@ -17,8 +17,7 @@ from jax_baracuda.ops.segment.extremum import (
     unsorted_segment_max_backward,
 )
 from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
-from jax_baracuda.ops.segment.gather_mean import gather_segment_mean
-from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
+from jax_baracuda.ops.segment.gather_sum import gather_segment_mean, gather_segment_sum
 from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
 from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward

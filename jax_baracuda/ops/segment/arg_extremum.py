@@ -24,7 +24,15 @@ from jax_baracuda.ops.segment.arguments import (
     with_wide_integers,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
-from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, Params, first_result, reduction_op
+from jax_baracuda.ops.segment.definitions import (
+    CELLS,
+    WIDE_DTYPES,
+    Params,
+    first_result,
+    index_of_first_row,
+    reduction_op,
+    row_axes_of,
+)
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extremum import (
     extrema_of_segments,
@@ -35,7 +43,6 @@ from jax_baracuda.ops.segment.extremum import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 
 
 @selectable

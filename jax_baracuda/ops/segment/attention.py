@@ -11,9 +11,9 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
-from jax_baracuda.ops.segment.gather_sum import check_weights, gathered_sum, reduce_weighted
+from jax_baracuda.ops.segment.gather_sum import GatherSumParams, check_weights, gathered_sum, reduce_weighted
 from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, in_order, put_back
 from jax_baracuda.ops.segment.softmax import segment_softmax
@@ -78,7 +78,7 @@ def segment_attention(
         raise TypeError(f"{name}: logits must be [E, ...] with a floating dtype, got {logits.shape} of {logits.dtype}")
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     check_weights(name, "logits", logits, call)
-    params = call.params(GatherParams, indices_are_sorted, deterministic)
+    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=False)
     flags = {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
     if plan is not None:
         # Sorted once: the sum then reads the weights, and its gradient writes theirs, in the order of the plan.

@@ -68,9 +68,13 @@ from jax_baracuda.ops.segment.definitions import (
     ROWS,
     Params,
     gradient_op,
+    index_of_first_row,
     limit_of_32_bits,
+    merge_over_shards,
+    of_split_segments,
     plan_parameters,
     reduction_op,
+    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
@@ -78,21 +82,19 @@ from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     fit_no_vectors,
     gather_rows,
+    graph_axes,
     limit_of_edges,
+    merged,
+    numbered_through,
+    op_of_graphs,
     replicated_dims,
     replicated_dims_of_cells,
     sorted_edges,
+    whole_batch,
     with_longer_rows,
 )
-from jax_baracuda.ops.segment.graphs import graph_axes, merged, numbered_through, op_of_graphs, whole_batch
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, put_back, sorted_by_segment
-from jax_baracuda.ops.segment.shards import (
-    index_of_first_row,
-    merge_over_shards,
-    of_split_segments,
-    row_axes_of,
-)
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
 
 F = TypeVar("F", bound=Callable[..., Any])

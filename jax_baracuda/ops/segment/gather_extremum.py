@@ -20,7 +20,7 @@ from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import GatherParams, Mode, TieBreak, canonicalize_edges
 from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
-from jax_baracuda.ops.segment.edges import as_gather_ids
+from jax_baracuda.ops.segment.edges import as_gather_ids, sum_over_graphs
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
@@ -33,7 +33,6 @@ from jax_baracuda.ops.segment.extremum import (
     operands_of_backward,
     shares_of_ties,
 )
-from jax_baracuda.ops.segment.graphs import sum_over_graphs
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan
 

@@ -1,7 +1,8 @@
-"""Sum of gathered rows over segments: message passing on graphs without an array of messages."""
+"""Sum and mean of gathered rows over segments: message passing on graphs without an array of messages."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,16 @@ from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, can
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
-from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
-from jax_baracuda.ops.segment.graphs import sum_over_graphs
+from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, sum_over_graphs
+from jax_baracuda.ops.segment.ids import check_numbered
+from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS, sum_over_split_dim
+from jax_baracuda.ops.segment.sum import (
+    GATHER_SEGMENT_SUM,
+    GATHER_SEGMENT_SUM_OF_GRAPHS,
+    count_rows,
+    sum_over_split_dim,
+)
 
 
 @selectable
@@ -77,12 +84,61 @@ def gather_segment_sum(
     """
     name = "gather_segment_sum"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    return reduce_edges(name, gathered_sum, call, call.params(GatherParams, indices_are_sorted, deterministic), weights)
+    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=False)
+    return _reduce(name, gathered_sum, call, params, weights)
 
 
-def reduce_edges(
-    name: str, rules: BatchedVjp, call: EdgeCall, params: GatherParams, weights: ArrayLike | None
+@selectable
+@with_twin
+@described(OF_EDGES)
+def gather_segment_mean(
+    data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    deterministic: bool = False,
+    plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
+    """Mean of gathered rows over the edges of each segment: one layer of message passing.
+
+    ``out[s, ...] = mean { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
+
+    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, but neither this function nor
+    its gradient writes or reads an array of edges times features. The divisor is the number of edges, whatever their
+    weights.
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
+
+    Numerical guarantees: terms are added in float32 (float64 for float64), the sum is divided there by the exact number
+    of edges, and rounded once to the dtype. Bit-equal from run to run, except on GPUs (see `deterministic`).
+
+    Gradient: the cotangent is divided by the number of edges and rounded to the dtype; then it is the gradient of
+    :func:`gather_segment_sum`, also under ``jax.vmap``. No gradient of data goes through gather ids that are out of
+    range. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same
+    name in :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
+      >>> print(jb.gather_segment_mean(data, senders, receivers, num_segments=2))
+      [[4. 4.]
+       [2. 3.]]
+    """
+    name = "gather_segment_mean"
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    check_numbered(name, "edges", call.edges["segment_ids"].shape[0])
+    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=True)
+    return _reduce(name, _gathered_mean, call, params, weights)
+
+
+def _reduce(name: str, rules: BatchedVjp, call: EdgeCall, params: GatherSumParams, weights: ArrayLike | None) -> Array:
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
         return rules(params, data=call.data, **call.edges)
@@ -206,34 +262,51 @@ def _sum(operands: Mapping[str, Array | None], num_graph_dims: int = 0, is_wide:
     return sum_over_graphs(*ops, num_graph_dims, given, **flags, **params)
 
 
-def sum_gathered(params: GatherParams, *, is_wide: bool = False, **arrays: Array) -> Array:
-    """The sums. `is_wide`: unrounded, in the accumulation dtype."""
+@dataclasses.dataclass(frozen=True)
+class GatherSumParams(GatherParams):
+    is_mean: bool
+
+
+def _divided(params: GatherSumParams, cells: Array, segment_ids: Array) -> Array:
+    """Cells divided by the numbers of their edges."""
+    return divided_by_counts(cells, count_rows(segment_ids, params.num_segments, params.indices_are_sorted))
+
+
+def _primal(params: GatherSumParams, **arrays: Array) -> Array:
     names = ("data", "gather_ids", "segment_ids", "weights", "edge_order")
     flags = {name: getattr(params, name) for name in ("num_segments", "indices_are_sorted", "deterministic")}
-    return _sum({name: arrays.get(name) for name in names}, is_wide=is_wide, clips_gather_ids=True, **flags)
+    operands = {name: arrays.get(name) for name in names}
+    total = _sum(operands, is_wide=params.is_mean, clips_gather_ids=True, **flags)
+    if not params.is_mean:
+        return total
+    return _divided(params, total, arrays["segment_ids"]).astype(arrays["data"].dtype)
 
 
-def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    return sum_gathered(params, **arrays), {}
+def _forward(params: GatherSumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    return _primal(params, **arrays), {}
 
 
-def gradient_of_sum(
-    params: GatherParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
+def _backward(
+    params: GatherSumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
 ) -> dict[str, Array]:
     """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
     gather_ids, segment_ids, weights = (residuals.get(name) for name in ("gather_ids", "segment_ids", "weights"))
+    if params.is_mean:
+
+        def gradient_of_division(d_output: Array, segment_ids: Array) -> Array:
+            wide = d_output.astype(accumulation_dtype(d_output.dtype))
+            return _divided(params, wide, segment_ids).astype(d_output.dtype)
+
+        arrays = d_output, segment_ids
+        d_output = map_over_batch(gradient_of_division, mapped_dims(arrays, num_joined), *arrays)
     has_plan = "transposed_order" in residuals
-    transposed = {
-        "data": d_output,
-        "gather_ids": residuals["transposed_gather_ids"]
-        if has_plan
-        else as_gather_ids(segment_ids, params.num_segments),
-        "segment_ids": residuals["transposed_segment_ids"] if has_plan else gather_ids,
-        "weights": weights,
-        "edge_order": residuals.get("transposed_order"),
-    }
+    if has_plan:
+        transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
+    else:
+        transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
+    operands = {"data": d_output, "gather_ids": transposed[0], "segment_ids": transposed[1], "weights": weights}
     d_data = _sum(
-        transposed,
+        {**operands, "edge_order": residuals.get("transposed_order")},
         num_joined,
         num_segments=params.num_rows,
         indices_are_sorted=has_plan and num_joined == 0,  # plans of different batch elements cannot be merged
@@ -243,20 +316,17 @@ def gradient_of_sum(
     if weights is None:
         return {"data": d_data}
     data = residuals["data"]
-    arrays = [d_output, gather_ids, segment_ids, *(residuals[x] for x in ("edge_order",) if x in residuals)]
 
     def gradient_of_weights(d_output: Array, *edges: Array) -> Array:
         flags = {"is_wide": False, "has_edge_order": len(edges) == 3, "deterministic": params.deterministic}
         return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
 
+    arrays = [d_output, gather_ids, segment_ids, *(residuals[x] for x in ("edge_order",) if x in residuals)]
     return {"data": d_data, "weights": map_over_batch(gradient_of_weights, mapped_dims(arrays, num_joined), *arrays)}
 
 
-def keeps_data(params: GatherParams, names: Sequence[str]) -> bool:
-    """Whether the gradient needs `data`: only the gradient of weights does."""
-    return "weights" in names
-
-
-gathered_sum = BatchedVjp(
-    "gather_segment_sum", sum_gathered, _forward, gradient_of_sum, shared="data", keeps_shared=keeps_data
+gathered_sum, _gathered_mean = (
+    # Only the gradient of weights needs the data.
+    BatchedVjp(name, _primal, _forward, _backward, shared="data", keeps_shared=lambda _, names: "weights" in names)
+    for name in ("gather_segment_sum", "gather_segment_mean")
 )

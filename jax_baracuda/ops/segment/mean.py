@@ -33,12 +33,12 @@ from jax_baracuda.ops.segment.definitions import (
     SumParams,
     gradient_op,
     reduction_op,
+    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import row_axes_of
 from jax_baracuda.ops.segment.sum import (
     SEGMENT_SUM,
     SUM_RULES,

@@ -40,8 +40,10 @@ from jax_baracuda.ops.segment.definitions import (
     Params,
     first_result,
     gradient_op,
+    merge_over_shards,
     product_guarantee,
     reduction_op,
+    row_axes_of,
 )
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extended_product import (
@@ -53,7 +55,6 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import merge_over_shards, row_axes_of
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_params
 
 

@@ -31,12 +31,13 @@ from jax_baracuda.ops.segment.definitions import (
     first_result,
     limit_of_32_bits,
     plan_parameters,
+    row_axes_of,
     sum_guarantee,
+    sum_over_axes,
 )
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, put_back
-from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, sum_over_shards
 
 

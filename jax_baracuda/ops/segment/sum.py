@@ -48,31 +48,31 @@ from jax_baracuda.ops.segment.definitions import (
     WIDE_DTYPES,
     SumParams,
     gradient_op,
+    of_split_segments,
     plan_parameters,
     reduction_op,
+    row_axes_of,
     sum_guarantee,
+    sum_over_axes,
 )
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     fit_no_vectors,
     gather_rows,
-    limit_of_edges,
-    replicated_dims,
-    replicated_dims_of_cells,
-    sorted_edges,
-    with_longer_rows,
-)
-from jax_baracuda.ops.segment.graphs import (
     graph_axes,
+    limit_of_edges,
     merged,
     numbered_through,
     op_of_graphs,
+    replicated_dims,
+    replicated_dims_of_cells,
+    sorted_edges,
     whole_batch,
+    with_longer_rows,
 )
 from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import of_split_segments, row_axes_of, sum_over_axes
 
 
 @selectable

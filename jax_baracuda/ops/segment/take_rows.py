@@ -27,10 +27,9 @@ from jax_baracuda._core.selection import (
 )
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.cells import sum_in_blocks
-from jax_baracuda.ops.segment.definitions import sum_guarantee
+from jax_baracuda.ops.segment.definitions import of_split_segments, sum_guarantee
 from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
-from jax_baracuda.ops.segment.shards import of_split_segments
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_in_order, sum_over_shards
 
 
