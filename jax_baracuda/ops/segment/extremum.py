@@ -1164,34 +1164,24 @@ def _with_order(data: Array, params: Params) -> bool:
     return row_bytes > MIN_ORDERED_ROW_BYTES and data.shape[0] * row_bytes > MIN_ORDERED_BYTES
 
 
-def _primal(
-    params: ExtremumParams,
-    *,
-    data: Array,
-    segment_ids: Array,
-    order: Array | None = None,
-    sorted_ids: Array | None = None,
-) -> Array:
-    if order is None:
+def _primal(params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
+    if not plan:
         return SEGMENT_EXTREMUM(data, segment_ids, **vars(params))[0]
-    return GATHER_SEGMENT_EXTREMUM(data, order, sorted_ids, **vars(params) | {"indices_are_sorted": True})[0]
+    flags = vars(params) | {"indices_are_sorted": True}
+    return GATHER_SEGMENT_EXTREMUM(data, plan["order"], plan["sorted_ids"], **flags)[0]
 
 
 def _forward(
-    params: ExtremumParams,
-    *,
-    data: Array,
-    segment_ids: Array,
-    order: Array | None = None,
-    sorted_ids: Array | None = None,
+    params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     check_numbered("segment_min" if params.minimum else "segment_max", "rows", segment_ids.shape[0])
     with_order = _with_order(data, params)
-    if order is None:
+    if not plan:
         output, winner, order = SEGMENT_EXTREMUM_WITH_WINNER(data, segment_ids, **vars(params), with_order=with_order)
     else:
+        order = plan["order"]
         flags = vars(params) | {"indices_are_sorted": True, "has_edge_order": True}
-        output, winner = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(data, order, sorted_ids, order, **flags)
+        output, winner = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(data, order, plan["sorted_ids"], order, **flags)
         order = order if with_order else jnp.zeros(1, jnp.int32)
     residuals = (winner, segment_ids, order)
     return output, residuals if params.first_wins else (*residuals, data, output)

@@ -233,14 +233,12 @@ def divided_by_counts(
     return quotients
 
 
-def _mean_rows(
-    params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
-) -> Sequence[Array]:
+def _mean_rows(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Sequence[Array]:
     """The means, added in the order of the plan if there is one, and the numbers of rows."""
-    if order is None:
+    if not plan:
         return SEGMENT_MEAN(data, segment_ids, **vars(params))
-    total = sum_in_order(data, order, sorted_ids, params.num_segments, is_wide=True)
-    count = count_rows(sorted_ids, params.num_segments, indices_are_sorted=True)
+    total = sum_in_order(data, **plan, num_segments=params.num_segments, is_wide=True)
+    count = count_rows(plan["sorted_ids"], params.num_segments, indices_are_sorted=True)
     return divided_by_counts(total, count).astype(data.dtype), count
 
 

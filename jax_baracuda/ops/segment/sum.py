@@ -489,17 +489,14 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
     )[0]
 
 
-def _sum_rows(
-    params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
-) -> Array:
-    """The sums, added in the order of the plan if there is one."""
-    if order is None:
+def _primal(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
+    if not plan:
         return SEGMENT_SUM(data, segment_ids, **vars(params))[0]
-    return sum_in_order(data, order, sorted_ids, params.num_segments)
+    return sum_in_order(data, **plan, num_segments=params.num_segments)
 
 
-def _forward(params: SumParams, *, data: Array, segment_ids: Array, **order: Array) -> tuple[Array, Array]:
-    return _sum_rows(params, data=data, segment_ids=segment_ids, **order), segment_ids
+def _forward(params: SumParams, **arrays: Array) -> tuple[Array, Array]:
+    return _primal(params, **arrays), arrays["segment_ids"]
 
 
 def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[str, Array]:
@@ -507,4 +504,4 @@ def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[st
     return {"data": d_data}
 
 
-_segment_sum = KernelVjp("segment_sum", _sum_rows, _forward, _backward)
+_segment_sum = KernelVjp("segment_sum", _primal, _forward, _backward)

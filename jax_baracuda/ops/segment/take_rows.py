@@ -196,31 +196,20 @@ def _lower_gather(
 
 
 def _batch_gather(
-    operands: Sequence[Array],
-    axes: Sequence[int | None],
-    *,
-    num_batch_dims: int,
-    indices_are_sorted: bool,
-    deterministic: bool,
-    implementation: Selection,
-    **params: Any,
+    operands: Sequence[Array], axes: Sequence[int | None], *, num_batch_dims: int, **params: Any
 ) -> tuple[Array, int | None]:
     """If data is mapped, its batch dimension goes first. If only ids are, it is one more dimension of the ids, so that
     data gets a single gradient."""
     if axes[0] is not None:
         mapped = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-        params |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
-        params["implementation"] = implementation
         return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), 0
     data, ids = operands[:2]  # plans of different batch elements cannot be merged
-    if axes[1] is None:
-        joined_axis = None
-    else:
-        joined_axis = num_batch_dims
-        ids = jnp.moveaxis(ids, axes[1], joined_axis)
+    joined_axis = None if axes[1] is None else num_batch_dims
+    if axes[1] is not None:
+        ids = jnp.moveaxis(ids, axes[1], num_batch_dims)
     # Sorted ids do not stay sorted across the batch, but their sums must stay deterministic, unless XLA computes them.
-    deterministic = deterministic or (indices_are_sorted and implementation != "xla")
-    params |= {"indices_are_sorted": False, "deterministic": deterministic, "implementation": implementation}
+    deterministic = params["indices_are_sorted"] and params["implementation"] != "xla"
+    params |= {"indices_are_sorted": False, "deterministic": params["deterministic"] or deterministic}
     return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), joined_axis
 
 
