@@ -121,7 +121,7 @@ def segment_argmin(
 def _arg_extremum(call: SegmentCall, minimum: bool) -> Array:
     check_numbered(call.name, "rows", call.ids.shape[0])
     plan = call.plan
-    call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).in_order()
+    call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).sorted_by_plan()
     rows = call.reduce(first_result(SEGMENT_ARG_EXTREMUM), call.params(ArgParams, minimum=minimum))
     if plan is None:
         return rows

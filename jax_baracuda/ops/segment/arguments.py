@@ -19,7 +19,7 @@ from jax_baracuda._core.selection import may_run_kernel
 from jax_baracuda.ops.segment.definitions import Params
 from jax_baracuda.ops.segment.ids import Mode as Mode
 from jax_baracuda.ops.segment.ids import canonical_edges, check_numbered, checked_ids, clamps, flat_ids, static_size
-from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan, in_order
+from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan, permuted
 
 TieBreak = Literal["split", "first"]
 OutSharding = NamedSharding | PartitionSpec | None
@@ -65,11 +65,11 @@ class SegmentCall(Segments):
     def with_data(self, data: Array) -> SegmentCall:
         return dataclasses.replace(self, data=data)
 
-    def in_order(self, unless: frozenset[str] = frozenset()) -> SegmentCall:
+    def sorted_by_plan(self, unless: frozenset[str] = frozenset()) -> SegmentCall:
         """Sorts the rows as the plan says. `unless`: dtypes whose kernels accept an order, so rows are not moved."""
         if self.plan is None or self.data.dtype.name in unless:
             return self
-        rows = in_order(self.rows(self.data), self.plan.edge_order)
+        rows = permuted(self.rows(self.data), self.plan.edge_order)
         return dataclasses.replace(self, data=rows, ids=self.plan.segment_ids, indices_are_sorted=True, plan=None)
 
     def reduce(

@@ -15,7 +15,7 @@ from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edge
 from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
 from jax_baracuda.ops.segment.gather_sum import GatherSumParams, check_weights, gathered_sum, reduce_weighted
 from jax_baracuda.ops.segment.ids import index_dtype
-from jax_baracuda.ops.segment.plan import SegmentPlan, in_order, put_back
+from jax_baracuda.ops.segment.plan import SegmentPlan, permuted, unpermuted
 from jax_baracuda.ops.segment.softmax import segment_softmax
 
 
@@ -82,7 +82,7 @@ def segment_attention(
     flags = {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
     if plan is not None:
         # Sorted once: the sum then reads the weights, and its gradient writes theirs, in the order of the plan.
-        logits = in_order(logits, plan.edge_order)
+        logits = permuted(logits, plan.edge_order)
         call = _numbered_in_order(call)
     weights = segment_softmax(logits, call.edges["segment_ids"], call.num_segments, **flags)
     return reduce_weighted(gathered_sum, call, params, weights)
@@ -92,6 +92,6 @@ def _numbered_in_order(call: EdgeCall) -> EdgeCall:
     """The call with its edges renumbered in the order of their plan."""
     edges = dict(call.edges)
     order = edges.pop("edge_order")
-    places = put_back(jnp.arange(order.shape[0], dtype=index_dtype(order.shape[0])), order)
-    edges["transposed_order"] = in_order(places, edges["transposed_order"])
+    places = unpermuted(jnp.arange(order.shape[0], dtype=index_dtype(order.shape[0])), order)
+    edges["transposed_order"] = permuted(places, edges["transposed_order"])
     return dataclasses.replace(call, edges=edges)

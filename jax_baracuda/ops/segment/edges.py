@@ -223,7 +223,7 @@ def _graph_dims(num_graph_dims: int) -> tuple[str, ...]:
 # Arrays ``[*graphs, size, ...]`` as ``[all graphs * size, ...]``.
 
 
-def whole_batch(num_graph_dims: int, arrays: Sequence[Array]) -> list[Array]:
+def flat_batch(num_graph_dims: int, arrays: Sequence[Array]) -> list[Array]:
     """Arrays with all graph dimensions merged into one, ``[G, ...]``."""
     sizes = vmap_sizes(arrays, num_graph_dims)
     num_graphs = math.prod(sizes)
@@ -234,12 +234,12 @@ def whole_batch(num_graph_dims: int, arrays: Sequence[Array]) -> list[Array]:
     ]
 
 
-def merged(array: Array) -> Array:
+def merge_graphs(array: Array) -> Array:
     """``[G, size, ...]`` as ``[G * size, ...]``."""
     return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
-def numbered_through(ids: Array, size: int) -> Array:
+def renumbered(ids: Array, size: int) -> Array:
     """Ids ``[G, ...]`` in ``[0, size)`` within each graph, renumbered across all graphs. Ids out of range become -1."""
     first = (jnp.arange(ids.shape[0], dtype=jnp.int32) * size).reshape(-1, *[1] * (ids.ndim - 1))
     return jnp.where((ids >= 0) & (ids < size), ids.astype(jnp.int32) + first, -1)

@@ -81,20 +81,20 @@ from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     fit_no_vectors,
+    flat_batch,
     gather_rows,
     graph_axes,
     limit_of_edges,
-    merged,
-    numbered_through,
+    merge_graphs,
     op_of_graphs,
+    renumbered,
     replicated_dims,
     replicated_dims_of_cells,
     sorted_edges,
-    whole_batch,
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
-from jax_baracuda.ops.segment.plan import SegmentPlan, put_back, sorted_by_segment
+from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_by_segment, unpermuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -323,7 +323,7 @@ def unsorted_segment_max_backward(
 def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     if call.bucket_size is not None and call.ids.shape[0] == 0:
         raise ValueError(f"{call.name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
-    call = call.in_order(unless=FLOATING_DTYPES)
+    call = call.sorted_by_plan(unless=FLOATING_DTYPES)
     params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
     over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(minimum, cells)
@@ -511,7 +511,7 @@ def _reference_backward(
     return (gradient.astype(d_output.dtype),)
 
 
-def _of_winners(
+def _take_winners(
     gather_cells: Callable[..., Sequence[Array]],
     sum_rows: Callable[..., Sequence[Array]],
     d_data: Array,
@@ -595,7 +595,7 @@ def _reference_backward_of_edges(
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
-def _gathered_of_winners(
+def _take_winners_of_edges(
     d_data: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array, shares_ties: bool
 ) -> tuple[Array]:
     num_rows, num_segments = d_data.shape[0], winner.shape[0]
@@ -820,7 +820,7 @@ def _tangent_of_edges_with_winner(
 ) -> Sequence[Array]:
     data, gather_ids, segment_ids, *order = operands
     output, winner = results
-    ids = ids_in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
+    ids = unpermuted_ids([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
     total = _sums_of_winners(d_data, winner, ids, [] if first_wins else [data, output], minimum)
     return shares_of_ties(total, winner), winner
 
@@ -837,7 +837,7 @@ def _transpose_backward_of_edges(
     ids, order, data_and_output = others[:2], others[2:3], others[6:]
     if not has_plan:
         order, data_and_output = (), others[2:]
-    return [_sums_of_winners(d_results[0], winner, ids_in_own_order(ids, *order), data_and_output, minimum)]
+    return [_sums_of_winners(d_results[0], winner, unpermuted_ids(ids, *order), data_and_output, minimum)]
 
 
 def _transpose_of_gathered_winners(
@@ -847,9 +847,9 @@ def _transpose_of_gathered_winners(
     return GATHER_SEGMENT_EXTREMUM_BACKWARD(d_results[0], *others, num_rows=avals[0].shape[0], **flags, **params)
 
 
-def ids_in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
+def unpermuted_ids(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
     """Undoes a plan's order on the ids of edges, because winners number the edges in their original order."""
-    return ids if order is None else tuple(put_back(x, order) for x in ids)
+    return ids if order is None else tuple(unpermuted(x, order) for x in ids)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -932,8 +932,8 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
     name="segment_extremum_of_winners",
     operands={"d_data": ROWS, "winner": CELLS, "segment_ids": IDS, "data": ROWS, "output": CELLS},
     results={"cells": CELLS},
-    reference=functools.partial(_of_winners, SEGMENT_SUM_BACKWARD.reference, SEGMENT_SUM.reference),
-    program=functools.partial(_of_winners, SEGMENT_SUM_BACKWARD.kernel, SEGMENT_SUM.kernel),
+    reference=functools.partial(_take_winners, SEGMENT_SUM_BACKWARD.reference, SEGMENT_SUM.reference),
+    program=functools.partial(_take_winners, SEGMENT_SUM_BACKWARD.kernel, SEGMENT_SUM.kernel),
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     replicated_dims=("segment",),
@@ -982,11 +982,11 @@ def _join(
     if num_graph_dims == 0:
         return d_winner, winner, gather_ids, segment_ids, *data_and_output
     of_graphs = [d_winner, winner, gather_ids, segment_ids, *data_and_output[1:]]
-    d_winner, winner, gather_ids, segment_ids, *output = whole_batch(num_graph_dims, of_graphs)
-    winner = jnp.where(winner < 0, winner, numbered_through(winner, segment_ids.shape[1]))
-    segment_ids = numbered_through(segment_ids, winner.shape[1])
-    arrays = map(merged, (d_winner, winner, gather_ids, segment_ids))
-    return *arrays, *data_and_output[:1], *map(merged, output)
+    d_winner, winner, gather_ids, segment_ids, *output = flat_batch(num_graph_dims, of_graphs)
+    winner = jnp.where(winner < 0, winner, renumbered(winner, segment_ids.shape[1]))
+    segment_ids = renumbered(segment_ids, winner.shape[1])
+    arrays = map(merge_graphs, (d_winner, winner, gather_ids, segment_ids))
+    return *arrays, *data_and_output[:1], *map(merge_graphs, output)
 
 
 def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
@@ -1122,8 +1122,8 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
     name="gather_segment_extremum_of_winners",
     operands=_operands_of_winners,
     results={"cells": CELLS},
-    reference=_gathered_of_winners,
-    program=_gathered_of_winners,  # plain JAX, not a kernel: XLA fuses the gather into the sum
+    reference=_take_winners_of_edges,
+    program=_take_winners_of_edges,  # plain JAX, not a kernel: XLA fuses the gather into the sum
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     replicated_dims=("gathered", "segment", "edge"),

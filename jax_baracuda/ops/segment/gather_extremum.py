@@ -28,10 +28,10 @@ from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM_WITH_WINNER,
     SHARED_BY_GRAPHS,
     first_gets_all,
-    ids_in_own_order,
     minimum_of,
     operands_of_backward,
     shares_of_ties,
+    unpermuted_ids,
 )
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan
@@ -168,7 +168,7 @@ def _gradient(
     if has_plan and num_joined > 0:
         names = ("edge_order", "gather_ids", "segment_ids")  # plans of different batch elements cannot be merged
         arrays = [operands[name] for name in names]
-        ids = map_over_batch(lambda order, *ids: ids_in_own_order(ids, order), mapped_dims(arrays, num_joined), *arrays)
+        ids = map_over_batch(lambda order, *ids: unpermuted_ids(ids, order), mapped_dims(arrays, num_joined), *arrays)
         operands |= dict(zip(names[1:], ids, strict=True))
         has_plan = False
     if not has_plan:

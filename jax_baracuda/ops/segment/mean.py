@@ -44,7 +44,7 @@ from jax_baracuda.ops.segment.sum import (
     SUM_RULES,
     count_rows,
     gradient_params,
-    sum_in_order,
+    sum_by_plan,
     sum_over_shards,
     sum_params,
 )
@@ -97,7 +97,7 @@ def segment_mean(
     segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
     check_numbered(name, "rows", segments.ids.shape[0])
     call = canonicalize(segments, data, out_sharding)
-    call = call.with_data(as_inexact(call.data)).in_order(unless=FLOATING_DTYPES)
+    call = call.with_data(as_inexact(call.data)).sorted_by_plan(unless=FLOATING_DTYPES)
     return call.reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
 
 
@@ -237,7 +237,7 @@ def _mean_rows(params: SumParams, *, data: Array, segment_ids: Array, **plan: Ar
     """The means, added in the order of the plan if there is one, and the numbers of rows."""
     if not plan:
         return SEGMENT_MEAN(data, segment_ids, **vars(params))
-    total = sum_in_order(data, **plan, num_segments=params.num_segments, is_wide=True)
+    total = sum_by_plan(data, **plan, num_segments=params.num_segments, is_wide=True)
     count = count_rows(plan["sorted_ids"], params.num_segments, indices_are_sorted=True)
     return divided_by_counts(total, count).astype(data.dtype), count
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -180,11 +179,11 @@ def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_row
         transposed_order, sorted_rows = SEGMENT_ORDER(rows, num_segments=num_rows)
     return SegmentPlan(
         edge_order=order,
-        gather_ids=None if rows is None else in_order(rows, order),
+        gather_ids=None if rows is None else permuted(rows, order),
         segment_ids=sorted_segments,
         edge_segment_ids=segments,
         transposed_order=transposed_order,
-        transposed_gather_ids=None if transposed_order is None else in_order(segments, transposed_order),
+        transposed_gather_ids=None if transposed_order is None else permuted(segments, transposed_order),
         transposed_segment_ids=sorted_rows,
         edge_gather_ids=rows,
         num_segments=num_segments,
@@ -264,44 +263,37 @@ SEGMENT_ORDER = Op(
 # Rows in the order of a plan. Each direction is the gradient of the other; JAX's own gradient would be a scatter-add.
 
 
-def in_order(rows: Array, order: Array) -> Array:
-    """The rows permuted by `order`."""
-    return _in_order(None, rows=rows, order=order)
+def permuted(rows: Array, order: Array) -> Array:
+    """The rows in this order."""
+    return _permutation(False, rows=rows, order=order)
 
 
-def put_back(rows: Array, order: Array) -> Array:
-    """The inverse of :func:`in_order`."""
-    return _put_back(None, rows=rows, order=order)
+def unpermuted(rows: Array, order: Array) -> Array:
+    """The inverse of :func:`permuted`."""
+    return _permutation(True, rows=rows, order=order)
 
 
-def _take(params: None, *, rows: Array, order: Array) -> Array:
-    return _of_whole_rows(lambda rows, order: (rows.at[order].get(mode="clip", unique_indices=True),), rows, order)
+def _move(is_inverse: bool, *, rows: Array, order: Array) -> Array:
+    def take(rows: Array, order: Array) -> tuple[Array]:
+        return (rows.at[order].get(mode="clip", unique_indices=True),)
 
-
-def _put(params: None, *, rows: Array, order: Array) -> Array:
     def put(rows: Array, order: Array) -> tuple[Array]:
         return (jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True),)
 
-    return _of_whole_rows(put, rows, order)
-
-
-def _of_whole_rows(function: Callable[[Array, Array], tuple[Array]], rows: Array, order: Array) -> Array:
-    """An order refers to all rows, so under explicit sharding only the features of the result are split."""
+    move = put if is_inverse else take
+    # An order refers to all rows, so under explicit sharding only the features of the result are split.
     spec = jax_versions.explicit_spec(jax.typeof(rows))
     if spec is not None:
-        function = in_automatic_mode(function, jax.typeof(rows), (None, *spec[1:]))
-    return function(rows, order)[0]
+        move = in_automatic_mode(move, jax.typeof(rows), (None, *spec[1:]))
+    return move(rows, order)[0]
 
 
-def _permutation(name: str, move: Callable[..., Array], back: Callable[[Array, Array], Array]) -> KernelVjp:
-    def forward(params: None, *, rows: Array, order: Array) -> tuple[Array, Array]:
-        return move(params, rows=rows, order=order), order
-
-    def backward(params: None, order: Array, cotangent: Array) -> dict[str, Array]:
-        return {"rows": back(cotangent, order)}
-
-    return KernelVjp(name, move, forward, backward)
+def _move_forward(is_inverse: bool, *, rows: Array, order: Array) -> tuple[Array, Array]:
+    return _move(is_inverse, rows=rows, order=order), order
 
 
-_in_order = _permutation("in_order", _take, put_back)
-_put_back = _permutation("put_back", _put, in_order)
+def _move_back(is_inverse: bool, order: Array, cotangent: Array) -> dict[str, Array]:
+    return {"rows": _permutation(not is_inverse, rows=cotangent, order=order)}
+
+
+_permutation = KernelVjp("permutation", _move, _move_forward, _move_back)

@@ -114,7 +114,7 @@ def segment_prod(
 def _reduce(call: SegmentCall) -> Array:
     if jnp.issubdtype(call.data.dtype, jnp.inexact):
         check_numbered(call.name, "rows", call.ids.shape[0])
-    call = call.in_order()
+    call = call.sorted_by_plan()
     params = call.params(Params)
     return reduce_numbers(call, _segment_prod, params, functools.partial(_over_buckets, params))
 

@@ -37,7 +37,7 @@ from jax_baracuda.ops.segment.definitions import (
 )
 from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
-from jax_baracuda.ops.segment.plan import SegmentPlan, put_back
+from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, sum_over_shards
 
 
@@ -89,13 +89,13 @@ def segment_softmax(
     call = canonicalize(segments, logits, out_sharding, data_name="logits")
     if not jnp.issubdtype(call.data.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must have a real floating dtype, got {call.data.dtype}")
-    ordered = call.in_order()
+    ordered = call.sorted_by_plan()
 
     def softmax(params: SumParams, **arrays: Array) -> Array:
         return segments.shaped_as_ids(_segment_softmax(params, **arrays))
 
     probabilities = ordered.reduce(softmax, ordered.params(SumParams, deterministic=bool(deterministic)))
-    return probabilities if plan is None else put_back(probabilities, plan.edge_order)
+    return probabilities if plan is None else unpermuted(probabilities, plan.edge_order)
 
 
 @selectable
@@ -146,11 +146,11 @@ def segment_softmax_backward(
     check_like(name, "d_output", d_output, "probabilities", call.data, shape)
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
     with both_modes():  # a gradient has derivatives of either mode
-        ordered = call.in_order()
+        ordered = call.sorted_by_plan()
         params = ordered.params(SumParams, deterministic=bool(deterministic))
-        rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).in_order()))
+        rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).sorted_by_plan()))
         [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **vars(params))
-        return segments.shaped_as_ids(d_rows if plan is None else put_back(d_rows, plan.edge_order))
+        return segments.shaped_as_ids(d_rows if plan is None else unpermuted(d_rows, plan.edge_order))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -59,16 +59,16 @@ from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     fit_no_vectors,
+    flat_batch,
     gather_rows,
     graph_axes,
     limit_of_edges,
-    merged,
-    numbered_through,
+    merge_graphs,
     op_of_graphs,
+    renumbered,
     replicated_dims,
     replicated_dims_of_cells,
     sorted_edges,
-    whole_batch,
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.ids import index_dtype
@@ -124,7 +124,7 @@ def segment_sum(
     """
     name = "segment_sum"
     segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
-    call = canonicalize(segments, data, out_sharding, bucket_size).in_order(unless=FLOATING_DTYPES)
+    call = canonicalize(segments, data, out_sharding, bucket_size).sorted_by_plan(unless=FLOATING_DTYPES)
     return reduce_numbers(call, _segment_sum, call.params(SumParams, deterministic=bool(deterministic)), jnp.sum)
 
 
@@ -438,12 +438,12 @@ GATHER_SEGMENT_SUM = Op(
 def _join(
     num_graph_dims: int, data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array
 ) -> Sequence[Array]:
-    arrays = whole_batch(num_graph_dims, [data, gather_ids, segment_ids, *weights_and_order])
+    arrays = flat_batch(num_graph_dims, [data, gather_ids, segment_ids, *weights_and_order])
     cells, gathered, segments, *others = arrays
     num_edges = segments.shape[1]
     if len(others) == 2:
-        others[1] = numbered_through(jnp.clip(others[1], 0, max(num_edges - 1, 0)), num_edges)
-    return [merged(x) for x in (cells, numbered_through(gathered, cells.shape[1]), segments, *others)]
+        others[1] = renumbered(jnp.clip(others[1], 0, max(num_edges - 1, 0)), num_edges)
+    return [merge_graphs(x) for x in (cells, renumbered(gathered, cells.shape[1]), segments, *others)]
 
 
 def _shard_of_graphs(
@@ -461,7 +461,7 @@ GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
 )
 
 
-def sum_in_order(data: Array, order: Array, sorted_ids: Array, num_segments: int, is_wide: bool = False) -> Array:
+def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int, is_wide: bool = False) -> Array:
     """Sums of rows in the order of a plan. `is_wide`: unrounded, in the accumulation dtype."""
     flags = {"indices_are_sorted": True, "deterministic": may_run_kernel(), "clips_gather_ids": True}
     flags |= {"is_wide": is_wide, "has_weights": False, "has_edge_order": False}
@@ -492,7 +492,7 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
 def _primal(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
     if not plan:
         return SEGMENT_SUM(data, segment_ids, **vars(params))[0]
-    return sum_in_order(data, **plan, num_segments=params.num_segments)
+    return sum_by_plan(data, **plan, num_segments=params.num_segments)
 
 
 def _forward(params: SumParams, **arrays: Array) -> tuple[Array, Array]:

@@ -30,7 +30,7 @@ from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import of_split_segments, sum_guarantee
 from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_in_order, sum_over_shards
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_over_shards
 
 
 @selectable
@@ -234,7 +234,7 @@ def _transpose_gather(
 
     def transpose(d_taken: Array, ids: Array, *order: Array) -> Array:
         if order:
-            return sum_in_order(d_taken, *order, num_rows)
+            return sum_by_plan(d_taken, *order, num_rows)
         return sum_taken_rows(d_taken, ids, num_rows=num_rows, **params)
 
     arrays = ad.instantiate_zeros(d_taken), ids, *order
