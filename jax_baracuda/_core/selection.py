@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, get_args
 
+from jax_baracuda._core.docstrings import add_descriptions
 from jax_baracuda._core.scopes import Scope, ScopedValue
 
 P = ParamSpec("P")
@@ -50,8 +51,20 @@ def selecting(selection: Selection) -> Iterator[None]:
         selections.pop()
 
 
+_DESCRIPTION = """
+
+Args:
+  implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
+    :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
+"""
+
+
 def selectable(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets the keyword argument `implementation` of a public function select the implementation of its ops."""
+    """Lets the keyword argument `implementation` of a public function select the implementation of its ops.
+
+    Its docstring need not describe the argument.
+    """
+    add_descriptions(function, _DESCRIPTION)
 
     @functools.wraps(function)
     def selectable_function(*args: P.args, **kwargs: P.kwargs) -> R:

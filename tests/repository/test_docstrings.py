@@ -58,6 +58,13 @@ def arguments_of(docstring: str) -> dict[str, str]:
     return dict(re.findall(r"^  (\w+): (.*?)(?=^  \w|\Z)", section + "\n", flags=re.DOTALL | re.MULTILINE))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_argument_is_described(name: str) -> None:
+    """All arguments are described in the order of the signature, also those described in another docstring."""
+    function = getattr(jax_baracuda, name)
+    assert list(arguments_of(inspect.getdoc(function))) == list(inspect.signature(function).parameters)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_descriptions_agree(family: str) -> None:
     """The functions of a family describe a shared argument in the same words."""

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, unsorted
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -33,20 +34,20 @@ from jax_baracuda.ops.segment.definitions import (
     reduction_op,
     row_axes_of,
 )
-from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extremum import (
     extrema_of_segments,
     extrema_over_shards,
     extremum_targets,
     identity_of,
     minimum_of,
+    segment_max,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
 @selectable
-@described(OF_ROWS)
+@described_like(segment_max)
 def segment_argmax(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,

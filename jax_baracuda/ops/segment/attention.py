@@ -10,10 +10,16 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.autodiff import with_twin
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
-from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
-from jax_baracuda.ops.segment.gather_sum import GatherSumParams, check_weights, gathered_sum, reduce_weighted
+from jax_baracuda.ops.segment.gather_sum import (
+    GatherSumParams,
+    check_weights,
+    gather_segment_sum,
+    gathered_sum,
+    reduce_weighted,
+)
 from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, permuted, unpermuted
 from jax_baracuda.ops.segment.softmax import segment_softmax
@@ -21,7 +27,7 @@ from jax_baracuda.ops.segment.softmax import segment_softmax
 
 @selectable
 @with_twin
-@described(OF_EDGES)
+@described_like(gather_segment_sum)
 def segment_attention(
     logits: ArrayLike,
     data: ArrayLike,

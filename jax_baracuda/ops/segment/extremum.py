@@ -36,6 +36,7 @@ from jax_baracuda._core.dispatch import (
     unordered,
     unsorted,
 )
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
@@ -77,7 +78,6 @@ from jax_baracuda.ops.segment.definitions import (
     row_axes_of,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     fit_no_vectors,
@@ -95,7 +95,7 @@ from jax_baracuda.ops.segment.edges import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_by_segment, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, segment_sum
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -128,7 +128,7 @@ def minimum_of(function_of_maximum: Callable[..., Any], example: str) -> Callabl
 
 @selectable
 @with_twin
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -148,6 +148,9 @@ def segment_max(
     A drop-in replacement of :func:`jax.ops.segment_max`.
 
     Args:
+      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
+        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
+        ``segment_ids.shape + data.shape[1:]``.
       bucket_size: as in :func:`jax.ops.segment_max`, rows are reduced in buckets of this size, and then the buckets.
         The maximum is the same. Under ``tie_break="split"`` tied buckets share the gradient equally, then their rows.
       tie_break: how rows that tie for the maximum share the gradient. "split": equally, as in JAX; if the maximum is
@@ -212,7 +215,7 @@ def segment_min(
 
 
 @selectable
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -286,7 +289,7 @@ def segment_min_backward(
 
 
 @selectable
-@described(OF_ROWS)
+@described_like(segment_sum)
 def unsorted_segment_max_backward(
     d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike, *, implementation: Implementation | None = None
 ) -> Array:

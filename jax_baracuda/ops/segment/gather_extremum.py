@@ -17,9 +17,9 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import GatherParams, Mode, TieBreak, canonicalize_edges
-from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
 from jax_baracuda.ops.segment.edges import as_gather_ids, sum_over_graphs
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
@@ -33,13 +33,14 @@ from jax_baracuda.ops.segment.extremum import (
     shares_of_ties,
     unpermuted_ids,
 )
+from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
 @selectable
 @with_twin
-@described(OF_EDGES)
+@described_like(gather_segment_sum)
 def gather_segment_max(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,

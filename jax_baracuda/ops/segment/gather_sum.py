@@ -18,13 +18,13 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, unordered
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.descriptions import OF_EDGES, described
 from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, sum_over_graphs
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
@@ -39,7 +39,6 @@ from jax_baracuda.ops.segment.sum import (
 
 @selectable
 @with_twin
-@described(OF_EDGES)
 def gather_segment_sum(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -61,8 +60,34 @@ def gather_segment_sum(
     its gradient writes or reads an array of edges times features. (Exception: on GPUs, without weights, that array is
     written for rows of up to 16 bytes or for few edges, where this is faster.)
 
+    Args:
+      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
+        kernels.
+      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
+        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
+      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
+        negative or at least `num_segments` are dropped.
+      num_segments: number of segments S, static under ``jit``.
+      weights: factors of the edges, ``[E]``, or ``[E, H]`` for data ``[N, H, ...]``: one for each head. More generally,
+        ``[E, *dims]`` where `dims` are the first dimensions of a row. They are cast to the dtype of `data`.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
+        false, the result may hold anything.
+      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
+        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      deterministic: on GPUs, unsorted edges without a plan are added in an order that varies from run to run where that
+        was faster: for few edges or narrow rows. True: sort them, so that all runs are bit-equal. Sorted edges, plans
+        and their gradients are bit-equal anyway. On CPUs everything is.
+      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
+        plan, neither this call nor its gradient sorts.
+
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
+
+    Raises:
+      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
+        given.
 
     Numerical guarantees: terms are added in float32 (float64 for float64), and the sum is rounded once to the dtype.
     Bit-equal from run to run, except on GPUs (see `deterministic`).
@@ -90,7 +115,7 @@ def gather_segment_sum(
 
 @selectable
 @with_twin
-@described(OF_EDGES)
+@described_like(gather_segment_sum)
 def gather_segment_mean(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,

@@ -14,6 +14,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
@@ -36,7 +37,6 @@ from jax_baracuda.ops.segment.definitions import (
     row_axes_of,
     sum_guarantee,
 )
-from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import (
@@ -44,6 +44,7 @@ from jax_baracuda.ops.segment.sum import (
     SUM_RULES,
     count_rows,
     gradient_params,
+    segment_sum,
     sum_by_plan,
     sum_over_shards,
     sum_params,
@@ -52,7 +53,7 @@ from jax_baracuda.ops.segment.sum import (
 
 @selectable
 @with_twin
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -102,7 +103,7 @@ def segment_mean(
 
 
 @selectable
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_mean_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,

@@ -18,6 +18,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import with_named
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -45,7 +46,6 @@ from jax_baracuda.ops.segment.definitions import (
     reduction_op,
     row_axes_of,
 )
-from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extended_product import (
     ExtendedProduct,
     product_of_both,
@@ -55,12 +55,12 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_params
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, sum_params
 
 
 @selectable
 @with_twin
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -129,7 +129,7 @@ def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
 
 
 @selectable
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,

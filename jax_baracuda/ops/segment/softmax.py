@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_most, on_cpu, on_gpu, unordered
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -35,15 +36,14 @@ from jax_baracuda.ops.segment.definitions import (
     sum_guarantee,
     sum_over_axes,
 )
-from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, sum_over_shards
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, segment_sum, sum_over_shards
 
 
 @selectable
 @with_twin
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -99,7 +99,7 @@ def segment_softmax(
 
 
 @selectable
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_softmax_backward(
     d_output: ArrayLike,
     probabilities: ArrayLike,

@@ -29,6 +29,7 @@ from jax_baracuda._core.dispatch import (
     unordered,
     unsorted,
 )
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
@@ -55,7 +56,6 @@ from jax_baracuda.ops.segment.definitions import (
     sum_guarantee,
     sum_over_axes,
 )
-from jax_baracuda.ops.segment.descriptions import OF_ROWS, described
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     fit_no_vectors,
@@ -77,7 +77,6 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 
 @selectable
 @with_twin
-@described(OF_ROWS)
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -100,10 +99,30 @@ def segment_sum(
       data: ``[N, ...]``, any numeric dtype of JAX. Integers, float16, bfloat16, float32 and float64 have kernels
         (integers of less than 32 bits are added as int32 and wrap the same); other dtypes run as plain JAX. More
         generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
+        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
+      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
+        false, the result may hold anything.
+      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_sum`, rows are added in buckets of this size, and then the buckets.
+      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
+        dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      out_sharding: sharding of the result, for meshes with explicit axes.
+      deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
+        this is True. Everything else has the same bits in every run anyway.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
+        neither this call nor its gradient sorts, and both have the same bits in every run.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
+
+    Raises:
+      TypeError: an argument is not an array or has an unsuitable dtype.
+      IndexError: `segment_ids` is boolean.
+      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
+        there are no ids.
+      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: floating numbers are added in float32 (float64 for float64) and the sum is rounded once to
     the dtype. Integers are exact and wrap. Bit-equal from run to run, except for floating numbers on GPUs (see
@@ -129,7 +148,7 @@ def segment_sum(
 
 
 @selectable
-@described(OF_ROWS)
+@described_like(segment_sum)
 def segment_sum_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,

@@ -60,8 +60,6 @@ def take_rows(
       plan: a :func:`segment_plan` of the edges of a graph, which replaces `ids`: each edge takes the row of its
         segment. With ``plan.transposed``, each edge takes the row that it gathers. The gradient then does not sort and
         has the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``ids.shape + data.shape[1:]`` with the dtype of `data`. Under explicit sharding, it is sharded like `ids` and the
