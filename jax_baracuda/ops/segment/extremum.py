@@ -409,12 +409,10 @@ def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: boo
 
 
 def _extrema_over_axes(x: Array, axes: Sequence[str], minimum: bool) -> Array:
-    """``jax.lax.pmax`` or ``pmin`` with the order of this module."""
+    """``jax.lax.pmax`` or ``pmin`` of at least 32 bits, with the order of this module."""
     if has_ordered_bits(x.dtype):
         return _from_ordered(_extrema_over_axes(_ordered(x, nan_is_least=minimum), axes, minimum), x.dtype)
-    if minimum:
-        return ~_extrema_over_axes(~x, axes, minimum=False)
-    return jax.lax.pmax(_wide_integers(x), axes).astype(x.dtype)
+    return ~jax.lax.pmax(~x, axes) if minimum else jax.lax.pmax(x, axes)
 
 
 def _extrema_of_stacked(x: Array, minimum: bool) -> Array:
@@ -637,30 +635,8 @@ def extrema_over_shards(
     return _extrema_over_axes(local_output, row_axes, minimum)
 
 
-def _winners_over_shards(
-    local_output: Array,
-    local_winner: Array,
-    first_row: Array,
-    row_axes: MeshAxes,
-    segment_axes: MeshAxes,
-    *,
-    first_wins: bool,
-    minimum: bool,
-) -> Sequence[Array]:
-    """The extrema and winners over all shards. If the row axes also split the segments, each device gets its own."""
-    row = jnp.where(local_winner >= 0, local_winner + first_row, local_winner)
-    if first_wins and segment_axes != row_axes:
-        output = _extrema_over_axes(local_output, row_axes, minimum)
-        none = jnp.iinfo(jnp.int32).max
-        attains = equal_numbers(local_output, output) & (row != NO_WINNER)
-        row = jax.lax.pmin(jnp.where(attains, row, none), row_axes)
-        return output, jnp.where(row == none, NO_WINNER, row)
-    # All-reduces would exchange three arrays of cells: extrema, counts of members, and rows of sole winners.
-    merge = functools.partial(_merge_winners, first_wins, minimum)
-    return merge_over_shards(merge, [local_output, row], row_axes, segment_axes)
-
-
 def _merge_winners(first_wins: bool, minimum: bool, outputs: Array, winners: Array) -> tuple[Array, Array]:
+    """The extrema and winners of stacked shards. All-reduces would exchange an array more if ties are split."""
     output = _extrema_of_stacked(outputs, minimum)
     attains = equal_numbers(outputs, output[None]) & (winners != NO_WINNER)
     none = jnp.iinfo(jnp.int32).max
@@ -696,11 +672,11 @@ def _shard_with_winner(
     row_axes = axes.get(row_dim, ())
     if not row_axes:
         return local_output, local_winner, *order
-    ids = operands[1 if row_dim == "row" else 2]
-    first_row = index_of_first_row(ids, row_axes)
-    split_over = row_axes, axes.get("segment", ())
-    flags = {"first_wins": first_wins, "minimum": minimum}
-    output, winner = _winners_over_shards(local_output, local_winner, first_row, *split_over, **flags)
+    first_row = index_of_first_row(operands[1 if row_dim == "row" else 2], row_axes)
+    local_winner = jnp.where(local_winner >= 0, local_winner + first_row, local_winner)
+    merge = functools.partial(_merge_winners, first_wins, minimum)
+    cells = [local_output, local_winner]
+    output, winner = merge_over_shards(merge, cells, row_axes, axes.get("segment", ()))
     return output, winner, *(x + first_row if with_order else x for x in order)
 
 
