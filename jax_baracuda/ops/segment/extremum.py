@@ -289,7 +289,7 @@ def segment_min_backward(
 
 
 @selectable
-@described_like(segment_sum)
+@described_like(segment_max_backward)
 def unsorted_segment_max_backward(
     d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike, *, implementation: Implementation | None = None
 ) -> Array:
@@ -297,17 +297,6 @@ def unsorted_segment_max_backward(
 
     ``d_data[n, ...] = d_output[s, ...]`` if n is the lowest row of segment ``s = segment_ids[n]`` that attains the
     maximum, else 0. The same as ``segment_max_backward(d_output, data, segment_ids, tie_break="first")``.
-
-    Args:
-      d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
-      data: ``[N, ...]``, the rows that were reduced.
-      segment_ids: ``[N]``, any integer dtype, in any order; rows with an id outside ``[0, S)`` get 0.
-
-    Returns:
-      ``[N, ...]``, the cotangent of `data`.
-
-    Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_max`.
 
     Numerical guarantees: exact, deterministic, O(N * D) work in total for D features per row.
 
