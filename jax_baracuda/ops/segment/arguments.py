@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, reshard_as, reshard_like
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.selection import may_run_kernel
 from jax_baracuda.ops.segment.definitions import Params
 from jax_baracuda.ops.segment.ids import Mode as Mode
@@ -85,9 +86,6 @@ class SegmentCall(Segments):
         """
         if self.bucket_size is not None and reduce_buckets is not None:
             return self._reduce_in_buckets(reduction, params, reduce_buckets)
-        arrays = {"segment_ids": self.ids}
-        if self.plan is not None:
-            arrays |= {"order": self.plan.edge_order, "sorted_ids": self.plan.segment_ids}
 
         def call(data: Array, **arrays: Array) -> Array:
             return reduction(params, data=self.rows(data), **arrays)
@@ -95,7 +93,12 @@ class SegmentCall(Segments):
         if self.out_sharding is not None:
             explicit_axes = self.out_sharding.mesh.explicit_axes
             call = jax.sharding.auto_axes(call, axes=explicit_axes, out_sharding=self.out_sharding)
-        return call(self.data, **arrays)
+        return call(self.data, **self._ids())
+
+    def _ids(self) -> dict[str, Array]:
+        """The ids, and the order of a plan, by the names that reductions give them."""
+        ids = {"segment_ids": self.ids}
+        return ids if self.plan is None else ids | {"order": self.plan.edge_order, "sorted_ids": self.plan.segment_ids}
 
     def _reduce_in_buckets(
         self, reduction: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array]
@@ -109,11 +112,18 @@ class SegmentCall(Segments):
         output = reduction(params, data=self.rows(self.data), segment_ids=ids)
         return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)
 
-    def gradient(self, reduce: Callable[[SegmentCall], Array], d_output: Array) -> Array:
-        """The cotangent of the data. Derivatives of either mode exist."""
-        data, d_output, *_ = jax_versions.unify_varying(self.data, d_output, self.ids)
-        output, vjp = jax.vjp(lambda data: reduce(self.with_data(data)), data)
-        return vjp(reshard_like(d_output, jax.typeof(output)))[0]
+    def gradient(self, rules: KernelVjp, params: Params, d_output: Array) -> Array:
+        """The cotangent of the data, given that of the cells ``[S, ...]``. Much faster to trace than ``jax.vjp``."""
+        data, d_output, *ids = jax_versions.unify_varying(self.data, d_output, *self._ids().values())
+        _, residuals = rules.forward(params, data=self.rows(data), **dict(zip(self._ids(), ids, strict=True)))
+        return self.cotangent_of_data(rules.backward(params, residuals, d_output)["data"])
+
+    def cotangent_of_data(self, d_rows: Array) -> Array:
+        """The cotangent of the data, given that of its rows."""
+        data, d_rows = jax_versions.unify_varying(self.data, d_rows)
+        rows = jax.typeof(self.rows(data))
+        [d_data] = jax.linear_transpose(self.rows, data)(reshard_like(d_rows, rows))
+        return d_data
 
 
 def as_inexact(data: Array) -> Array:

@@ -326,7 +326,8 @@ def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: T
     call = canonicalize_primal(segments, data, d_output)
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
-    return call.gradient(functools.partial(_reduce, tie_break=tie_break, minimum=minimum), d_output)
+    params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
+    return call.gradient(_segment_min if minimum else _segment_max, params, d_output)
 
 
 def first_gets_all(name: str, tie_break: str) -> bool:

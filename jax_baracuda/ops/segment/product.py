@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.definition import with_named
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.docstrings import described_like
@@ -25,7 +25,6 @@ from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
-    SegmentCall,
     canonical_cotangent,
     canonical_segments,
     canonicalize,
@@ -54,7 +53,7 @@ from jax_baracuda.ops.segment.extended_product import (
     product_value,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
-from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, sum_params
 
 
@@ -108,13 +107,9 @@ def segment_prod(
     """
     name = "segment_prod"
     segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
-    return _reduce(canonicalize(segments, data, out_sharding, bucket_size))
-
-
-def _reduce(call: SegmentCall) -> Array:
+    call = canonicalize(segments, data, out_sharding, bucket_size).sorted_by_plan()
     if jnp.issubdtype(call.data.dtype, jnp.inexact):
-        check_numbered(call.name, "rows", call.ids.shape[0])
-    call = call.sorted_by_plan()
+        check_numbered(name, "rows", call.ids.shape[0])
     params = call.params(Params)
     return reduce_numbers(call, _segment_prod, params, functools.partial(_over_buckets, params))
 
@@ -170,7 +165,11 @@ def segment_prod_backward(
     name = "segment_prod_backward"
     d_output, segments = canonical_cotangent(name, d_output, segment_ids, indices_are_sorted, mode, plan)
     call = canonicalize_primal(segments, data, d_output)
-    return call.gradient(_reduce, d_output)
+    check_numbered(name, "rows", call.ids.shape[0])
+    with both_modes():  # a gradient has derivatives of either mode
+        ordered = call.sorted_by_plan()
+        d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
+        return d_data if plan is None else call.cotangent_of_data(unpermuted(d_data, plan.edge_order))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
