@@ -153,11 +153,8 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
         own_avals = [jax.ShapeDtypeStruct(x.shape[num_graph_dims:], x.dtype) for x in avals]
         names = list(own_operands(**params))[len(avals) :]
         arrays = _with_graph_dims(dict(zip(names, others, strict=True)), num_graph_dims, shared)
-
-        def transpose_one(*others: Array) -> Sequence[Array]:
-            assert op.transpose is not None
-            return tuple(with_named(op.transpose, params)(own_avals, d_results, *others))
-
+        assert op.transpose is not None
+        transpose_one = functools.partial(with_named(op.transpose, params), own_avals, d_results)
         return map_over_batch(transpose_one, mapped_dims(arrays, num_graph_dims), *arrays)
 
     return Op(

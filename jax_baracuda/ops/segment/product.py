@@ -208,10 +208,7 @@ def _reduce_in_pairs(
     num_steps = (num_rows - 1).bit_length() if jax_versions.is_static_shape(ids.shape) else 31
     for step in range(num_steps):
         distance = 2**step
-
-        def partner_of(x: Array, distance: int = distance) -> Array:
-            return jnp.roll(x, -distance, axis=0)
-
+        partner_of = functools.partial(jnp.roll, shift=-distance, axis=0)
         has_partner = (
             is_member & (rank & (2 * distance - 1) == 0) & (row < num_rows - distance) & (partner_of(ids) == ids)
         )

@@ -26,19 +26,21 @@ from jax_baracuda.ops.segment.arguments import (
 )
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
+    CELLS,
     IDS,
     ROWS,
     SumParams,
     first_result,
     limit_of_32_bits,
     plan_parameters,
+    reduction_op,
     row_axes_of,
     sum_guarantee,
     sum_over_axes,
 )
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, segment_sum, sum_over_shards
+from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
 
 
 @selectable
@@ -177,6 +179,14 @@ def _reference(logits: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     return (_normalized(exponentials, ids, denominators, logits.dtype),)
 
 
+MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
+"""The lower bound of each summed exponential, by bytes per number: a sum of 0 then means a segment without rows."""
+
+
+def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
+    return (xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
+
+
 def _weighted_cotangents(probabilities: Array, d_output: Array) -> Array:
     dtype = accumulation_dtype(probabilities.dtype)
     return probabilities.astype(dtype) * d_output.astype(dtype)
@@ -234,6 +244,11 @@ _RANGES_OF_SUMS = {4: (2.0**-50, 2.0**64), 8: (2.0**-64, 2.0**1000)}
 sums are in range, and the devices need not compute and exchange maxima."""
 
 
+def _shard_program_of_exponentials(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
+    [local] = kernel(data, ids)
+    return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
+
+
 def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, probabilities: Array, d_output: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
@@ -272,6 +287,17 @@ _COMMON: dict[str, Any] = {
     "plan_parameters": lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
     "limit": lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
 }
+
+SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
+    "segment_sum_of_exponentials",
+    results={"output": CELLS},
+    reference=_reference_of_exponentials,
+    dtypes=frozenset({"float32", "float64"}),
+    guarantee=sum_guarantee,
+    attributes=("deterministic",),
+    shard_program=_shard_program_of_exponentials,
+)
+"""Lets devices that share segments exchange sums alone, without maxima."""
 
 SEGMENT_SOFTMAX = Op(
     name="segment_softmax",

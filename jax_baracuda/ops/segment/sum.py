@@ -194,14 +194,6 @@ def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     return (xla_sum(wide, ids, num_segments).astype(data.dtype),)
 
 
-MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
-"""The lower bound of each summed exponential, by bytes per number: a sum of 0 then means a segment without rows."""
-
-
-def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
-    return (xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
-
-
 def _reference_backward(d_output: Array, ids: Array) -> tuple[Array]:
     return (gather_or_zeros(d_output, ids),)
 
@@ -218,11 +210,6 @@ def sum_over_shards(axes: ShardAxes, data: Array, ids: Array, **params: Any) -> 
     """The sums over all shards, in the accumulation dtype: one shard's sum may overflow where the total does not."""
     [local] = SEGMENT_SUM.kernel(data.astype(accumulation_dtype(data.dtype)), ids, **params)
     return sum_over_axes(local, row_axes_of(axes), axes.get("segment", ()))
-
-
-def _shard_program_of_exponentials(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
-    [local] = kernel(data, ids)
-    return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -254,16 +241,6 @@ SEGMENT_SUM = reduction_op(
     xla_rules=(*SUM_RULES, on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB))),
     shard_program=_shard_program,
     transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(d_outputs[0], ids, **params),
-)
-
-SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
-    "segment_sum_of_exponentials",
-    results={"output": CELLS},
-    reference=_reference_of_exponentials,
-    dtypes=frozenset({"float32", "float64"}),
-    guarantee=sum_guarantee,
-    attributes=("deterministic",),
-    shard_program=_shard_program_of_exponentials,
 )
 
 # A gather. H100, time of plain JAX / kernel: 0.67, between elementwise operations 0.42 (21 loops each). Two cores: 0.3
