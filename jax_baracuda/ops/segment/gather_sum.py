@@ -278,7 +278,7 @@ GATHER_SEGMENT_DOT = Op(
 
 
 def _sum(operands: Mapping[str, Array | None], num_graph_dims: int = 0, is_wide: bool = False, **params: Any) -> Array:
-    """The sums of one graph or, with `num_graph_dims`, of a batch of graphs. None: operands that the call has not."""
+    """The sums of one graph or, with `num_graph_dims`, of a batch of graphs. Absent operands are None."""
     given = {name: x for name, x in operands.items() if x is not None}
     if "weights" not in given:
         given.pop("edge_order", None)  # the kernel uses it only to find weights
@@ -346,7 +346,8 @@ def _backward(
         flags = {"is_wide": False, "has_edge_order": len(edges) == 3, "deterministic": params.deterministic}
         return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
 
-    arrays = [d_output, gather_ids, segment_ids, *(residuals[x] for x in ("edge_order",) if x in residuals)]
+    edge_order = [residuals["edge_order"]] if "edge_order" in residuals else []
+    arrays = [d_output, gather_ids, segment_ids, *edge_order]
     return {"data": d_data, "weights": map_over_batch(gradient_of_weights, mapped_dims(arrays, num_joined), *arrays)}
 
 

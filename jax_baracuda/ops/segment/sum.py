@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.definition import NamedDimensions, with_named
+from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import (
     MB,
     Traits,
@@ -366,11 +366,19 @@ def _are_narrow(traits: Traits) -> bool:
 
 
 def _gather_first(
-    data: Array, gather_ids: Array, segment_ids: Array, *, clips_gather_ids: bool, is_wide: bool, **params: Any
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *,
+    num_segments: int,
+    deterministic: bool,
+    clips_gather_ids: bool,
+    is_wide: bool,
 ) -> Sequence[Array]:
     rows = gather_rows(data, gather_ids, clips_gather_ids)
     rows = rows.astype(accumulation_dtype(data.dtype)) if is_wide else rows
-    return with_named(SEGMENT_SUM.kernel, params)(rows, segment_ids)
+    flags = {"indices_are_sorted": True, "deterministic": deterministic}
+    return SEGMENT_SUM.kernel(rows, segment_ids, num_segments=num_segments, **flags)
 
 
 def _sort_first(
