@@ -388,7 +388,6 @@ def _sort_first(
     *weights_and_order: Array,
     num_segments: int,
     has_weights: bool,
-    has_edge_order: bool,
     **params: Any,
 ) -> Sequence[Array]:
     weights, order = (weights_and_order[:1], weights_and_order[1:]) if has_weights else ((), weights_and_order)
