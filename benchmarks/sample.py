@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.timing import on_device
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, Sizes, normal
-from jax_baracuda._examples.segment import random_ids, sorted_ids, with_ties
+from jax_baracuda._examples.segment import IDS, SORTED_IDS, with_ties
 
 MIN_ROWS, MAX_ROWS = 10**3, 10**8
 WIDTHS = (1, 2, 3, 4, 7, 8, 16, 32, 33, 64, 100, 128, 300, 1000)
@@ -45,7 +45,7 @@ def sorted_power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype
     return np.sort(power_law_ids(rng, shape, dtype, sizes), axis=-1)
 
 
-POWER_LAW = {random_ids: power_law_ids, sorted_ids: sorted_power_law_ids}
+POWER_LAW = {IDS.draw: power_law_ids, SORTED_IDS.draw: sorted_power_law_ids}
 UNTIED = {with_ties: normal}
 """Replaces tied features: in practice, features hardly ever tie, and ties slow down the gradients of maxima."""
 

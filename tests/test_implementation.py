@@ -494,6 +494,7 @@ def test_rules_are_few() -> None:
             rules = [rule for rule in op.xla_rules if rule.platform == platform]
             assert len(rules) <= 3, (op.name, platform)
             assert all(rule.reason for rule in rules)
+        assert len(op.programs) <= 3 and all(rule.reason for rule in op.programs), op.name
 
 
 def test_sizes_of_heads() -> None:

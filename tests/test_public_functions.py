@@ -145,6 +145,5 @@ def test_random_keys_are_refused(rng: np.random.Generator, example: Example) -> 
     operands = programs.exact_operands(rng, example)
     name = next(name for name, operand in example.operands.items() if operand.dtype is None)
     keys = jax.random.split(jax.random.key(0), operands[name].shape)
-    function = example.function.__name__.removeprefix("unsorted_")  # an alias
-    with pytest.raises(TypeError, match=rf"{function}: \S+ must have a numeric dtype, got key"):
+    with pytest.raises(TypeError, match=rf"^{example.function.__name__}: \S+ must have a numeric dtype, got key"):
         call_of(example)({**operands, name: keys})

@@ -139,8 +139,8 @@ class OpCall:
 
     def sizes(self) -> dict[str, int]:
         """The sizes that rules use: the named dimensions, "features" (the product of "head", "feature" and all unnamed
-        dimensions), "bytes" (of all operands and results), "element_bits" (of the narrowest operand) and "rank" (of the
-        first operand)."""
+        dimensions), "bytes" (of all operands and results), "element_bits" (of the narrowest operand), "rank" and
+        "row_bytes" (of the first operand)."""
         results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
         sizes = self.named_shapes(results).sizes
         unnamed = [name for name in sizes if name.startswith("...")]
@@ -151,6 +151,7 @@ class OpCall:
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),
             "rank": len(self.own_operands[0].shape),
+            "row_bytes": math.prod(self.own_operands[0].shape[1:]) * self.dtype.itemsize,
         }
 
     def plan(self, platform: str) -> Plan:

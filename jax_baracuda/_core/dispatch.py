@@ -81,6 +81,12 @@ def decide(call: OpCall, site: Site) -> Decision:
     return Decision("kernel", "no rule of the op says that plain JAX is faster")
 
 
+def program_of(call: OpCall, platform: str) -> Callable[..., Any] | None:
+    """The program of several kernels that serves in place of the kernel on a platform; None if the kernel does."""
+    site = Site(platform)
+    return next((program for rule, program in call.op.programs.items() if rule.holds_for(call, site)), None)
+
+
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:
     """The error for a call that asks for a missing kernel."""
     return ValueError(
@@ -113,7 +119,7 @@ Condition = Callable[[Traits], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """On this platform, plain JAX is faster than the kernel if all conditions hold."""
+    """On this platform, plain JAX or a program of several kernels is faster than the kernel if all conditions hold."""
 
     platform: str
     reason: str

@@ -18,7 +18,7 @@ from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.definition import OpDefinition
-from jax_baracuda._core.dispatch import Site, decide, missing_kernel
+from jax_baracuda._core.dispatch import Site, decide, missing_kernel, program_of
 from jax_baracuda._core.fusion import can_fuse, is_donated_argument, may_read, updated_argument
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import reference_of_call
@@ -193,14 +193,9 @@ def _call_target(
 ) -> Any:
     """Lowers to a call of the native target, or to the op's program of several kernels."""
     op = call.op
-    program: Callable[..., Sequence[jax.Array]] | None = None
-    if op.program is not None:
-        program = call.bound(op.program)
-    if platform == "cuda" and op.program_on_gpu is not None:
-        program = call.bound(op.program_on_gpu)(*call.own_operands)
-    if program is not None:
+    if (program := op.program or program_of(call, platform)) is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
-        return _lower_without_mesh(functools.partial(map_over_batch, program, mapped), ctx, operands)
+        return _lower_without_mesh(functools.partial(map_over_batch, call.bound(program), mapped), ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)
     num_results = len(ctx.avals_out)
     if op.plan_parameters is not None:

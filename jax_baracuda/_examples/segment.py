@@ -13,7 +13,17 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import EXACT, ROUNDED_ONCE, Example, Operand, SizeOf, Sizes, Tolerance, repeated
+from jax_baracuda._examples.example import (
+    EXACT,
+    ROUNDED_ONCE,
+    Draw,
+    Example,
+    Operand,
+    SizeOf,
+    Sizes,
+    Tolerance,
+    repeated,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plain JAX, as fast as possible: it relies on ids in range.
@@ -167,20 +177,14 @@ def probabilities(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dt
     return repeated(rng.random, shape, dtype)
 
 
-def random_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return rng.integers(0, sizes["segment"], shape).astype(dtype)
+def ids_below(dim: str, *, is_sorted: bool = False) -> Draw:
+    """Draws numbers of rows of a dimension."""
 
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+        ids = rng.integers(0, sizes[dim], shape).astype(dtype)
+        return np.sort(ids, axis=-1) if is_sorted else ids
 
-def node_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return rng.integers(0, sizes["node"], shape).astype(dtype)
-
-
-def sorted_node_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return np.sort(node_ids(rng, shape, dtype, sizes), axis=-1)
-
-
-def sorted_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return np.sort(random_ids(rng, shape, dtype, sizes), axis=-1)
+    return draw
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -205,7 +209,8 @@ ATTENDED: Tolerance = {"float32": (4e-6, 2e-5), "bfloat16": (3e-2, 6e-2), "float
 SELECTED: Tolerance = {"float32": (0, 4e-6), "bfloat16": (0, 4e-3), "float16": (0, 5e-4)}
 
 ROWS, CELLS = ("row", "feature"), ("segment", "feature")
-IDS, SORTED_IDS = (Operand(("row",), draw, "int32") for draw in (random_ids, sorted_ids))
+IDS, SORTED_IDS = (Operand(("row",), ids_below("segment", is_sorted=x), "int32") for x in (False, True))
+NODE_IDS, SORTED_NODE_IDS = (Operand(("row",), ids_below("node", is_sorted=x), "int32") for x in (False, True))
 
 
 def reductions(
@@ -239,6 +244,44 @@ GATHERED_TIMED = {use: {**sizes, "node": sizes["segment"]} for use, sizes in TIM
 WEIGHTED: Tolerance = {"float32": (4e-6, 2e-5), "bfloat16": (3e-2, 6e-2), "float16": (4e-3, 8e-3)}
 
 TIED, NUMBERS, COTANGENTS = Operand(ROWS, with_ties), Operand(ROWS), Operand(CELLS)
+WINNERS = dataclasses.replace(TIED, differentiable=False)
+FACTORS = Operand(ROWS, factors)
+
+
+def gradient(
+    function: Callable[..., Array],
+    plain_jax: Callable[..., Array],
+    operands: Mapping[str, Operand],
+    tolerance: Tolerance,
+    variant: str = "",
+    **options: Any,
+) -> Example:
+    """An example of a gradient by the rows. The first of a function is timed."""
+    operands = {"d_output": COTANGENTS, **operands}
+    operands.setdefault("segment_ids", IDS)
+    sizes = CHECKED if variant else {**CHECKED, **TIMED}
+    return Example(function, plain_jax, operands, sizes, variant, options, tolerance=tolerance)
+
+
+def gathering(
+    function: Callable[..., Array],
+    plain_jax: Callable[..., Array],
+    operands: Mapping[str, Operand],
+    tolerance: Tolerance,
+    variant: str = "",
+    timed: Mapping[str, Sizes] = GATHERED_TIMED,
+    **options: Any,
+) -> Example:
+    """An example of a function that gathers along edges. The first of a function is timed."""
+    operands = {"data": NODES, "gather_ids": NODE_IDS, "segment_ids": IDS, **operands}
+    sizes = GATHERED_CHECKED if variant else {**GATHERED_CHECKED, **timed}
+    options |= {"num_segments": SizeOf("segment")}
+    return Example(function, plain_jax, operands, sizes, variant, options, tolerance=tolerance)
+
+
+NODES, NODES_WITH_TIES = Operand(("node", "feature")), Operand(("node", "feature"), with_ties)
+NODES_WITH_HEADS = Operand(("node", "feature", "feature1"))
+OF_EDGES, OF_HEADS = Operand(("row",)), Operand(("row", "feature"))
 
 EXAMPLES = [
     *reductions(jb.segment_max, SELECTED, TIED, sorted_timed=TIMED),
@@ -254,131 +297,53 @@ EXAMPLES = [
     *reductions(jb.segment_min, SELECTED, TIED),
     *reductions(jb.segment_sum, SUMMED, NUMBERS, sorted_timed=TIMED),
     *reductions(jb.segment_mean, SUMMED, NUMBERS),
-    *reductions(jb.segment_prod, DIVIDED, Operand(ROWS, factors)),
+    *reductions(jb.segment_prod, DIVIDED, FACTORS),
     *reductions(jb.segment_softmax, FROM_RESULTS, NUMBERS, data_name="logits", sorted_timed=TIMED),
-    *reductions(jb.segment_argmax, EXACT, dataclasses.replace(TIED, differentiable=False)),
-    *reductions(jb.segment_argmin, EXACT, dataclasses.replace(TIED, differentiable=False)),
-    *(
-        Example(
-            function,
-            gradient_of(PLAIN_JAX[function.__name__.removesuffix("_backward")]),
-            {"d_output": COTANGENTS, "data": data, "segment_ids": IDS},
-            {**CHECKED, **TIMED},
-            tolerance=tolerance,
-        )
-        for function, data, tolerance in (
-            (jb.segment_max_backward, TIED, SUMMED),
-            (jb.segment_min_backward, TIED, SUMMED),
-            (jb.segment_prod_backward, Operand(ROWS, factors), DIVIDED),
-        )
-    ),
-    Example(
+    *reductions(jb.segment_argmax, EXACT, WINNERS),
+    *reductions(jb.segment_argmin, EXACT, WINNERS),
+    gradient(jb.segment_max_backward, gradient_of(jax.ops.segment_max), {"data": TIED}, SUMMED),
+    gradient(jb.segment_min_backward, gradient_of(jax.ops.segment_min), {"data": TIED}, SUMMED),
+    gradient(jb.segment_prod_backward, gradient_of(prod), {"data": FACTORS}, DIVIDED),
+    gradient(
         jb.segment_max_backward,
         gradient_of(jax.ops.segment_max),
-        {"d_output": COTANGENTS, "data": TIED, "segment_ids": SORTED_IDS},
-        CHECKED,
+        {"data": TIED, "segment_ids": SORTED_IDS},
+        SUMMED,
         "sorted ids",
-        {"indices_are_sorted": True},
-        tolerance=SUMMED,
+        indices_are_sorted=True,
     ),
-    Example(
-        jb.unsorted_segment_max_backward,
-        gradient_of(first_max),
-        {"d_output": COTANGENTS, "data": TIED, "segment_ids": IDS},
-        {**CHECKED, **TIMED},
-        tolerance=EXACT,
+    gradient(jb.unsorted_segment_max_backward, gradient_of(first_max), {"data": TIED}, EXACT),
+    gradient(jb.segment_sum_backward, gather, {}, SUMMED),
+    gradient(jb.segment_mean_backward, mean_backward, {}, SUMMED),
+    gathering(jb.gather_segment_sum, gathered_sum, {}, SUMMED),
+    gathering(
+        jb.gather_segment_sum, gathered_sum, {"segment_ids": SORTED_IDS}, SUMMED, "sorted ids", indices_are_sorted=True
     ),
-    *(
-        Example(
-            function,
-            plain_jax,
-            {"d_output": COTANGENTS, "segment_ids": IDS},
-            {**CHECKED, **TIMED},
-            tolerance=SUMMED,
-        )
-        for function, plain_jax in (
-            (jb.segment_sum_backward, gather),
-            (jb.segment_mean_backward, mean_backward),
-        )
-    ),
-    *(
-        Example(
-            jb.gather_segment_sum,
-            gathered_sum,
-            {
-                "data": Operand(("node", *features)),
-                "gather_ids": Operand(("row",), node_ids, "int32"),
-                "segment_ids": ids,
-                **weights,
-            },
-            sizes,
-            variant,
-            {"num_segments": SizeOf("segment"), **options},
-            tolerance=WEIGHTED if weights else SUMMED,
-        )
-        for variant, features, ids, weights, options, sizes in (
-            ("", ("feature",), IDS, {}, {}, GATHERED_CHECKED | GATHERED_TIMED),
-            ("sorted ids", ("feature",), SORTED_IDS, {}, {"indices_are_sorted": True}, GATHERED_CHECKED),
-            ("weights", ("feature",), IDS, {"weights": Operand(("row",))}, {}, GATHERED_CHECKED),
-            ("heads", ("feature", "feature1"), IDS, {"weights": Operand(("row", "feature"))}, {}, GATHERED_CHECKED),
-        )
-    ),
-    *(
-        Example(
-            function,
-            gathered(reduction),
-            {
-                "data": Operand(("node", "feature"), draw),
-                "gather_ids": Operand(("row",), node_ids, "int32"),
-                "segment_ids": IDS,
-                **weights,
-            },
-            GATHERED_CHECKED | (GATHERED_TIMED if not variant else {}),
-            variant,
-            {"num_segments": SizeOf("segment")},
-            tolerance=tolerance,
-        )
-        for function, reduction, variant, draw, weights, tolerance in (
-            (jb.gather_segment_mean, mean, "", NUMBERS.draw, {}, FROM_RESULTS),
-            (jb.gather_segment_mean, mean, "weights", NUMBERS.draw, {"weights": Operand(("row",))}, FROM_RESULTS),
-            (jb.gather_segment_max, jax.ops.segment_max, "", TIED.draw, {}, GATHERED_SELECTED),
-            (jb.gather_segment_min, jax.ops.segment_min, "", TIED.draw, {}, GATHERED_SELECTED),
-        )
-    ),
-    Example(
+    gathering(jb.gather_segment_sum, gathered_sum, {"weights": OF_EDGES}, WEIGHTED, "weights"),
+    gathering(jb.gather_segment_sum, gathered_sum, {"data": NODES_WITH_HEADS, "weights": OF_HEADS}, WEIGHTED, "heads"),
+    gathering(jb.gather_segment_mean, gathered(mean), {}, FROM_RESULTS),
+    gathering(jb.gather_segment_mean, gathered(mean), {"weights": OF_EDGES}, FROM_RESULTS, "weights"),
+    gathering(jb.gather_segment_max, gathered(jax.ops.segment_max), {"data": NODES_WITH_TIES}, GATHERED_SELECTED),
+    gathering(jb.gather_segment_min, gathered(jax.ops.segment_min), {"data": NODES_WITH_TIES}, GATHERED_SELECTED),
+    gathering(
         jb.segment_attention,
         attention,
-        {
-            "logits": Operand(("row", "feature")),
-            "data": Operand(("node", "feature", "feature1")),
-            "gather_ids": Operand(("row",), node_ids, "int32"),
-            "segment_ids": IDS,
-        },
-        GATHERED_CHECKED | {use: {**sizes, "feature": 8, "feature1": 16} for use, sizes in GATHERED_TIMED.items()},
-        options={"num_segments": SizeOf("segment")},
-        tolerance=ATTENDED,
+        {"logits": OF_HEADS, "data": NODES_WITH_HEADS},
+        ATTENDED,
+        timed={use: {**sizes, "feature": 8, "feature1": 16} for use, sizes in GATHERED_TIMED.items()},
     ),
     *(
-        Example(
-            jb.take_rows,
-            rows_of,
-            {"data": Operand(("node", "feature")), "ids": Operand(("row",), draw, "int32")},
-            sizes,
-            variant,
-            options,
-            tolerance=TAKEN,
-        )
-        for variant, draw, options, sizes in (
-            ("", node_ids, {}, GATHERED_CHECKED | GATHERED_TIMED),
-            ("sorted ids", sorted_node_ids, {"indices_are_sorted": True}, GATHERED_CHECKED),
+        Example(jb.take_rows, rows_of, {"data": NODES, "ids": ids}, sizes, variant, options, tolerance=TAKEN)
+        for variant, ids, options, sizes in (
+            ("", NODE_IDS, {}, GATHERED_CHECKED | GATHERED_TIMED),
+            ("sorted ids", SORTED_NODE_IDS, {"indices_are_sorted": True}, GATHERED_CHECKED),
         )
     ),
-    Example(
+    gradient(
         jb.segment_softmax_backward,
         softmax_backward,
-        {"d_output": NUMBERS, "probabilities": Operand(ROWS, probabilities), "segment_ids": IDS},
-        {**CHECKED, **TIMED},
-        options={"num_segments": SizeOf("segment")},
-        tolerance=FROM_RESULTS,
+        {"d_output": NUMBERS, "probabilities": Operand(ROWS, probabilities)},
+        FROM_RESULTS,
+        num_segments=SizeOf("segment"),
     ),
 ]

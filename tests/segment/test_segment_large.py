@@ -28,7 +28,7 @@ from jax_baracuda import (
     segment_sum,
     segment_sum_backward,
 )
-from jax_baracuda.ops.segment.order import SEGMENT_ORDER
+from jax_baracuda.ops.segment.plan import SEGMENT_ORDER
 
 LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
 

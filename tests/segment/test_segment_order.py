@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ from support import cases
 
 import jax_baracuda as jb
 from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dispatch import program_of
+from jax_baracuda._core.op import Op
 from jax_baracuda._tools.calls import traced_calls
-from jax_baracuda.ops.segment.order import SEGMENT_ORDER
+from jax_baracuda.ops.segment.plan import SEGMENT_ORDER
 
 NODES, EDGES, SEGMENTS = 30, 200, 17
 
@@ -73,7 +76,7 @@ CALLS = {
 
 
 def unsorted_calls(name: str, *operands: Any) -> list[OpCall]:
-    return [call for call in traced_calls(CALLS[name], *operands) if call.op.program_on_gpu is not None]
+    return [call for call in traced_calls(CALLS[name], *operands) if call.op.programs]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -84,17 +87,22 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
     for call in calls:
         params: dict[str, Any] = dict(call.params)
         operands = [_operand(rng, operand, of_name) for of_name, operand in _named(call).items()]
-        program = call.op.program_on_gpu(*operands, **params)
-        assert program is not None
+        program = _program(call.op, operands, params)
         expected = call.op(*operands, **params)
         for actual, wanted in zip(jax.jit(program)(*operands), expected, strict=True):
             np.testing.assert_array_equal(actual, wanted)
         if "has_edge_order" in params and (params.get("has_weights") or "first_wins" in params):
             order = jnp.asarray(rng.permutation(EDGES), jnp.int32)
             flags = {**params, "has_edge_order": True}
-            ordered = jax.jit(call.op.program_on_gpu(*operands, order, **flags))(*operands, order)
+            ordered = jax.jit(_program(call.op, [*operands, order], flags))(*operands, order)
             for actual, wanted in zip(ordered, call.op(*operands, order, **flags), strict=True):
                 np.testing.assert_array_equal(actual, wanted)
+
+
+def _program(op: Op, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """The program that serves a call on GPUs."""
+    call = OpCall(op, operands, params)
+    return call.bound(program_of(call, "cuda"))
 
 
 def _named(call: OpCall) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def test_narrow_rows_of_sorted_edges(
     data, receivers = jnp.tile(data[:, 0, :1], features).astype(dtype), jnp.sort(receivers)
     [call, *_] = traced_calls(sorted_sum, data, senders, receivers)
     params = call.params | {"is_wide": is_wide, "clips_gather_ids": clips_gather_ids}
-    program = call.op.program_on_gpu(data, senders, receivers, **params)
+    program = _program(call.op, [data, senders, receivers], params)
     assert "segment_order" not in str(jax.make_jaxpr(program)(data, senders, receivers))
     [actual] = jax.jit(program)(data, senders, receivers)
     [expected] = call.op(data, senders, receivers, **params)
@@ -151,7 +159,7 @@ def test_narrow_rows_of_sorted_edges(
 def test_which_sorted_edges_take_two_steps(edges: int, features: int, dtype: str, gathers_first: bool) -> None:
     types = [jax.ShapeDtypeStruct(shape, of) for shape, of in (((edges + 1, features), dtype), ((edges,), "int32"))]
     [call, *_] = traced_calls(sorted_sum, *types, types[1])
-    assert (call.op.program_on_gpu(*call.own_operands, **call.params) is not None) == gathers_first
+    assert (program_of(call, "cuda") is not None) == gathers_first
 
 
 @pytest.mark.skipif(cases.PLATFORM != "cuda", reason="only GPUs need an order")

@@ -15,7 +15,7 @@ from support import cases
 from support.cases import FLOATING, Expected, Shape, assert_same_bits
 
 from jax_baracuda import implementation, segment_softmax, segment_softmax_backward
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS
+from jax_baracuda.ops.segment.softmax import SEGMENT_SUM_OF_EXPONENTIALS
 
 each_dtype = pytest.mark.parametrize("dtype", FLOATING)
 

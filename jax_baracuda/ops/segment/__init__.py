@@ -2,8 +2,9 @@
 
 Message passing on graphs, point clouds and recommender models aggregate with them. Each op has one module, which reads
 top to bottom: public functions, reference in plain JAX, program of one shard, ops (one per native kernel), derivative
-rules. :mod:`.arguments` checks arguments; :mod:`.definitions` has the common parts of op definitions, and :mod:`.cells`
-those of references. :mod:`.take_rows` computes its value by an XLA gather and its gradient by a segment sum.
+rules. :mod:`.arguments` checks arguments; :mod:`.definitions` has the common parts of op definitions, :mod:`.edges`
+those of ops that gather rows along edges, and :mod:`.cells` those of references. :mod:`.take_rows` computes its value
+by an XLA gather and its gradient by a segment sum.
 """
 
 from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
@@ -17,8 +18,7 @@ from jax_baracuda.ops.segment.extremum import (
     unsorted_segment_max_backward,
 )
 from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
-from jax_baracuda.ops.segment.gather_mean import gather_segment_mean
-from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
+from jax_baracuda.ops.segment.gather_sum import gather_segment_mean, gather_segment_sum
 from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
 from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward

@@ -12,25 +12,42 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, unsorted
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
-from jax_baracuda.ops.segment.arguments import Mode, OutSharding, SegmentCall, canonicalize
+from jax_baracuda.ops.segment.arguments import (
+    Mode,
+    OutSharding,
+    SegmentCall,
+    canonical_segments,
+    canonicalize,
+    with_wide_integers,
+)
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
-from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, Params, first_result, reduction_op
+from jax_baracuda.ops.segment.definitions import (
+    CELLS,
+    WIDE_DTYPES,
+    Params,
+    first_result,
+    index_of_first_row,
+    reduction_op,
+    row_axes_of,
+)
 from jax_baracuda.ops.segment.extremum import (
     extrema_of_segments,
     extrema_over_shards,
     extremum_targets,
     identity_of,
     minimum_of,
+    segment_max,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import index_of_first_row, row_axes_of
 
 
 @selectable
+@described_like(segment_max)
 def segment_argmax(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -48,33 +65,12 @@ def segment_argmax(
     If several rows attain it, the lowest, as in :func:`numpy.argmax`.
 
     Args:
-      data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
-        ``segment_ids.shape + data.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      unique_indices: accepted for compatibility; nothing depends on it.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      out_sharding: sharding of the result, for meshes with explicit axes.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
         the call does not sort.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]``, int32 (int64 for 2^31 rows or more): a row number in ``[0, N)``, or N for an empty segment. If the
       rank of `segment_ids` is not 1, row numbers are positions in the flattened ids, and N is the number of ids.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
-      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
-        there are no ids.
-      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: exact. A NaN is greater than every number, and the first NaN wins; -0 and +0 are equal.
     Bit-equal from run to run and independent of scheduling.
@@ -90,9 +86,8 @@ def segment_argmax(
        [3 3]
        [2 2]]
     """
-    name = "segment_argmax"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
-    return _arg_extremum(name, call, plan, minimum=False)
+    segments = canonical_segments("segment_argmax", segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _arg_extremum(canonicalize(segments, data, out_sharding), minimum=False)
 
 
 @selectable
@@ -120,14 +115,14 @@ def segment_argmin(
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    name = "segment_argmin"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
-    return _arg_extremum(name, call, plan, minimum=True)
+    segments = canonical_segments("segment_argmin", segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _arg_extremum(canonicalize(segments, data, out_sharding), minimum=True)
 
 
-def _arg_extremum(name: str, call: SegmentCall, plan: SegmentPlan | None, minimum: bool) -> Array:
-    check_numbered(name, "rows", call.segment_ids.shape[0])
-    call = call.with_data(jax.lax.stop_gradient(call.data)).with_wide_integers().in_order()
+def _arg_extremum(call: SegmentCall, minimum: bool) -> Array:
+    check_numbered(call.name, "rows", call.ids.shape[0])
+    plan = call.plan
+    call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).sorted_by_plan()
     rows = call.reduce(first_result(SEGMENT_ARG_EXTREMUM), call.params(ArgParams, minimum=minimum))
     if plan is None:
         return rows

@@ -16,78 +16,65 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, reshard_as, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda.ops.segment.cells import in_order, put_back
+from jax_baracuda._core.selection import may_run_kernel
 from jax_baracuda.ops.segment.definitions import Params
 from jax_baracuda.ops.segment.ids import Mode as Mode
-from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamps, flat_ids, static_size
-from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
+from jax_baracuda.ops.segment.ids import canonical_edges, check_numbered, checked_ids, clamps, flat_ids, static_size
+from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan, permuted
 
 TieBreak = Literal["split", "first"]
 OutSharding = NamedSharding | PartitionSpec | None
 
 
 @dataclasses.dataclass(frozen=True)
-class SegmentCall:
-    """Checked arguments of a segment reduction."""
+class Segments:
+    """Which row belongs to which segment: the checked arguments of a call without its data."""
 
-    data: Array
-    """Broadcasts to [*ids_shape, ...]"""
-    segment_ids: Array
+    name: str
+    """The public function, for errors"""
+    ids: Array
     """[N], int32 or int64; out of range means dropped"""
     ids_shape: tuple[int, ...]
     num_segments: int
     indices_are_sorted: bool
-    bucket_size: int | None
-    out_sharding: NamedSharding | None
-    order: Array | None = None
-    """[N], the rows sorted by segment, if there is a plan"""
-    sorted_ids: Array | None = None
-    """[N], the segment ids in that order"""
+    plan: SegmentPlan | None
 
     def params(self, params_type: Callable[..., Any], **options: Any) -> Any:
         return params_type(num_segments=self.num_segments, indices_are_sorted=self.indices_are_sorted, **options)
 
-    def with_data(self, data: Array) -> SegmentCall:
-        return dataclasses.replace(self, data=data)
-
-    def with_inexact_data(self) -> SegmentCall:
-        """Integers and bool as floating numbers, as in ``jax.numpy.mean``."""
-        dtype = self.data.dtype
-        if jnp.issubdtype(dtype, jnp.inexact):
-            return self
-        return self.with_data(self.data.astype(jnp.float64 if dtype.itemsize == 8 else jnp.float32))
-
-    def with_wide_integers(self) -> SegmentCall:
-        """bool and integers of less than 32 bits as int32."""
-        dtype = self.data.dtype
-        is_narrow = not jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4
-        return self.with_data(self.data.astype(jnp.int32)) if is_narrow else self
-
-    def in_order(self, unless: frozenset[str] = frozenset()) -> SegmentCall:
-        """Sorts the rows as the plan says. `unless`: dtypes whose kernels accept an order, so rows are not moved."""
-        if self.order is None or self.data.dtype.name in unless:
-            return self
-        rows = in_order(self.rows(self.data), self.order)
-        return dataclasses.replace(
-            self, data=rows, segment_ids=self.sorted_ids, indices_are_sorted=True, order=None, sorted_ids=None
-        )
-
-    def in_own_order(self, rows: Array) -> Array:
-        """Undoes the plan's order: one row per id, in the order of the call's arguments."""
-        return shaped_as_ids(rows if self.order is None else put_back(rows, self.order), self.ids_shape)
-
     def rows(self, data: Array) -> Array:
-        """`data` as one row per id, ``[N, ...]``."""
+        """Data that broadcasts to ``[*ids_shape, ...]`` as one row per id, ``[N, ...]``."""
         row_shape = data.shape[1:]
         if data.shape != (*self.ids_shape, *row_shape):
             data = jnp.broadcast_to(data, (*self.ids_shape, *row_shape))
         return data if len(self.ids_shape) == 1 else data.reshape(-1, *row_shape)
 
+    def shaped_as_ids(self, rows: Array) -> Array:
+        """Rows ``[N, ...]`` as ``[*ids_shape, ...]``."""
+        return rows if len(self.ids_shape) == 1 else rows.reshape(*self.ids_shape, *rows.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentCall(Segments):
+    """The checked arguments of a segment reduction."""
+
+    data: Array
+    """Broadcasts to [*ids_shape, ...]"""
+    bucket_size: int | None
+    out_sharding: NamedSharding | None
+
+    def with_data(self, data: Array) -> SegmentCall:
+        return dataclasses.replace(self, data=data)
+
+    def sorted_by_plan(self, unless: frozenset[str] = frozenset()) -> SegmentCall:
+        """Sorts the rows as the plan says. `unless`: dtypes whose kernels accept an order, so rows are not moved."""
+        if self.plan is None or self.data.dtype.name in unless:
+            return self
+        rows = permuted(self.rows(self.data), self.plan.edge_order)
+        return dataclasses.replace(self, data=rows, ids=self.plan.segment_ids, indices_are_sorted=True, plan=None)
+
     def reduce(
-        self,
-        reduction: Callable[..., Array],
-        params: Params,
-        reduce_buckets: Callable[..., Array] | None = None,
+        self, reduction: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array] | None = None
     ) -> Array:
         """Applies a segment reduction to the rows.
 
@@ -100,16 +87,24 @@ class SegmentCall:
         if self.bucket_size is not None and reduce_buckets is not None:
             return self._reduce_in_buckets(reduction, params, reduce_buckets)
 
-        def call(data: Array, segment_ids: Array, **order: Array) -> Array:
-            return reduction(params, data=self.rows(data), segment_ids=segment_ids, **order)
+        def call(data: Array, **arrays: Array) -> Array:
+            return reduction(params, data=self.rows(data), **arrays)
 
-        return self._with_out_sharding(call)
+        if self.out_sharding is not None:
+            explicit_axes = self.out_sharding.mesh.explicit_axes
+            call = jax.sharding.auto_axes(call, axes=explicit_axes, out_sharding=self.out_sharding)
+        return call(self.data, **self._ids())
+
+    def _ids(self) -> dict[str, Array]:
+        """The ids, and the order of a plan, by the names that reductions give them."""
+        ids = {"segment_ids": self.ids}
+        return ids if self.plan is None else ids | {"order": self.plan.edge_order, "sorted_ids": self.plan.segment_ids}
 
     def _reduce_in_buckets(
         self, reduction: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array]
     ) -> Array:
         """Reduces each bucket to its own copy of the segments, then the copies."""
-        ids, num_segments = self.segment_ids, self.num_segments
+        ids, num_segments = self.ids, self.num_segments
         num_buckets = -(-ids.shape[0] // self.bucket_size)
         bucket = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)[: ids.shape[0]]
         ids = jnp.where((ids >= 0) & (ids < num_segments), ids + bucket * num_segments, -1)
@@ -117,145 +112,125 @@ class SegmentCall:
         output = reduction(params, data=self.rows(self.data), segment_ids=ids)
         return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)
 
-    def map_rows(self, function: Callable[..., Array], params: Params) -> Array:
-        """Applies ``(params, *, data [N, ...], segment_ids [N]) -> [N, ...]`` to the rows."""
-
-        def call(data: Array, segment_ids: Array) -> Array:
-            return shaped_as_ids(function(params, data=self.rows(data), segment_ids=segment_ids), self.ids_shape)
-
-        return self._with_out_sharding(call)
-
     def gradient(self, rules: KernelVjp, params: Params, d_output: Array) -> Array:
-        """The cotangent of the data, given that of the cells ``[S, ...]``."""
+        """The cotangent of the data, given that of the cells ``[S, ...]``. Much faster to trace than ``jax.vjp``."""
         data, d_output, *ids = jax_versions.unify_varying(self.data, d_output, *self._ids().values())
-        rows = self.rows(data)
-        _, residuals = rules.forward(params, data=rows, **dict(zip(self._ids(), ids, strict=True)))
-        d_rows = rules.backward(params, residuals, d_output)["data"]
-        return self.cotangent_of_data(data, d_rows)
+        _, residuals = rules.forward(params, data=self.rows(data), **dict(zip(self._ids(), ids, strict=True)))
+        return self.cotangent_of_data(rules.backward(params, residuals, d_output)["data"])
 
-    def cotangent_of_data(self, data: Array, d_rows: Array) -> Array:
-        """The cotangent of `data`, given that of its rows."""
-        data, d_rows = jax_versions.unify_varying(data, d_rows)
+    def cotangent_of_data(self, d_rows: Array) -> Array:
+        """The cotangent of the data, given that of its rows."""
+        data, d_rows = jax_versions.unify_varying(self.data, d_rows)
         rows = jax.typeof(self.rows(data))
         [d_data] = jax.linear_transpose(self.rows, data)(reshard_like(d_rows, rows))
         return d_data
 
-    def _ids(self) -> dict[str, Array]:
-        """The arrays of ids and orders, by name."""
-        arrays = {"segment_ids": self.segment_ids, "order": self.order, "sorted_ids": self.sorted_ids}
-        return {name: array for name, array in arrays.items() if array is not None}
 
-    def _with_out_sharding(self, call: Callable[..., Array]) -> Array:
-        if self.out_sharding is not None:
-            explicit_axes = self.out_sharding.mesh.explicit_axes
-            call = jax.sharding.auto_axes(call, axes=explicit_axes, out_sharding=self.out_sharding)
-        return call(self.data, **self._ids())
+def as_inexact(data: Array) -> Array:
+    """Integers and bool as floating numbers, as in ``jax.numpy.mean``."""
+    if jnp.issubdtype(data.dtype, jnp.inexact):
+        return data
+    return data.astype(jnp.float64 if data.dtype.itemsize == 8 else jnp.float32)
+
+
+def with_wide_integers(data: Array) -> Array:
+    """bool and integers of less than 32 bits as int32, whose arithmetic is right modulo 2^16 and 2^8."""
+    is_narrow = not jnp.issubdtype(data.dtype, jnp.inexact) and data.dtype.itemsize < 4
+    return data.astype(jnp.int32) if is_narrow else data
 
 
 def reduce_numbers(
-    name: str, call: SegmentCall, rules: KernelVjp, params: Params, reduce_buckets: Callable[..., Array]
+    call: SegmentCall, rules: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array]
 ) -> Array:
-    """A sum or a product. Narrow integers are reduced as int32: arithmetic modulo 2^32 is right modulo 2^16 and 2^8."""
+    """A sum or a product."""
     if call.data.dtype == jnp.bool_:
-        raise TypeError(f"{name}: data must have a numeric dtype, got bool")
-    return call.with_wide_integers().reduce(rules, params, reduce_buckets).astype(call.data.dtype)
+        raise TypeError(f"{call.name}: data must have a numeric dtype, got bool")
+    wide = call.with_data(with_wide_integers(call.data))
+    return wide.reduce(rules, params, reduce_buckets).astype(call.data.dtype)
 
 
-def shaped_as_ids(rows: Array, ids_shape: tuple[int, ...]) -> Array:
-    return rows if len(ids_shape) == 1 else rows.reshape(*ids_shape, *rows.shape[1:])
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks of rows and segments. Exceptions have the types that ``jax.ops`` raises.
 
 
-def canonicalize(
+def canonical_segments(
     name: str,
-    data: ArrayLike,
     segment_ids: ArrayLike | None,
     num_segments: int | None,
     indices_are_sorted: bool,
     mode: Mode,
-    out_sharding: OutSharding,
-    bucket_size: int | None = None,
-    data_name: str = "data",
-    plan: SegmentPlan | None = None,
-) -> SegmentCall:
-    """Checks the arguments that all segment reductions share. Exceptions have the types that ``jax.ops`` raises."""
-    data = as_array(name, data_name, data)
-    ids = ids_of_rows(name, segment_ids, plan, num_segments=num_segments, mode=mode)
-    row_shape = data.shape[1:]
-    if not broadcasts(data.shape, (*ids.shape, *row_shape)):
-        raise ValueError(
-            f"{name}: {data_name} must have one row per id, that is, a shape that broadcasts to segment_ids.shape + "
-            f"{data_name}.shape[1:] = {(*ids.shape, *row_shape)}; got {data_name}.shape = {data.shape}, "
-            f"segment_ids.shape = {ids.shape}"
-        )
-    num_segments = _canonical_num_segments(name, ids, num_segments) if plan is None else plan.num_segments
-    clamps_ids = clamps(name, mode)
-    if bucket_size is not None:
-        if plan is not None:
-            raise ValueError(f"{name}: bucket_size cannot be combined with a plan")
-        _check_bucket_size(name, bucket_size, ids)
-        if out_sharding is not None:
-            raise NotImplementedError(f"{name}: out_sharding cannot be combined with bucket_size")
-    sharding = jax_versions.canonicalize_sharding(out_sharding, name)
-    if sharding is not None and sharding.spec.unreduced:
-        raise NotImplementedError(f"{name}: out_sharding must not be unreduced, got {sharding.spec}")
-    return SegmentCall(
-        data=data,
-        segment_ids=_follow_rows(flat_ids(ids, num_segments, clamps_ids), data),
-        ids_shape=ids.shape,
-        num_segments=num_segments,
-        indices_are_sorted=bool(indices_are_sorted) and plan is None,
-        bucket_size=bucket_size,
-        out_sharding=sharding,
-        order=None if plan is None else plan.edge_order,
-        sorted_ids=None if plan is None else plan.segment_ids,
+    plan: SegmentPlan | None,
+) -> Segments:
+    """Checks which row belongs to which segment, by the ids or by the plan."""
+    if plan is not None:
+        check_plan(name, plan, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
+        ids = plan.edge_segment_ids
+        return Segments(name, ids, ids.shape, plan.num_segments, indices_are_sorted=False, plan=plan)
+    if segment_ids is None:
+        raise TypeError(f"{name}: segment_ids must be given, or a plan")
+    ids = checked_ids(name, segment_ids)
+    num_segments = _canonical_num_segments(name, ids, num_segments)
+    return Segments(
+        name, flat_ids(ids, num_segments, clamps(name, mode)), ids.shape, num_segments, bool(indices_are_sorted), None
     )
 
 
-def ids_of_rows(name: str, segment_ids: ArrayLike | None, plan: SegmentPlan | None, **of_plan: Any) -> Array:
-    """The segment ids, from the argument or from the plan. `of_plan`: other arguments that a plan replaces."""
-    if plan is not None:
-        check_plan(name, plan, segment_ids=segment_ids, **of_plan)
-        return plan.edge_segment_ids
-    if segment_ids is None:
-        raise TypeError(f"{name}: segment_ids must be given, or a plan")
-    return checked_ids(name, segment_ids)
+def canonicalize(
+    segments: Segments,
+    data: ArrayLike,
+    out_sharding: OutSharding = None,
+    bucket_size: int | None = None,
+    data_name: str = "data",
+) -> SegmentCall:
+    """Checks the data of a reduction, and how it is computed."""
+    name, ids_shape = segments.name, segments.ids_shape
+    data = as_array(name, data_name, data)
+    row_shape = data.shape[1:]
+    if not broadcasts(data.shape, (*ids_shape, *row_shape)):
+        raise ValueError(
+            f"{name}: {data_name} must have one row per id, that is, a shape that broadcasts to segment_ids.shape + "
+            f"{data_name}.shape[1:] = {(*ids_shape, *row_shape)}; got {data_name}.shape = {data.shape}, "
+            f"segment_ids.shape = {ids_shape}"
+        )
+    if bucket_size is not None:
+        _check_bucket_size(segments, bucket_size, out_sharding)
+    sharding = jax_versions.canonicalize_sharding(out_sharding, name)
+    if sharding is not None and sharding.spec.unreduced:
+        raise NotImplementedError(f"{name}: out_sharding must not be unreduced, got {sharding.spec}")
+    ids = segments.ids
+    if data.shape[:1] == ids.shape:
+        ids = reshard_as(ids, data, (0,))
+    return SegmentCall(**{**vars(segments), "ids": ids}, data=data, bucket_size=bucket_size, out_sharding=sharding)
 
 
-def canonicalize_backward(
+def canonical_cotangent(
     name: str,
     d_output: ArrayLike,
-    data: ArrayLike,
     segment_ids: ArrayLike | None,
     indices_are_sorted: bool,
     mode: Mode,
     plan: SegmentPlan | None,
-) -> tuple[Array, SegmentCall]:
-    """Checks the arguments of a gradient that depends on the data."""
-    d_output = cotangent_of_cells(name, d_output, plan)
-    num_segments = d_output.shape[0] if plan is None else None
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, None, plan=plan)
-    check_like(name, "d_output", d_output, "data", call.data, (d_output.shape[0], *call.data.shape[1:]))
-    return d_output, call
-
-
-def canonicalize_without_data(
-    name: str, d_output: ArrayLike, segment_ids: ArrayLike | None, mode: Mode, plan: SegmentPlan | None
-) -> tuple[Array, Array, tuple[int, ...]]:
-    """Checks the arguments of a gradient that needs no data. Returns d_output, the flat ids and their former shape."""
-    d_output = cotangent_of_cells(name, d_output, plan)
-    if not jnp.issubdtype(d_output.dtype, jnp.inexact):
-        raise TypeError(f"{name}: d_output must have a floating dtype, got {d_output.dtype}")
-    ids = ids_of_rows(name, segment_ids, plan, mode=mode)
-    return d_output, flat_ids(ids, d_output.shape[0], clamps(name, mode)), ids.shape
-
-
-def cotangent_of_cells(name: str, d_output: ArrayLike, plan: SegmentPlan | None) -> Array:
+) -> tuple[Array, Segments]:
+    """Checks the cotangent of cells ``[S, ...]``, from whose shape the number of segments follows."""
     d_output = as_array(name, "d_output", d_output)
     if d_output.ndim == 0:
         raise ValueError(f"{name}: d_output must have shape [num_segments, ...], got a scalar")
-    if isinstance(plan, SegmentPlan) and plan.num_segments != d_output.shape[0]:
-        raise ValueError(f"{name}: the plan is for {plan.num_segments} segments, got d_output.shape = {d_output.shape}")
-    return d_output
+    if not jnp.issubdtype(d_output.dtype, jnp.inexact):
+        raise TypeError(f"{name}: d_output must have a floating dtype, got {d_output.dtype}")
+    num_segments = d_output.shape[0] if plan is None else None
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    if segments.num_segments != d_output.shape[0]:
+        raise ValueError(
+            f"{name}: the plan is for {segments.num_segments} segments, got d_output.shape = {d_output.shape}"
+        )
+    return d_output, segments
+
+
+def canonicalize_primal(segments: Segments, data: ArrayLike, d_output: Array) -> SegmentCall:
+    """Checks the data of a gradient."""
+    call = canonicalize(segments, data)
+    check_like(call.name, "d_output", d_output, "data", call.data, (call.num_segments, *call.data.shape[1:]))
+    return call
 
 
 def check_like(name: str, argument: str, value: Array, like_name: str, like: Array, shape: tuple[int, ...]) -> None:
@@ -283,16 +258,89 @@ def _canonical_num_segments(name: str, ids: Array, num_segments: int | None) -> 
     return num_segments
 
 
-def _check_bucket_size(name: str, bucket_size: int, ids: Array) -> None:
+def _check_bucket_size(segments: Segments, bucket_size: int, out_sharding: OutSharding) -> None:
+    name = segments.name
+    if segments.plan is not None:
+        raise ValueError(f"{name}: bucket_size cannot be combined with a plan")
     message = f"{name}: bucket_size must be a positive integer, got {bucket_size!r}"
     if not isinstance(bucket_size, int | np.integer) or bucket_size < 0:
         raise TypeError(message)
     if bucket_size == 0:
         raise ZeroDivisionError(message)
-    if ids.ndim != 1:
-        raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N], got shape {ids.shape}")
+    if len(segments.ids_shape) != 1:
+        raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N], got shape {segments.ids_shape}")
+    if out_sharding is not None:
+        raise NotImplementedError(f"{name}: out_sharding cannot be combined with bucket_size")
 
 
-def _follow_rows(ids: Array, data: Array) -> Array:
-    """Under explicit sharding, shards the ids like the rows of `data`."""
-    return reshard_as(ids, data, (0,)) if data.shape[:1] == ids.shape else ids
+# ----------------------------------------------------------------------------------------------------------------------
+# Edges.
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherParams:
+    """The static arguments of a function that gathers rows along edges."""
+
+    num_segments: int
+    num_rows: int
+    indices_are_sorted: bool
+    deterministic: bool
+    """Holds for the gradient's sums, too, whose edges may be unsorted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EdgeCall:
+    """The checked arguments of a function that gathers rows along edges."""
+
+    data: Array
+    num_segments: int
+    edges: dict[str, Array]
+    """By the names of the fields of a plan: the ids of the edges in the order in which kernels read them. With a plan,
+    also that order, and the edges of the gradient."""
+
+    def params(
+        self, params_type: Callable[..., Any], indices_are_sorted: bool, deterministic: bool, **options: Any
+    ) -> Any:
+        """The static arguments, as :class:`GatherParams` or a subclass with more `options`."""
+        is_sorted = bool(indices_are_sorted) or "edge_order" in self.edges
+        return params_type(
+            num_segments=self.num_segments,
+            num_rows=self.data.shape[0],
+            indices_are_sorted=is_sorted,
+            deterministic=bool(deterministic) or (is_sorted and may_run_kernel()),
+            **options,
+        )
+
+
+def canonicalize_edges(
+    name: str,
+    data: ArrayLike,
+    gather_ids: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    num_segments: int | None,
+    mode: Mode,
+    plan: SegmentPlan | None,
+) -> EdgeCall:
+    """Checks the rows and the edges."""
+    data = as_array(name, "data", data)
+    if data.ndim == 0 or not jnp.issubdtype(data.dtype, jnp.floating):
+        raise TypeError(f"{name}: data must be [N, ...] with a floating dtype, got {data.shape} of {data.dtype}")
+    num_rows = data.shape[0]
+    if plan is not None:
+        check_plan(name, plan, gather_ids=gather_ids, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
+        check_gathers(name, plan)
+        if plan.num_rows != num_rows:
+            raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got data.shape = {data.shape}")
+        num_segments = plan.num_segments
+        of_gradient = ("transposed_gather_ids", "transposed_segment_ids", "transposed_order")
+        edges = {field: getattr(plan, field) for field in ("gather_ids", "segment_ids", "edge_order", *of_gradient)}
+    else:
+        if gather_ids is None or segment_ids is None or num_segments is None:
+            raise TypeError(f"{name}: gather_ids, segment_ids and num_segments must be given, or a plan")
+        num_segments = static_size(name, "num_segments", num_segments)
+        rows, segments = canonical_edges(name, gather_ids, segment_ids, num_rows, num_segments, mode)
+        edges = {"gather_ids": rows, "segment_ids": segments}
+    num_edges = edges["segment_ids"].shape[0]
+    if num_rows == 0 and num_edges != 0:
+        raise ValueError(f"{name}: data must have rows for {num_edges} edges to gather, got shape {data.shape}")
+    return EdgeCall(data, num_segments, edges)

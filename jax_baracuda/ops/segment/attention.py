@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array
 from jax_baracuda._core.autodiff import with_twin
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode
-from jax_baracuda.ops.segment.cells import in_order
-from jax_baracuda.ops.segment.edges import GatherParams, as_rows, canonicalize_edges
-from jax_baracuda.ops.segment.gather_sum import gathered_sum, reduce_weighted
-from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.gather_sum import (
+    GatherSumParams,
+    check_weights,
+    gather_segment_sum,
+    gathered_sum,
+    reduce_weighted,
+)
+from jax_baracuda.ops.segment.ids import index_dtype
+from jax_baracuda.ops.segment.plan import SegmentPlan, permuted, unpermuted
 from jax_baracuda.ops.segment.softmax import segment_softmax
 
 
 @selectable
 @with_twin
+@described_like(gather_segment_sum)
 def segment_attention(
     logits: ArrayLike,
     data: ArrayLike,
@@ -44,30 +53,12 @@ def segment_attention(
       logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype.
       data: ``[N, ...]``, or ``[N, H, ...]`` for logits ``[E, H]``: the rows (values of nodes), a floating dtype.
         float16, bfloat16, float32 and float64 have kernels.
-      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
-        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
-      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
-        negative or at least `num_segments` are dropped.
-      num_segments: number of segments S, static under ``jit``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
-        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
       deterministic: on GPUs, the exponentials and the terms of unsorted edges without a plan are added in an order that
         varies from run to run where that was faster. True: sort them, so that all runs are bit-equal. Sorted edges,
         plans and their gradients are bit-equal anyway. On CPUs everything is.
-      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
-        plan, neither this call nor its gradient sorts.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges hold 0.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
-      IndexError: ids are boolean.
-      ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
 
     Numerical guarantees: those of :func:`segment_softmax`, whose probabilities are rounded to the dtype of `logits`,
     and of :func:`gather_segment_sum`. Bit-equal from run to run, except on GPUs (see `deterministic`).
@@ -88,28 +79,25 @@ def segment_attention(
        [2. 3.]]
     """
     name = "segment_attention"
-    logits, data = as_array(name, "logits", logits), as_rows(name, data)
+    logits = as_array(name, "logits", logits)
     if logits.ndim == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must be [E, ...] with a floating dtype, got {logits.shape} of {logits.dtype}")
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    num_edges = edges.segment_ids.shape[0]
-    if logits.shape[0] != num_edges or logits.shape[1:] != data.shape[1 : logits.ndim]:
-        raise ValueError(
-            f"{name}: logits must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
-            f"logits.shape = {logits.shape} for {num_edges} edges and data.shape = {data.shape}"
-        )
-    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
-    if plan is None:
-        weights = segment_softmax(
-            logits,
-            edges.segment_ids,
-            edges.num_segments,
-            indices_are_sorted=params.indices_are_sorted,
-            deterministic=params.deterministic,
-        )
-    else:
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    check_weights(name, "logits", logits, call)
+    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=False)
+    flags = {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
+    if plan is not None:
         # Sorted once: the sum then reads the weights, and its gradient writes theirs, in the order of the plan.
-        ordered = in_order(logits, plan.edge_order)
-        weights = segment_softmax(ordered, plan.segment_ids, plan.num_segments, indices_are_sorted=True)
-        edges = edges.in_order()
-    return reduce_weighted(gathered_sum, params, data, weights, edges)
+        logits = permuted(logits, plan.edge_order)
+        call = _numbered_in_order(call)
+    weights = segment_softmax(logits, call.edges["segment_ids"], call.num_segments, **flags)
+    return reduce_weighted(gathered_sum, call, params, weights)
+
+
+def _numbered_in_order(call: EdgeCall) -> EdgeCall:
+    """The call with its edges renumbered in the order of their plan."""
+    edges = dict(call.edges)
+    order = edges.pop("edge_order")
+    places = unpermuted(jnp.arange(order.shape[0], dtype=index_dtype(order.shape[0])), order)
+    edges["transposed_order"] = permuted(places, edges["transposed_order"])
+    return dataclasses.replace(call, edges=edges)

@@ -12,8 +12,6 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import in_automatic_mode
-from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.redirection import not_redirected
 from jax_baracuda.ops.segment.ids import index_dtype
 
@@ -130,50 +128,3 @@ def over_counts(total: Array, counts: Array) -> Array:
     divisors = per_row(jnp.maximum(counts, 1), total).astype(total.dtype)
     # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
     return total / jnp.where(total == total, divisors, 1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Rows in the order of a plan. Each direction is the gradient of the other; JAX's own gradient would be a scatter-add.
-
-
-def in_order(rows: Array, order: Array) -> Array:
-    """The rows permuted by `order`."""
-    return _in_order(None, rows=rows, order=order)
-
-
-def put_back(rows: Array, order: Array) -> Array:
-    """The inverse of :func:`in_order`."""
-    return _put_back(None, rows=rows, order=order)
-
-
-def _take(params: None, *, rows: Array, order: Array) -> Array:
-    return _of_whole_rows(lambda rows, order: (rows.at[order].get(mode="clip", unique_indices=True),), rows, order)
-
-
-def _put(params: None, *, rows: Array, order: Array) -> Array:
-    def put(rows: Array, order: Array) -> tuple[Array]:
-        return (jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True),)
-
-    return _of_whole_rows(put, rows, order)
-
-
-def _of_whole_rows(function: Callable[[Array, Array], tuple[Array]], rows: Array, order: Array) -> Array:
-    """An order refers to all rows, so under explicit sharding only the features of the result are split."""
-    spec = jax_versions.explicit_spec(jax.typeof(rows))
-    if spec is not None:
-        function = in_automatic_mode(function, jax.typeof(rows), (None, *spec[1:]))
-    return function(rows, order)[0]
-
-
-def _permutation(name: str, move: Callable[..., Array], back: Callable[[Array, Array], Array]) -> KernelVjp:
-    def forward(params: None, *, rows: Array, order: Array) -> tuple[Array, Array]:
-        return move(params, rows=rows, order=order), order
-
-    def backward(params: None, order: Array, cotangent: Array) -> dict[str, Array]:
-        return {"rows": back(cotangent, order)}
-
-    return KernelVjp(name, move, forward, backward)
-
-
-_in_order = _permutation("in_order", _take, put_back)
-_put_back = _permutation("put_back", _put, in_order)

@@ -31,10 +31,12 @@ from jax_baracuda._core.dispatch import (
     mostly_empty_segments,
     on_cpu,
     on_gpu,
+    param,
     uncontended,
     unordered,
     unsorted,
 )
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
@@ -43,15 +45,17 @@ from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
     SegmentCall,
+    Segments,
     TieBreak,
+    canonical_cotangent,
+    canonical_segments,
     canonicalize,
-    canonicalize_backward,
+    canonicalize_primal,
 )
 from jax_baracuda.ops.segment.cells import (
     equal_numbers,
     gather_segments,
     has_ordered_bits,
-    put_back,
     row_numbers,
     xla_max,
     xla_min,
@@ -65,30 +69,33 @@ from jax_baracuda.ops.segment.definitions import (
     ROWS,
     Params,
     gradient_op,
+    index_of_first_row,
     limit_of_32_bits,
+    merge_over_shards,
+    of_split_segments,
     plan_parameters,
     reduction_op,
+    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
+    fit_no_vectors,
+    flat_batch,
     gather_rows,
+    graph_axes,
     limit_of_edges,
+    merge_graphs,
+    op_of_graphs,
+    renumbered,
     replicated_dims,
     replicated_dims_of_cells,
+    sorted_edges,
+    with_longer_rows,
 )
-from jax_baracuda.ops.segment.graphs import graph_axes, merged, numbered_through, op_of_graphs, whole_batch
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
-from jax_baracuda.ops.segment.order import sorted_by_segment
-from jax_baracuda.ops.segment.padding import features_to_add, with_features
-from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import (
-    index_of_first_row,
-    merge_over_shards,
-    of_split_segments,
-    row_axes_of,
-)
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
+from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_by_segment, unpermuted
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, segment_sum
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,6 +128,7 @@ def minimum_of(function_of_maximum: Callable[..., Any], example: str) -> Callabl
 
 @selectable
 @with_twin
+@described_like(segment_sum)
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -143,34 +151,14 @@ def segment_max(
       data: ``[N, ...]``, any dtype of JAX with an order. bool, integers of 8 to 64 bits, float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX. More generally, any shape that broadcasts to
         ``segment_ids.shape + data.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_max`, rows are reduced in buckets of this size, and then the buckets.
         The maximum is the same. Under ``tie_break="split"`` tied buckets share the gradient equally, then their rows.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      out_sharding: sharding of the result, for meshes with explicit axes.
       tie_break: how rows that tie for the maximum share the gradient. "split": equally, as in JAX; if the maximum is
         the identity of an empty segment (-inf), the identity counts as one more tied row. "first": the lowest tied row
         gets all of it, and `data` is not kept for the backward pass.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold -inf, the least integer of the dtype, or False.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
-      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
-        there are no ids.
-      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
     numbers, not zeros. Bit-equal from run to run and independent of scheduling.
@@ -190,10 +178,8 @@ def segment_max(
        [-inf -inf]
        [  5.   6.]]
     """
-    name = "segment_max"
-    options = {"bucket_size": bucket_size, "plan": plan}
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
-    return _reduce(name, call, tie_break, minimum=False)
+    segments = canonical_segments("segment_max", segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _reduce(canonicalize(segments, data, out_sharding, bucket_size), tie_break, minimum=False)
 
 
 @selectable
@@ -224,13 +210,12 @@ def segment_min(
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    name = "segment_min"
-    options = {"bucket_size": bucket_size, "plan": plan}
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
-    return _reduce(name, call, tie_break, minimum=True)
+    segments = canonical_segments("segment_min", segment_ids, num_segments, indices_are_sorted, mode, plan)
+    return _reduce(canonicalize(segments, data, out_sharding, bucket_size), tie_break, minimum=True)
 
 
 @selectable
+@described_like(segment_sum)
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -247,17 +232,9 @@ def segment_max_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were reduced.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: as in :func:`segment_max`: "split" gives every row that attains its segment's maximum an equal share,
         "first" gives the lowest such row all of it.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the maximum, that are dropped, or whose segment
@@ -281,8 +258,8 @@ def segment_max_backward(
       [10.  0.  0. 20.]
     """
     name = "segment_max_backward"
-    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode, plan)
-    return _backward(name, call, d_output, tie_break, minimum=False)
+    d_output, segments = canonical_cotangent(name, d_output, segment_ids, indices_are_sorted, mode, plan)
+    return _backward(segments, data, d_output, tie_break, minimum=False)
 
 
 @selectable
@@ -307,11 +284,12 @@ def segment_min_backward(
     implementation: Implementation | None = None,
 ) -> Array:
     name = "segment_min_backward"
-    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode, plan)
-    return _backward(name, call, d_output, tie_break, minimum=True)
+    d_output, segments = canonical_cotangent(name, d_output, segment_ids, indices_are_sorted, mode, plan)
+    return _backward(segments, data, d_output, tie_break, minimum=True)
 
 
 @selectable
+@described_like(segment_max_backward)
 def unsorted_segment_max_backward(
     d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike, *, implementation: Implementation | None = None
 ) -> Array:
@@ -319,19 +297,6 @@ def unsorted_segment_max_backward(
 
     ``d_data[n, ...] = d_output[s, ...]`` if n is the lowest row of segment ``s = segment_ids[n]`` that attains the
     maximum, else 0. The same as ``segment_max_backward(d_output, data, segment_ids, tie_break="first")``.
-
-    Args:
-      d_output: ``[S, ...]``, the cotangent of the segment maxima; a floating dtype, the same as `data`.
-      data: ``[N, ...]``, the rows that were reduced.
-      segment_ids: ``[N]``, any integer dtype, in any order; rows with an id outside ``[0, S)`` get 0.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
-
-    Returns:
-      ``[N, ...]``, the cotangent of `data`.
-
-    Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_max`.
 
     Numerical guarantees: exact, deterministic, O(N * D) work in total for D features per row.
 
@@ -343,23 +308,25 @@ def unsorted_segment_max_backward(
       >>> print(jb.unsorted_segment_max_backward(jnp.array([10.0, 20.0]), data, segment_ids))
       [10. 20.  0.  0.]
     """
-    return segment_max_backward(d_output, data, segment_ids, tie_break="first")
+    d_output, segments = canonical_cotangent("unsorted_segment_max_backward", d_output, segment_ids, False, None, None)
+    return _backward(segments, data, d_output, "first", minimum=False)
 
 
-def _reduce(name: str, call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
-    if call.bucket_size is not None and call.segment_ids.shape[0] == 0:
-        raise ValueError(f"{name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
-    call = call.in_order(unless=FLOATING_DTYPES)
-    params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break), minimum=minimum)
+def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
+    if call.bucket_size is not None and call.ids.shape[0] == 0:
+        raise ValueError(f"{call.name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
+    call = call.sorted_by_plan(unless=FLOATING_DTYPES)
+    params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
     over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(minimum, cells)
     return call.reduce(_segment_min if minimum else _segment_max, params, over_buckets)
 
 
-def _backward(name: str, call: SegmentCall, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
+def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
+    call = canonicalize_primal(segments, data, d_output)
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
-    params = call.params(ExtremumParams, first_wins=first_gets_all(name, tie_break), minimum=minimum)
+    params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     return call.gradient(_segment_min if minimum else _segment_max, params, d_output)
 
 
@@ -432,12 +399,10 @@ def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: boo
 
 
 def _extrema_over_axes(x: Array, axes: Sequence[str], minimum: bool) -> Array:
-    """``jax.lax.pmax`` or ``pmin`` with the order of this module."""
+    """``jax.lax.pmax`` or ``pmin`` of at least 32 bits, with the order of this module."""
     if has_ordered_bits(x.dtype):
         return _from_ordered(_extrema_over_axes(_ordered(x, nan_is_least=minimum), axes, minimum), x.dtype)
-    if minimum:
-        return ~_extrema_over_axes(~x, axes, minimum=False)
-    return jax.lax.pmax(_wide_integers(x), axes).astype(x.dtype)
+    return ~jax.lax.pmax(~x, axes) if minimum else jax.lax.pmax(x, axes)
 
 
 def _extrema_of_stacked(x: Array, minimum: bool) -> Array:
@@ -537,7 +502,7 @@ def _reference_backward(
     return (gradient.astype(d_output.dtype),)
 
 
-def _of_winners(
+def _take_winners(
     gather_cells: Callable[..., Sequence[Array]],
     sum_rows: Callable[..., Sequence[Array]],
     d_data: Array,
@@ -621,7 +586,7 @@ def _reference_backward_of_edges(
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
-def _gathered_of_winners(
+def _take_winners_of_edges(
     d_data: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array, shares_ties: bool
 ) -> tuple[Array]:
     num_rows, num_segments = d_data.shape[0], winner.shape[0]
@@ -660,30 +625,8 @@ def extrema_over_shards(
     return _extrema_over_axes(local_output, row_axes, minimum)
 
 
-def _winners_over_shards(
-    local_output: Array,
-    local_winner: Array,
-    first_row: Array,
-    row_axes: MeshAxes,
-    segment_axes: MeshAxes,
-    *,
-    first_wins: bool,
-    minimum: bool,
-) -> Sequence[Array]:
-    """The extrema and winners over all shards. If the row axes also split the segments, each device gets its own."""
-    row = jnp.where(local_winner >= 0, local_winner + first_row, local_winner)
-    if first_wins and segment_axes != row_axes:
-        output = _extrema_over_axes(local_output, row_axes, minimum)
-        none = jnp.iinfo(jnp.int32).max
-        attains = equal_numbers(local_output, output) & (row != NO_WINNER)
-        row = jax.lax.pmin(jnp.where(attains, row, none), row_axes)
-        return output, jnp.where(row == none, NO_WINNER, row)
-    # All-reduces would exchange three arrays of cells: extrema, counts of members, and rows of sole winners.
-    merge = functools.partial(_merge_winners, first_wins, minimum)
-    return merge_over_shards(merge, [local_output, row], row_axes, segment_axes)
-
-
 def _merge_winners(first_wins: bool, minimum: bool, outputs: Array, winners: Array) -> tuple[Array, Array]:
+    """The extrema and winners of stacked shards. All-reduces would exchange an array more if ties are split."""
     output = _extrema_of_stacked(outputs, minimum)
     attains = equal_numbers(outputs, output[None]) & (winners != NO_WINNER)
     none = jnp.iinfo(jnp.int32).max
@@ -719,11 +662,11 @@ def _shard_with_winner(
     row_axes = axes.get(row_dim, ())
     if not row_axes:
         return local_output, local_winner, *order
-    ids = operands[1 if row_dim == "row" else 2]
-    first_row = index_of_first_row(ids, row_axes)
-    split_over = row_axes, axes.get("segment", ())
-    flags = {"first_wins": first_wins, "minimum": minimum}
-    output, winner = _winners_over_shards(local_output, local_winner, first_row, *split_over, **flags)
+    first_row = index_of_first_row(operands[1 if row_dim == "row" else 2], row_axes)
+    local_winner = jnp.where(local_winner >= 0, local_winner + first_row, local_winner)
+    merge = functools.partial(_merge_winners, first_wins, minimum)
+    cells = [local_output, local_winner]
+    output, winner = merge_over_shards(merge, cells, row_axes, axes.get("segment", ()))
     return output, winner, *(x + first_row if with_order else x for x in order)
 
 
@@ -846,7 +789,7 @@ def _tangent_of_edges_with_winner(
 ) -> Sequence[Array]:
     data, gather_ids, segment_ids, *order = operands
     output, winner = results
-    ids = ids_in_own_order([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
+    ids = unpermuted_ids([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
     total = _sums_of_winners(d_data, winner, ids, [] if first_wins else [data, output], minimum)
     return shares_of_ties(total, winner), winner
 
@@ -863,7 +806,7 @@ def _transpose_backward_of_edges(
     ids, order, data_and_output = others[:2], others[2:3], others[6:]
     if not has_plan:
         order, data_and_output = (), others[2:]
-    return [_sums_of_winners(d_results[0], winner, ids_in_own_order(ids, *order), data_and_output, minimum)]
+    return [_sums_of_winners(d_results[0], winner, unpermuted_ids(ids, *order), data_and_output, minimum)]
 
 
 def _transpose_of_gathered_winners(
@@ -873,9 +816,9 @@ def _transpose_of_gathered_winners(
     return GATHER_SEGMENT_EXTREMUM_BACKWARD(d_results[0], *others, num_rows=avals[0].shape[0], **flags, **params)
 
 
-def ids_in_own_order(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
+def unpermuted_ids(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
     """Undoes a plan's order on the ids of edges, because winners number the edges in their original order."""
-    return ids if order is None else tuple(put_back(x, order) for x in ids)
+    return ids if order is None else tuple(unpermuted(x, order) for x in ids)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -958,8 +901,8 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
     name="segment_extremum_of_winners",
     operands={"d_data": ROWS, "winner": CELLS, "segment_ids": IDS, "data": ROWS, "output": CELLS},
     results={"cells": CELLS},
-    reference=functools.partial(_of_winners, SEGMENT_SUM_BACKWARD.reference, SEGMENT_SUM.reference),
-    program=functools.partial(_of_winners, SEGMENT_SUM_BACKWARD.kernel, SEGMENT_SUM.kernel),
+    reference=functools.partial(_take_winners, SEGMENT_SUM_BACKWARD.reference, SEGMENT_SUM.reference),
+    program=functools.partial(_take_winners, SEGMENT_SUM_BACKWARD.kernel, SEGMENT_SUM.kernel),
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     replicated_dims=("segment",),
@@ -1008,11 +951,11 @@ def _join(
     if num_graph_dims == 0:
         return d_winner, winner, gather_ids, segment_ids, *data_and_output
     of_graphs = [d_winner, winner, gather_ids, segment_ids, *data_and_output[1:]]
-    d_winner, winner, gather_ids, segment_ids, *output = whole_batch(num_graph_dims, of_graphs)
-    winner = jnp.where(winner < 0, winner, numbered_through(winner, segment_ids.shape[1]))
-    segment_ids = numbered_through(segment_ids, winner.shape[1])
-    arrays = map(merged, (d_winner, winner, gather_ids, segment_ids))
-    return *arrays, *data_and_output[:1], *map(merged, output)
+    d_winner, winner, gather_ids, segment_ids, *output = flat_batch(num_graph_dims, of_graphs)
+    winner = jnp.where(winner < 0, winner, renumbered(winner, segment_ids.shape[1]))
+    segment_ids = renumbered(segment_ids, winner.shape[1])
+    arrays = map(merge_graphs, (d_winner, winner, gather_ids, segment_ids))
+    return *arrays, *data_and_output[:1], *map(merge_graphs, output)
 
 
 def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
@@ -1020,72 +963,46 @@ def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
     return operands | {"data": _GATHERED, "output": CELLS} if shares_ties else operands
 
 
-def _with_longer_rows(
-    kernel: ShardKernel, data: Any, num_edges: int, num_segments: int, rows: Sequence[int] = (0,)
-) -> Callable[..., Sequence[Array]] | None:
-    added = features_to_add(data, num_edges, num_segments)
-    return with_features(kernel, added, rows=rows) if added else None
+def _reduce_sorted(
+    data: Array, gather_ids: Array, segment_ids: Array, *, num_segments: int, **params: Any
+) -> Sequence[Array]:
+    *edges, _ = sorted_edges(gather_ids, segment_ids, (), num_segments)
+    params |= {"num_segments": num_segments, "indices_are_sorted": True}
+    return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, **params)
 
 
-def _reduction_on_gpu(
-    data: Any, gather_ids: Any, segment_ids: Any, *, indices_are_sorted: bool, num_segments: int, **params: Any
-) -> Callable[..., Sequence[Array]] | None:
-    kernel = functools.partial(
-        GATHER_SEGMENT_EXTREMUM.kernel, num_segments=num_segments, indices_are_sorted=True, **params
-    )
-
-    def program(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
-        order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
-        return kernel(data, gather_ids[order], sorted_ids)
-
-    if not indices_are_sorted:
-        return program
-    return _with_longer_rows(kernel, data, gather_ids.shape[0], num_segments)
+def _reduce_sorted_with_winner(
+    data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, num_segments: int, **params: Any
+) -> Sequence[Array]:
+    edges = sorted_edges(gather_ids, segment_ids, edge_order, num_segments)
+    params |= {"num_segments": num_segments, "indices_are_sorted": True, "has_edge_order": True}
+    return GATHER_SEGMENT_EXTREMUM_WITH_WINNER.kernel(data, *edges, **params)
 
 
-def _with_winner_on_gpu(
-    data: Any,
-    gather_ids: Any,
-    *_: Any,
-    indices_are_sorted: bool,
-    has_edge_order: bool,
-    num_segments: int,
+def _backward_of_sorted(
+    d_winner: Array,
+    winner: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *data_and_output: Array,
+    num_rows: int,
     **params: Any,
-) -> Callable[..., Sequence[Array]] | None:
-    kernel = functools.partial(
-        GATHER_SEGMENT_EXTREMUM_WITH_WINNER.kernel, num_segments=num_segments, indices_are_sorted=True, **params
-    )
-
-    def program(data: Array, gather_ids: Array, segment_ids: Array, *numbers: Array) -> Sequence[Array]:
-        order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
-        edges = gather_ids[order], sorted_ids, numbers[0][order] if has_edge_order else order
-        return kernel(data, *edges, has_edge_order=True)
-
-    if not indices_are_sorted:
-        return program
-    kernel_of_sorted = functools.partial(kernel, has_edge_order=has_edge_order)
-    return _with_longer_rows(kernel_of_sorted, data, gather_ids.shape[0], num_segments)
+) -> Sequence[Array]:
+    order, sorted_rows = sorted_by_segment(gather_ids, num_rows)
+    numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
+    edges = gather_ids, segment_ids, numbers, order, segment_ids[order], sorted_rows
+    params |= {"num_rows": num_rows, "has_plan": True}
+    return GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel(d_winner, winner, *edges, *data_and_output, **params)
 
 
-def _backward_on_gpu(
-    d_winner: Any, winner: Any, gather_ids: Any, *_: Any, has_plan: bool, num_rows: int, **params: Any
-) -> Callable[..., Sequence[Array]] | None:
-    kernel = functools.partial(GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel, num_rows=num_rows, has_plan=True, **params)
-
-    def program(
-        d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
-    ) -> Sequence[Array]:
-        order, sorted_rows = sorted_by_segment(gather_ids, num_rows)
-        numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
-        edges = gather_ids, segment_ids, numbers, order, segment_ids[order], sorted_rows
-        return kernel(d_winner, winner, *edges, *data_and_output)
-
-    if not has_plan:
-        return program
+def _backward_of_longer_rows(*operands: Array, **params: Any) -> Sequence[Array]:
     names = list(operands_of_backward(has_plan=True, shares_ties=True))
-    rows = [names.index(name) for name in ("d_winner", "winner", "data", "output")]
-    return _with_longer_rows(kernel, d_winner, gather_ids.shape[0], num_rows, rows)
+    padded = [names.index(name) for name in ("d_winner", "winner", "data", "output")]
+    return with_longer_rows(GATHER_SEGMENT_EXTREMUM_BACKWARD, operands, padded, **params)
 
+
+_UNSORTED_EDGES = on_gpu("the kernel takes sorted edges only", unsorted)
+_UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
 
 # H100, time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (48 and 24 loops). Two cores: gradients of single
 # features 0.33.
@@ -1116,7 +1033,10 @@ GATHER_SEGMENT_EXTREMUM = Op(
     results=_EXTREMA,
     reference=_reference_of_edges,
     xla_rules=_RULES_OF_EDGES,
-    program_on_gpu=_reduction_on_gpu,
+    programs={
+        _UNSORTED_EDGES: _reduce_sorted,
+        _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(GATHER_SEGMENT_EXTREMUM, operands, **params),
+    },
     attributes=("indices_are_sorted",),
     replicated_dims=("gathered",),
     shard_program=_of_split_edges(functools.partial(_shard_reduce, "edge"), results=_EXTREMA),
@@ -1131,7 +1051,12 @@ GATHER_SEGMENT_EXTREMUM_WITH_WINNER = Op(
     result_dtypes=lambda data, gather_ids, *_: [data.dtype, index_dtype(gather_ids.shape[0])],
     reference=_reference_of_edges_with_winner,
     xla_rules=_RULES_OF_EDGES,
-    program_on_gpu=_with_winner_on_gpu,
+    programs={
+        _UNSORTED_EDGES: _reduce_sorted_with_winner,
+        _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(
+            GATHER_SEGMENT_EXTREMUM_WITH_WINNER, operands, **params
+        ),
+    },
     attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
     replicated_dims=replicated_dims_of_cells,
     shard_program=_of_split_edges(functools.partial(_shard_with_winner, "edge"), results=_EXTREMA_AND_WINNERS),
@@ -1147,7 +1072,10 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     sizes=lambda *, num_rows: {"gathered": num_rows},
     reference=_reference_backward_of_edges,
     xla_rules=_RULES_OF_EDGES_BACKWARD,
-    program_on_gpu=_backward_on_gpu,
+    programs={
+        on_gpu("the kernel takes sorted edges only", param("has_plan", False)): _backward_of_sorted,
+        _UNALIGNED_ROWS: _backward_of_longer_rows,
+    },
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     attributes=("has_plan", "shares_ties"),
@@ -1163,8 +1091,8 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
     name="gather_segment_extremum_of_winners",
     operands=_operands_of_winners,
     results={"cells": CELLS},
-    reference=_gathered_of_winners,
-    program=_gathered_of_winners,  # plain JAX, not a kernel: XLA fuses the gather into the sum
+    reference=_take_winners_of_edges,
+    program=_take_winners_of_edges,  # plain JAX, not a kernel: XLA fuses the gather into the sum
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     replicated_dims=("gathered", "segment", "edge"),
@@ -1205,34 +1133,24 @@ def _with_order(data: Array, params: Params) -> bool:
     return row_bytes > MIN_ORDERED_ROW_BYTES and data.shape[0] * row_bytes > MIN_ORDERED_BYTES
 
 
-def _primal(
-    params: ExtremumParams,
-    *,
-    data: Array,
-    segment_ids: Array,
-    order: Array | None = None,
-    sorted_ids: Array | None = None,
-) -> Array:
-    if order is None:
+def _primal(params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
+    if not plan:
         return SEGMENT_EXTREMUM(data, segment_ids, **vars(params))[0]
-    return GATHER_SEGMENT_EXTREMUM(data, order, sorted_ids, **vars(params) | {"indices_are_sorted": True})[0]
+    flags = vars(params) | {"indices_are_sorted": True}
+    return GATHER_SEGMENT_EXTREMUM(data, plan["order"], plan["sorted_ids"], **flags)[0]
 
 
 def _forward(
-    params: ExtremumParams,
-    *,
-    data: Array,
-    segment_ids: Array,
-    order: Array | None = None,
-    sorted_ids: Array | None = None,
+    params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     check_numbered("segment_min" if params.minimum else "segment_max", "rows", segment_ids.shape[0])
     with_order = _with_order(data, params)
-    if order is None:
+    if not plan:
         output, winner, order = SEGMENT_EXTREMUM_WITH_WINNER(data, segment_ids, **vars(params), with_order=with_order)
     else:
+        order = plan["order"]
         flags = vars(params) | {"indices_are_sorted": True, "has_edge_order": True}
-        output, winner = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(data, order, sorted_ids, order, **flags)
+        output, winner = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(data, order, plan["sorted_ids"], order, **flags)
         order = order if with_order else jnp.zeros(1, jnp.int32)
     residuals = (winner, segment_ids, order)
     return output, residuals if params.first_wins else (*residuals, data, output)

@@ -17,9 +17,10 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode, TieBreak
-from jax_baracuda.ops.segment.edges import GatherParams, as_gather_ids, as_rows, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import GatherParams, Mode, TieBreak, canonicalize_edges
+from jax_baracuda.ops.segment.edges import as_gather_ids, sum_over_graphs
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
@@ -27,18 +28,19 @@ from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM_WITH_WINNER,
     SHARED_BY_GRAPHS,
     first_gets_all,
-    ids_in_own_order,
     minimum_of,
     operands_of_backward,
     shares_of_ties,
+    unpermuted_ids,
 )
-from jax_baracuda.ops.segment.graphs import sum_over_graphs
+from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
 @selectable
 @with_twin
+@described_like(gather_segment_sum)
 def gather_segment_max(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -60,36 +62,15 @@ def gather_segment_max(
     writes or reads an array of edges times features.
 
     Args:
-      data: ``[N, ...]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
-        kernels.
-      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
-        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
-      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
-        negative or at least `num_segments` are dropped.
-      num_segments: number of segments S, static under ``jit``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves a sort on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
-        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
       tie_break: how edges that tie for the maximum share the gradient. "split": equally, as in JAX; if the maximum is
         the identity of an empty segment (-inf), the identity counts as one more tied edge. "first": the lowest tied
         edge gets all of it, and `data` is not kept for the backward pass.
       deterministic: on GPUs, the gradients of unsorted edges without a plan are added in an order that varies from run
         to run where that was faster: for few edges or narrow rows. True: sort them, so that all runs are bit-equal.
         Sorted edges and plans are bit-equal anyway. On CPUs everything is.
-      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
-        plan, neither this call nor its gradient sorts.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold -inf.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
-      IndexError: ids are boolean.
-      ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
-        given.
 
     Numerical guarantees: exact. NaN propagates; ``max(-0, +0)`` is ``+0`` in either order; subnormal numbers are
     numbers, not zeros. The gradient adds up in float32 (float64 for float64). Bit-equal from run to run, except for
@@ -112,11 +93,10 @@ def gather_segment_max(
        [3. 4.]]
     """
     name = "gather_segment_max"
-    data = as_rows(name, data)
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     options = {"first_wins": first_gets_all(name, tie_break), "minimum": False}
-    params = edges.params(GatherExtremumParams, data, indices_are_sorted, deterministic, **options)
-    return _gather_segment_max(params, data=data, **edges.arrays())
+    params = call.params(GatherExtremumParams, indices_are_sorted, deterministic, **options)
+    return _gather_segment_max(params, data=call.data, **call.edges)
 
 
 @selectable
@@ -146,11 +126,10 @@ def gather_segment_min(
     implementation: Implementation | None = None,
 ) -> Array:
     name = "gather_segment_min"
-    data = as_rows(name, data)
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     options = {"first_wins": first_gets_all(name, tie_break), "minimum": True}
-    params = edges.params(GatherExtremumParams, data, indices_are_sorted, deterministic, **options)
-    return _gather_segment_min(params, data=data, **edges.arrays())
+    params = call.params(GatherExtremumParams, indices_are_sorted, deterministic, **options)
+    return _gather_segment_min(params, data=call.data, **call.edges)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,7 +169,7 @@ def _gradient(
     if has_plan and num_joined > 0:
         names = ("edge_order", "gather_ids", "segment_ids")  # plans of different batch elements cannot be merged
         arrays = [operands[name] for name in names]
-        ids = map_over_batch(lambda order, *ids: ids_in_own_order(ids, order), mapped_dims(arrays, num_joined), *arrays)
+        ids = map_over_batch(lambda order, *ids: unpermuted_ids(ids, order), mapped_dims(arrays, num_joined), *arrays)
         operands |= dict(zip(names[1:], ids, strict=True))
         has_plan = False
     if not has_plan:

@@ -1,7 +1,8 @@
-"""Sum of gathered rows over segments: message passing on graphs without an array of messages."""
+"""Sum and mean of gathered rows over segments: message passing on graphs without an array of messages."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -17,23 +18,23 @@ from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, unordered
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode
+from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import (
-    Edges,
-    GatherParams,
-    as_gather_ids,
-    as_rows,
-    canonicalize_edges,
-    gather_rows,
-    replicated_dims,
-)
+from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, sum_over_graphs
+from jax_baracuda.ops.segment.ids import check_numbered
+from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, sum_edges, sum_over_split_dim
+from jax_baracuda.ops.segment.sum import (
+    GATHER_SEGMENT_SUM,
+    GATHER_SEGMENT_SUM_OF_GRAPHS,
+    count_rows,
+    sum_over_split_dim,
+)
 
 
 @selectable
@@ -78,8 +79,6 @@ def gather_segment_sum(
         and their gradients are bit-equal anyway. On CPUs everything is.
       plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
         plan, neither this call nor its gradient sorts.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
@@ -87,7 +86,8 @@ def gather_segment_sum(
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
       IndexError: ids are boolean.
-      ValueError: shapes do not fit, there are no rows to gather from, or both a plan and ids are given.
+      ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
+        given.
 
     Numerical guarantees: terms are added in float32 (float64 for float64), and the sum is rounded once to the dtype.
     Bit-equal from run to run, except on GPUs (see `deterministic`).
@@ -108,41 +108,92 @@ def gather_segment_sum(
        [4. 6.]]
     """
     name = "gather_segment_sum"
-    data = as_rows(name, data)
-    edges = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = edges.params(GatherParams, data, indices_are_sorted, deterministic)
-    return reduce_edges(name, gathered_sum, params, data, weights, edges)
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=False)
+    return _reduce(name, gathered_sum, call, params, weights)
 
 
-def reduce_edges(
-    name: str, rules: BatchedVjp, params: GatherParams, data: Array, weights: ArrayLike | None, edges: Edges
+@selectable
+@with_twin
+@described_like(gather_segment_sum)
+def gather_segment_mean(
+    data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    deterministic: bool = False,
+    plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
+    """Mean of gathered rows over the edges of each segment: one layer of message passing.
+
+    ``out[s, ...] = mean { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
+
+    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, but neither this function nor
+    its gradient writes or reads an array of edges times features. The divisor is the number of edges, whatever their
+    weights.
+
+    Returns:
+      ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
+
+    Numerical guarantees: terms are added in float32 (float64 for float64), the sum is divided there by the exact number
+    of edges, and rounded once to the dtype. Bit-equal from run to run, except on GPUs (see `deterministic`).
+
+    Gradient: the cotangent is divided by the number of edges and rounded to the dtype; then it is the gradient of
+    :func:`gather_segment_sum`, also under ``jax.vmap``. No gradient of data goes through gather ids that are out of
+    range. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same
+    name in :mod:`jax_baracuda.forward_mode`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
+      >>> print(jb.gather_segment_mean(data, senders, receivers, num_segments=2))
+      [[4. 4.]
+       [2. 3.]]
+    """
+    name = "gather_segment_mean"
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    check_numbered(name, "edges", call.edges["segment_ids"].shape[0])
+    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=True)
+    return _reduce(name, _gathered_mean, call, params, weights)
+
+
+def _reduce(name: str, rules: BatchedVjp, call: EdgeCall, params: GatherSumParams, weights: ArrayLike | None) -> Array:
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
-        return rules(params, data=data, **edges.arrays())
+        return rules(params, data=call.data, **call.edges)
     weights = as_array(name, "weights", weights)
-    dims, num_edges = weights.shape[1:], edges.segment_ids.shape[0]
-    if weights.ndim == 0 or weights.shape[0] != num_edges or data.shape[1 : weights.ndim] != dims:
+    check_weights(name, "weights", weights, call)
+    return reduce_weighted(rules, call, params, weights)
+
+
+def check_weights(name: str, argument: str, weights: Array, call: EdgeCall) -> None:
+    data, num_edges = call.data, call.edges["segment_ids"].shape[0]
+    if weights.ndim == 0 or weights.shape != (num_edges, *data.shape[1 : weights.ndim]):
         raise ValueError(
-            f"{name}: weights must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
-            f"weights.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
+            f"{name}: {argument} must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
+            f"{argument}.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
-    return reduce_weighted(rules, params, data, weights, edges)
 
 
-def reduce_weighted(rules: BatchedVjp, params: GatherParams, data: Array, weights: Array, edges: Edges) -> Array:
+def reduce_weighted(rules: BatchedVjp, call: EdgeCall, params: GatherParams, weights: Array) -> Array:
     """Applies a reduction to the gathered rows times their weights ``[E, *dims]``."""
     num_edges, heads = weights.shape[0], math.prod(weights.shape[1:])
-    weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, data))
+    weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, call.data))
     data = with_whole_dims(data, range(weights.ndim, data.ndim))
     features = math.prod(data.shape[weights.ndim :])
     output = rules(
         params,
         data=data.reshape(data.shape[0], heads, features),
         weights=weights.astype(data.dtype).reshape(num_edges, heads),
-        **edges.arrays(),
+        **call.edges,
     )
-    return output.reshape(edges.num_segments, *data.shape[1:])
+    return output.reshape(call.num_segments, *data.shape[1:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,53 +277,62 @@ GATHER_SEGMENT_DOT = Op(
 # Derivative rule.
 
 
-def sum_gathered(
-    params: GatherParams,
-    *,
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    weights: Array | None = None,
-    edge_order: Array | None = None,
-    is_wide: bool = False,
-    **_: Array,
-) -> Array:
-    """The sums. `is_wide`: unrounded, in the accumulation dtype."""
-    return sum_edges(
-        data,
-        gather_ids,
-        segment_ids,
-        weights,
-        edge_order,
-        num_segments=params.num_segments,
-        indices_are_sorted=params.indices_are_sorted,
-        deterministic=params.deterministic,
-        is_wide=is_wide,
-    )
+def _sum(operands: Mapping[str, Array | None], num_graph_dims: int = 0, is_wide: bool = False, **params: Any) -> Array:
+    """The sums of one graph or, with `num_graph_dims`, of a batch of graphs. Absent operands are None."""
+    given = {name: x for name, x in operands.items() if x is not None}
+    if "weights" not in given:
+        given.pop("edge_order", None)  # the kernel uses it only to find weights
+    flags = {"has_weights": "weights" in given, "has_edge_order": "edge_order" in given, "is_wide": is_wide}
+    ops = GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS
+    return sum_over_graphs(*ops, num_graph_dims, given, **flags, **params)
 
 
-def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    return sum_gathered(params, **arrays), {}
+@dataclasses.dataclass(frozen=True)
+class GatherSumParams(GatherParams):
+    is_mean: bool
 
 
-def gradient_of_sum(
-    params: GatherParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
+def _divided(params: GatherSumParams, cells: Array, segment_ids: Array) -> Array:
+    """Cells divided by the numbers of their edges."""
+    return divided_by_counts(cells, count_rows(segment_ids, params.num_segments, params.indices_are_sorted))
+
+
+def _primal(params: GatherSumParams, **arrays: Array) -> Array:
+    names = ("data", "gather_ids", "segment_ids", "weights", "edge_order")
+    flags = {name: getattr(params, name) for name in ("num_segments", "indices_are_sorted", "deterministic")}
+    operands = {name: arrays.get(name) for name in names}
+    total = _sum(operands, is_wide=params.is_mean, clips_gather_ids=True, **flags)
+    if not params.is_mean:
+        return total
+    return _divided(params, total, arrays["segment_ids"]).astype(arrays["data"].dtype)
+
+
+def _forward(params: GatherSumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    return _primal(params, **arrays), {}
+
+
+def _backward(
+    params: GatherSumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
 ) -> dict[str, Array]:
     """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
-    edges = dict(residuals)
-    data, weights, edge_order = (edges.pop(name, None) for name in ("data", "weights", "edge_order"))
-    gather_ids, segment_ids = edges.pop("gather_ids"), edges.pop("segment_ids")
-    has_plan = bool(edges)
+    gather_ids, segment_ids, weights = (residuals.get(name) for name in ("gather_ids", "segment_ids", "weights"))
+    if params.is_mean:
+
+        def gradient_of_division(d_output: Array, segment_ids: Array) -> Array:
+            wide = d_output.astype(accumulation_dtype(d_output.dtype))
+            return _divided(params, wide, segment_ids).astype(d_output.dtype)
+
+        arrays = d_output, segment_ids
+        d_output = map_over_batch(gradient_of_division, mapped_dims(arrays, num_joined), *arrays)
+    has_plan = "transposed_order" in residuals
     if has_plan:
-        transposed = edges["transposed_gather_ids"], edges["transposed_segment_ids"]
+        transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
     else:
         transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
-    d_data = sum_edges(
-        d_output,
-        *transposed,
-        weights,
-        edges.get("transposed_order"),
-        num_graph_dims=num_joined,
+    operands = {"data": d_output, "gather_ids": transposed[0], "segment_ids": transposed[1], "weights": weights}
+    d_data = _sum(
+        {**operands, "edge_order": residuals.get("transposed_order")},
+        num_joined,
         num_segments=params.num_rows,
         indices_are_sorted=has_plan and num_joined == 0,  # plans of different batch elements cannot be merged
         deterministic=params.deterministic,
@@ -280,22 +340,19 @@ def gradient_of_sum(
     )
     if weights is None:
         return {"data": d_data}
-    orders = () if edge_order is None else (edge_order,)
+    data = residuals["data"]
 
-    def gradient_of_weights(*arrays: Array) -> Array:
-        d_output, *edges = arrays
-        flags = {"is_wide": False, "has_edge_order": bool(orders), "deterministic": params.deterministic}
+    def gradient_of_weights(d_output: Array, *edges: Array) -> Array:
+        flags = {"is_wide": False, "has_edge_order": len(edges) == 3, "deterministic": params.deterministic}
         return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
 
-    arrays = d_output, gather_ids, segment_ids, *orders
+    edge_order = [residuals["edge_order"]] if "edge_order" in residuals else []
+    arrays = [d_output, gather_ids, segment_ids, *edge_order]
     return {"data": d_data, "weights": map_over_batch(gradient_of_weights, mapped_dims(arrays, num_joined), *arrays)}
 
 
-def keeps_data(params: GatherParams, names: Sequence[str]) -> bool:
-    """Whether the gradient needs `data`: only the gradient of weights does."""
-    return "weights" in names
-
-
-gathered_sum = BatchedVjp(
-    "gather_segment_sum", sum_gathered, _forward, gradient_of_sum, shared="data", keeps_shared=keeps_data
+gathered_sum, _gathered_mean = (
+    # Only the gradient of weights needs the data.
+    BatchedVjp(name, _primal, _forward, _backward, shared="data", keeps_shared=lambda _, names: "weights" in names)
+    for name in ("gather_segment_sum", "gather_segment_mean")
 )

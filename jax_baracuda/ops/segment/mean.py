@@ -14,14 +14,16 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
+    as_inexact,
+    canonical_cotangent,
+    canonical_segments,
     canonicalize,
-    canonicalize_without_data,
-    shaped_as_ids,
 )
 from jax_baracuda.ops.segment.cells import gather_or_zeros, over_counts, xla_sum
 from jax_baracuda.ops.segment.definitions import (
@@ -32,17 +34,18 @@ from jax_baracuda.ops.segment.definitions import (
     SumParams,
     gradient_op,
     reduction_op,
+    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import row_axes_of
 from jax_baracuda.ops.segment.sum import (
     SEGMENT_SUM,
     SUM_RULES,
     count_rows,
     gradient_params,
-    sum_edges,
+    segment_sum,
+    sum_by_plan,
     sum_over_shards,
     sum_params,
 )
@@ -50,6 +53,7 @@ from jax_baracuda.ops.segment.sum import (
 
 @selectable
 @with_twin
+@described_like(segment_sum)
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -69,31 +73,9 @@ def segment_mean(
       data: ``[N, ...]``, any dtype of JAX. float16, bfloat16, float32 and float64 have kernels; integers and bool are
         cast as by :func:`jax.numpy.mean`, to float32 (64-bit integers under x64 to float64); other dtypes run as plain
         JAX. More generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      unique_indices: accepted for compatibility; nothing depends on it.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      out_sharding: sharding of the result, for meshes with explicit axes.
-      deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
-        this is True. Everything else has the same bits in every run anyway.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`, or of its cast. Empty segments hold 0.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
-      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
-        there are no ids.
-      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: the sum is accumulated in float32 (float64 for float64), divided there by the exact number of
     rows, and rounded once to the dtype. Bit-equal from run to run, except on GPUs (see `deterministic`).
@@ -113,13 +95,15 @@ def segment_mean(
        [5. 6.]]
     """
     name = "segment_mean"
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, plan=plan)
-    check_numbered(name, "rows", call.segment_ids.shape[0])
-    call = call.with_inexact_data().in_order(unless=FLOATING_DTYPES)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    check_numbered(name, "rows", segments.ids.shape[0])
+    call = canonicalize(segments, data, out_sharding)
+    call = call.with_data(as_inexact(call.data)).sorted_by_plan(unless=FLOATING_DTYPES)
     return call.reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
 
 
 @selectable
+@described_like(segment_sum)
 def segment_mean_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -132,13 +116,7 @@ def segment_mean_backward(
 
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment means, a floating dtype.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows
@@ -160,12 +138,12 @@ def segment_mean_backward(
       [ 5.  5. 20.  0.]
     """
     name = "segment_mean_backward"
-    d_output, ids, ids_shape = canonicalize_without_data(name, d_output, segment_ids, mode, plan)
-    check_numbered(name, "rows", ids.shape[0])
-    counted_ids = ids if plan is None else plan.segment_ids
+    d_output, segments = canonical_cotangent(name, d_output, segment_ids, False, mode, plan)
+    check_numbered(name, "rows", segments.ids.shape[0])
+    counted_ids = segments.ids if plan is None else plan.segment_ids
     count = count_rows(counted_ids, d_output.shape[0], indices_are_sorted=plan is not None)
-    [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count, ids)
-    return shaped_as_ids(d_rows, ids_shape)
+    [d_rows] = SEGMENT_MEAN_BACKWARD(d_output, count, segments.ids)
+    return segments.shaped_as_ids(d_rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -256,14 +234,12 @@ def divided_by_counts(
     return quotients
 
 
-def _mean_rows(
-    params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
-) -> Sequence[Array]:
+def _mean_rows(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Sequence[Array]:
     """The means, added in the order of the plan if there is one, and the numbers of rows."""
-    if order is None:
+    if not plan:
         return SEGMENT_MEAN(data, segment_ids, **vars(params))
-    sizes = {"num_segments": params.num_segments, "indices_are_sorted": True}
-    total, count = sum_edges(data, order, sorted_ids, is_wide=True, **sizes), count_rows(sorted_ids, **sizes)
+    total = sum_by_plan(data, **plan, num_segments=params.num_segments, is_wide=True)
+    count = count_rows(plan["sorted_ids"], params.num_segments, indices_are_sorted=True)
     return divided_by_counts(total, count).astype(data.dtype), count
 
 

@@ -1,4 +1,4 @@
-"""Plans: the order of the edges of a graph, or of the rows of segments, computed once for many calls."""
+"""The order of rows or edges by segment, and plans: orders that are computed once for many calls."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda.ops.segment.cells import in_order
+from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import in_automatic_mode
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda._core.op import Op
+from jax_baracuda.ops.segment.definitions import IDS, limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.ids import (
     canonical_edges,
     check_num_segments,
     check_numbered,
     checked_ids,
     flat_ids,
+    index_dtype,
     static_size,
 )
-from jax_baracuda.ops.segment.order import SEGMENT_ORDER, in_32_bits
 
 
 @jax.tree_util.register_dataclass
@@ -173,11 +179,11 @@ def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_row
         transposed_order, sorted_rows = SEGMENT_ORDER(rows, num_segments=num_rows)
     return SegmentPlan(
         edge_order=order,
-        gather_ids=None if rows is None else in_order(rows, order),
+        gather_ids=None if rows is None else permuted(rows, order),
         segment_ids=sorted_segments,
         edge_segment_ids=segments,
         transposed_order=transposed_order,
-        transposed_gather_ids=None if transposed_order is None else in_order(segments, transposed_order),
+        transposed_gather_ids=None if transposed_order is None else permuted(segments, transposed_order),
         transposed_segment_ids=sorted_rows,
         edge_gather_ids=rows,
         num_segments=num_segments,
@@ -210,3 +216,84 @@ def check_gathers(name: str, plan: SegmentPlan) -> None:
     """Checks that a plan has gather ids."""
     if plan.num_rows is None:
         raise ValueError(f"{name}: the plan has no gather_ids; pass gather_ids and num_rows to segment_plan")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order, as a separate op: XLA merges equal calls of it within a program.
+
+
+def in_32_bits(ids: Array, size: int) -> Array:
+    """Ids as int32; out-of-range ids become -1 or `size`."""
+    return jnp.clip(ids, -1, size).astype(jnp.int32)
+
+
+def sorted_by_segment(segment_ids: Array, num_segments: int) -> tuple[Array, Array]:
+    """The order of the rows and the sorted segment ids. Rows without a segment come last, with the id `num_segments`.
+
+    Always runs the kernel, so it is for use within an op's program.
+    """
+    order, sorted_ids = SEGMENT_ORDER.kernel(in_32_bits(segment_ids, num_segments), num_segments=num_segments)
+    return order, sorted_ids
+
+
+def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:
+    is_member = (segment_ids >= 0) & (segment_ids < num_segments)
+    ids = jnp.where(is_member, segment_ids, num_segments)
+    order = jnp.argsort(ids, stable=True).astype(index_dtype(ids.shape[0]))
+    return order, ids[order]
+
+
+SEGMENT_ORDER = Op(
+    name="segment_order",
+    operands={"segment_ids": IDS},
+    results={"order": IDS, "sorted_ids": IDS},
+    result_dtypes=lambda ids: [index_dtype(ids.shape[0]), np.int32],
+    reference=_reference,
+    dtypes=frozenset({"int32"}),
+    guarantee=EXACT,
+    attributes=("num_segments",),
+    plan_parameters=lambda ids, *, num_segments: plan_parameters(ids, ids, num_segments=num_segments),
+    replicated_dims=IDS,
+    limit=lambda ids, *, num_segments: limit_of_32_bits(ids.shape[0], num_segments),
+)
+"""``(segment_ids [N] of int32) -> (order [N], sorted_ids [N])``, a stable sort."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows in the order of a plan. Each direction is the gradient of the other; JAX's own gradient would be a scatter-add.
+
+
+def permuted(rows: Array, order: Array) -> Array:
+    """The rows in this order."""
+    return _permutation(False, rows=rows, order=order)
+
+
+def unpermuted(rows: Array, order: Array) -> Array:
+    """The inverse of :func:`permuted`."""
+    return _permutation(True, rows=rows, order=order)
+
+
+def _move(is_inverse: bool, *, rows: Array, order: Array) -> Array:
+    def take(rows: Array, order: Array) -> tuple[Array]:
+        return (rows.at[order].get(mode="clip", unique_indices=True),)
+
+    def put(rows: Array, order: Array) -> tuple[Array]:
+        return (jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True),)
+
+    move = put if is_inverse else take
+    # An order refers to all rows, so under explicit sharding only the features of the result are split.
+    spec = jax_versions.explicit_spec(jax.typeof(rows))
+    if spec is not None:
+        move = in_automatic_mode(move, jax.typeof(rows), (None, *spec[1:]))
+    return move(rows, order)[0]
+
+
+def _move_forward(is_inverse: bool, *, rows: Array, order: Array) -> tuple[Array, Array]:
+    return _move(is_inverse, rows=rows, order=order), order
+
+
+def _move_back(is_inverse: bool, order: Array, cotangent: Array) -> dict[str, Array]:
+    return {"rows": _permutation(not is_inverse, rows=cotangent, order=order)}
+
+
+_permutation = KernelVjp("permutation", _move, _move_forward, _move_back)

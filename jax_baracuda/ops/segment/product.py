@@ -18,14 +18,17 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.definition import with_named
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
+    canonical_cotangent,
+    canonical_segments,
     canonicalize,
-    canonicalize_backward,
+    canonicalize_primal,
     reduce_numbers,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_min, xla_prod
@@ -37,8 +40,10 @@ from jax_baracuda.ops.segment.definitions import (
     Params,
     first_result,
     gradient_op,
+    merge_over_shards,
     product_guarantee,
     reduction_op,
+    row_axes_of,
 )
 from jax_baracuda.ops.segment.extended_product import (
     ExtendedProduct,
@@ -48,13 +53,13 @@ from jax_baracuda.ops.segment.extended_product import (
     product_value,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
-from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import merge_over_shards, row_axes_of
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_params
+from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, sum_params
 
 
 @selectable
 @with_twin
+@described_like(segment_sum)
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -76,30 +81,10 @@ def segment_prod(
       data: ``[N, ...]``, any numeric dtype of JAX. Integers, float16, bfloat16, float32 and float64 have kernels
         (integers of less than 32 bits are multiplied as int32 and wrap the same); other dtypes run as plain JAX. More
         generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      unique_indices: accepted for compatibility; nothing depends on it.
       bucket_size: as in :func:`jax.ops.segment_prod`, rows are multiplied in buckets of this size, then the buckets.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      out_sharding: sharding of the result, for meshes with explicit axes.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 1.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
-      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
-        there are no ids.
-      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: floating numbers are multiplied in float32 (float64 for float64) with a separate exponent, so
     no partial product overflows or underflows: the product is finite if the exact one is. (In plain JAX, and where
@@ -121,13 +106,12 @@ def segment_prod(
       [0. 6. 0.]
     """
     name = "segment_prod"
-    options = {"bucket_size": bucket_size, "plan": plan}
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    call = canonicalize(segments, data, out_sharding, bucket_size).sorted_by_plan()
     if jnp.issubdtype(call.data.dtype, jnp.inexact):
-        check_numbered(name, "rows", call.segment_ids.shape[0])
-    call = call.in_order()
+        check_numbered(name, "rows", call.ids.shape[0])
     params = call.params(Params)
-    return reduce_numbers(name, call, _segment_prod, params, functools.partial(_over_buckets, params))
+    return reduce_numbers(call, _segment_prod, params, functools.partial(_over_buckets, params))
 
 
 def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
@@ -140,6 +124,7 @@ def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
 
 
 @selectable
+@described_like(segment_sum)
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -157,15 +142,7 @@ def segment_prod_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment products; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were multiplied.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Dropped rows get 0.
@@ -186,14 +163,13 @@ def segment_prod_backward(
       [ 4.  2. 30.  0.]
     """
     name = "segment_prod_backward"
-    d_output, call = canonicalize_backward(name, d_output, data, segment_ids, indices_are_sorted, mode, plan)
-    check_numbered(name, "rows", call.segment_ids.shape[0])
+    d_output, segments = canonical_cotangent(name, d_output, segment_ids, indices_are_sorted, mode, plan)
+    call = canonicalize_primal(segments, data, d_output)
+    check_numbered(name, "rows", call.ids.shape[0])
     with both_modes():  # a gradient has derivatives of either mode
-        ordered = call.in_order()
+        ordered = call.sorted_by_plan()
         d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
-        if plan is None:
-            return d_data
-        return call.cotangent_of_data(call.data, call.in_own_order(d_data))
+        return d_data if plan is None else call.cotangent_of_data(unpermuted(d_data, plan.edge_order))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,10 +208,7 @@ def _reduce_in_pairs(
     num_steps = (num_rows - 1).bit_length() if jax_versions.is_static_shape(ids.shape) else 31
     for step in range(num_steps):
         distance = 2**step
-
-        def partner_of(x: Array, distance: int = distance) -> Array:
-            return jnp.roll(x, -distance, axis=0)
-
+        partner_of = functools.partial(jnp.roll, shift=-distance, axis=0)
         has_partner = (
             is_member & (rank & (2 * distance - 1) == 0) & (row < num_rows - distance) & (partner_of(ids) == ids)
         )

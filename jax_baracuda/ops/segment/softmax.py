@@ -13,33 +13,39 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_most, on_cpu, on_gpu, unordered
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
+    canonical_segments,
     canonicalize,
     check_like,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
+    CELLS,
     IDS,
     ROWS,
     SumParams,
     first_result,
     limit_of_32_bits,
     plan_parameters,
+    reduction_op,
+    row_axes_of,
     sum_guarantee,
+    sum_over_axes,
 )
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
-from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import row_axes_of, sum_over_axes
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM_OF_EXPONENTIALS, sum_over_shards
+from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
+from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
 
 
 @selectable
 @with_twin
+@described_like(segment_sum)
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -61,31 +67,9 @@ def segment_softmax(
     Args:
       logits: ``[N, ...]``, any real floating dtype of JAX. float16, bfloat16, float32 and float64 have kernels; other
         dtypes run as plain JAX. More generally, any shape that broadcasts to ``segment_ids.shape + logits.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      unique_indices: accepted for compatibility; nothing depends on it.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      out_sharding: sharding of the result, for meshes with explicit axes.
-      deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
-        this is True. Everything else has the same bits in every run anyway.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``segment_ids.shape + logits.shape[1:]`` (the shape of `logits`) with the dtype of `logits`. Dropped rows get 0.
-
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
-      ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
-        there are no ids.
-      jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
     Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype; nothing overflows. A
     row of -inf gets 0. A segment that holds a NaN, whose maximum is +inf, or whose rows are all -inf gives NaN, as in
@@ -103,16 +87,21 @@ def segment_softmax(
       [0.5 0.5 1. ]
     """
     name = "segment_softmax"
-    options = {"data_name": "logits", "plan": plan}
-    call = canonicalize(name, logits, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    call = canonicalize(segments, logits, out_sharding, data_name="logits")
     if not jnp.issubdtype(call.data.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must have a real floating dtype, got {call.data.dtype}")
-    ordered = call.in_order()
-    probabilities = ordered.map_rows(_segment_softmax, ordered.params(SumParams, deterministic=bool(deterministic)))
-    return probabilities if plan is None else call.in_own_order(probabilities)
+    ordered = call.sorted_by_plan()
+
+    def softmax(params: SumParams, **arrays: Array) -> Array:
+        return segments.shaped_as_ids(_segment_softmax(params, **arrays))
+
+    probabilities = ordered.reduce(softmax, ordered.params(SumParams, deterministic=bool(deterministic)))
+    return probabilities if plan is None else unpermuted(probabilities, plan.edge_order)
 
 
 @selectable
+@described_like(segment_sum)
 def segment_softmax_backward(
     d_output: ArrayLike,
     probabilities: ArrayLike,
@@ -131,19 +120,6 @@ def segment_softmax_backward(
       d_output: ``[N, ...]``, the cotangent of the probabilities; a floating dtype. Dtype and shape are those of
         `probabilities`.
       probabilities: ``[N, ...]``, the result of :func:`segment_softmax`.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
-      indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
-        false, the result may hold anything.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
-      deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
-        this is True. Everything else has the same bits in every run anyway.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.
@@ -166,17 +142,17 @@ def segment_softmax_backward(
     """
     name = "segment_softmax_backward"
     d_output = as_array(name, "d_output", d_output)
-    options = {"data_name": "probabilities", "plan": plan}
-    call = canonicalize(name, probabilities, segment_ids, num_segments, indices_are_sorted, mode, None, **options)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    call = canonicalize(segments, probabilities, data_name="probabilities")
     shape = (*call.ids_shape, *call.data.shape[1:])
     check_like(name, "d_output", d_output, "probabilities", call.data, shape)
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
     with both_modes():  # a gradient has derivatives of either mode
-        ordered = call.in_order()
+        ordered = call.sorted_by_plan()
         params = ordered.params(SumParams, deterministic=bool(deterministic))
-        rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).in_order()))
-        [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.segment_ids, **vars(params))
-        return call.in_own_order(d_rows)
+        rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).sorted_by_plan()))
+        [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **vars(params))
+        return segments.shaped_as_ids(d_rows if plan is None else unpermuted(d_rows, plan.edge_order))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -201,6 +177,14 @@ def _reference(logits: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     exponentials = _exponentials(wide, ids, xla_max(jax.lax.stop_gradient(wide), ids, num_segments))
     denominators = xla_sum(exponentials, ids, num_segments)
     return (_normalized(exponentials, ids, denominators, logits.dtype),)
+
+
+MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
+"""The lower bound of each summed exponential, by bytes per number: a sum of 0 then means a segment without rows."""
+
+
+def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
+    return (xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
 
 
 def _weighted_cotangents(probabilities: Array, d_output: Array) -> Array:
@@ -260,6 +244,11 @@ _RANGES_OF_SUMS = {4: (2.0**-50, 2.0**64), 8: (2.0**-64, 2.0**1000)}
 sums are in range, and the devices need not compute and exchange maxima."""
 
 
+def _shard_program_of_exponentials(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
+    [local] = kernel(data, ids)
+    return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
+
+
 def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, probabilities: Array, d_output: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
@@ -298,6 +287,17 @@ _COMMON: dict[str, Any] = {
     "plan_parameters": lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
     "limit": lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
 }
+
+SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
+    "segment_sum_of_exponentials",
+    results={"output": CELLS},
+    reference=_reference_of_exponentials,
+    dtypes=frozenset({"float32", "float64"}),
+    guarantee=sum_guarantee,
+    attributes=("deterministic",),
+    shard_program=_shard_program_of_exponentials,
+)
+"""Lets devices that share segments exchange sums alone, without maxima."""
 
 SEGMENT_SOFTMAX = Op(
     name="segment_softmax",

@@ -6,19 +6,30 @@ The op of gathered rows is here, too, because a call with a plan gathers its row
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.definition import NamedDimensions
-from jax_baracuda._core.dispatch import MB, at_least, at_most, fused, on_cpu, on_gpu, uncontended, unordered, unsorted
+from jax_baracuda._core.dispatch import (
+    MB,
+    Traits,
+    at_least,
+    at_most,
+    fused,
+    on_cpu,
+    on_gpu,
+    param,
+    uncontended,
+    unordered,
+    unsorted,
+)
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
@@ -26,10 +37,10 @@ from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
     OutSharding,
+    canonical_cotangent,
+    canonical_segments,
     canonicalize,
-    canonicalize_without_data,
     reduce_numbers,
-    shaped_as_ids,
 )
 from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row, xla_sum
 from jax_baracuda.ops.segment.definitions import (
@@ -38,30 +49,30 @@ from jax_baracuda.ops.segment.definitions import (
     WIDE_DTYPES,
     SumParams,
     gradient_op,
+    of_split_segments,
     plan_parameters,
     reduction_op,
+    row_axes_of,
     sum_guarantee,
+    sum_over_axes,
 )
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
+    fit_no_vectors,
+    flat_batch,
     gather_rows,
+    graph_axes,
     limit_of_edges,
+    merge_graphs,
+    op_of_graphs,
+    renumbered,
     replicated_dims,
     replicated_dims_of_cells,
-)
-from jax_baracuda.ops.segment.graphs import (
-    graph_axes,
-    merged,
-    numbered_through,
-    op_of_graphs,
-    sum_over_graphs,
-    whole_batch,
+    sorted_edges,
+    with_longer_rows,
 )
 from jax_baracuda.ops.segment.ids import index_dtype
-from jax_baracuda.ops.segment.order import sorted_by_segment
-from jax_baracuda.ops.segment.padding import features_to_add, with_features
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.shards import of_split_segments, row_axes_of, sum_over_axes
 
 
 @selectable
@@ -88,8 +99,8 @@ def segment_sum(
       data: ``[N, ...]``, any numeric dtype of JAX. Integers, float16, bfloat16, float32 and float64 have kernels
         (integers of less than 32 bits are added as int32 and wrap the same); other dtypes run as plain JAX. More
         generally, any shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least `num_segments` are
-        dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
+      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
+        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
       num_segments: number of segments S, static under ``jit``. Default: ``max(segment_ids) + 1``.
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
@@ -102,8 +113,6 @@ def segment_sum(
         this is True. Everything else has the same bits in every run anyway.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
         neither this call nor its gradient sorts, and both have the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
@@ -133,14 +142,13 @@ def segment_sum(
        [5. 6.]]
     """
     name = "segment_sum"
-    options = {"bucket_size": bucket_size, "plan": plan}
-    call = canonicalize(name, data, segment_ids, num_segments, indices_are_sorted, mode, out_sharding, **options)
-    call = call.in_order(unless=FLOATING_DTYPES)
-    params = call.params(SumParams, deterministic=bool(deterministic))
-    return reduce_numbers(name, call, _segment_sum, params, jnp.sum)
+    segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
+    call = canonicalize(segments, data, out_sharding, bucket_size).sorted_by_plan(unless=FLOATING_DTYPES)
+    return reduce_numbers(call, _segment_sum, call.params(SumParams, deterministic=bool(deterministic)), jnp.sum)
 
 
 @selectable
+@described_like(segment_sum)
 def segment_sum_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -153,13 +161,7 @@ def segment_sum_backward(
 
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment sums, a floating dtype.
-      segment_ids: ``[N]``, any integer dtype, in any order. Rows whose id is negative or at least the number of
-        segments are dropped. Any other rank is accepted as in ``jax.ops``: every id labels one ``data.shape[1:]``.
-      mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
-        dropped. "clip": the id is clamped to ``[0, S - 1]``.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.
@@ -178,9 +180,9 @@ def segment_sum_backward(
       >>> print(jb.segment_sum_backward(jnp.array([10.0, 20.0]), segment_ids))
       [10. 10. 20.  0.]
     """
-    d_output, ids, ids_shape = canonicalize_without_data("segment_sum_backward", d_output, segment_ids, mode, plan)
-    [d_rows] = SEGMENT_SUM_BACKWARD(d_output, ids)
-    return shaped_as_ids(d_rows, ids_shape)
+    d_output, segments = canonical_cotangent("segment_sum_backward", d_output, segment_ids, False, mode, plan)
+    [d_rows] = SEGMENT_SUM_BACKWARD(d_output, segments.ids)
+    return segments.shaped_as_ids(d_rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,14 +192,6 @@ def segment_sum_backward(
 def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     wide = data.astype(accumulation_dtype(data.dtype))
     return (xla_sum(wide, ids, num_segments).astype(data.dtype),)
-
-
-MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
-"""The lower bound of each summed exponential, by bytes per number: a sum of 0 then means a segment without rows."""
-
-
-def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
-    return (xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
 
 
 def _reference_backward(d_output: Array, ids: Array) -> tuple[Array]:
@@ -216,11 +210,6 @@ def sum_over_shards(axes: ShardAxes, data: Array, ids: Array, **params: Any) -> 
     """The sums over all shards, in the accumulation dtype: one shard's sum may overflow where the total does not."""
     [local] = SEGMENT_SUM.kernel(data.astype(accumulation_dtype(data.dtype)), ids, **params)
     return sum_over_axes(local, row_axes_of(axes), axes.get("segment", ()))
-
-
-def _shard_program_of_exponentials(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
-    [local] = kernel(data, ids)
-    return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -252,16 +241,6 @@ SEGMENT_SUM = reduction_op(
     xla_rules=(*SUM_RULES, on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB))),
     shard_program=_shard_program,
     transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(d_outputs[0], ids, **params),
-)
-
-SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
-    "segment_sum_of_exponentials",
-    results={"output": CELLS},
-    reference=_reference_of_exponentials,
-    dtypes=frozenset({"float32", "float64"}),
-    guarantee=sum_guarantee,
-    attributes=("deterministic",),
-    shard_program=_shard_program_of_exponentials,
 )
 
 # A gather. H100, time of plain JAX / kernel: 0.67, between elementwise operations 0.42 (21 loops each). Two cores: 0.3
@@ -369,61 +348,54 @@ def _transpose_of_edges(
     return [d_data.astype(avals[0].dtype)]
 
 
-GATHERED_FIRST = ((16, (1, 2, 4, 8), 2**26), (32, (1, 2, 4, 8, 16), 2**18), (64, None, 2**14))
-"""(a, b, c): gather first if a row has at most a bytes, the number of features is in b (None: any), and there are at
-most c edges. Measured on an H200 (jax 0.11.2): this took 64,000 edges of single numbers from 39 us to 9 us."""
-
-
-def _gathers_first(data: Any, num_edges: int, is_wide: bool) -> bool:
+def _are_narrow(traits: Traits) -> bool:
     """Whether sorted edges are faster in two steps: a gather by XLA, then a segment sum.
 
     The fused kernel walks the edges of a tile one by one, which takes as long for narrow rows as for wide ones.
+    Measured on an H200 (jax 0.11.2): two steps took 64,000 edges of single numbers from 39 us to 9 us.
     """
-    features = math.prod(data.shape[1:])
-    row_bytes = features * np.dtype(accumulation_dtype(data.dtype) if is_wide else data.dtype).itemsize
-    return min(row_bytes, num_edges) > 0 and any(
-        row_bytes <= max_bytes and num_edges <= max_edges and (of_features is None or features in of_features)
-        for max_bytes, of_features, max_edges in GATHERED_FIRST
+    num_edges, features, row_bytes = (traits.sizes[name] for name in ("edge", "features", "row_bytes"))
+    if traits.params["is_wide"]:  # the gathered rows are written in the accumulation dtype
+        row_bytes = max(row_bytes, 4 * features)
+    fit_vectors = features & (features - 1) == 0
+    return min(row_bytes, num_edges) > 0 and (
+        (row_bytes <= 64 and num_edges <= 1 << 14)
+        or (row_bytes <= 32 and num_edges <= 1 << 18 and fit_vectors)
+        or (row_bytes <= 16 and num_edges <= 1 << 26 and fit_vectors)
     )
 
 
-def _program_on_gpu(
-    data: Any,
-    gather_ids: Any,
-    *_: Any,
-    indices_are_sorted: bool,
-    has_weights: bool,
-    has_edge_order: bool,
+def _gather_first(
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *,
+    num_segments: int,
+    deterministic: bool,
     clips_gather_ids: bool,
     is_wide: bool,
+) -> Sequence[Array]:
+    rows = gather_rows(data, gather_ids, clips_gather_ids)
+    rows = rows.astype(accumulation_dtype(data.dtype)) if is_wide else rows
+    flags = {"indices_are_sorted": True, "deterministic": deterministic}
+    return SEGMENT_SUM.kernel(rows, segment_ids, num_segments=num_segments, **flags)
+
+
+def _sort_first(
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *weights_and_order: Array,
+    num_segments: int,
+    has_weights: bool,
     **params: Any,
-) -> Callable[..., Sequence[Array]] | None:
-    """Sorts unsorted edges, writes out narrow rows without weights, and pads rows that fit no vectors."""
-    shared = {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide, "has_weights": has_weights}
-    if indices_are_sorted:
-        first_dim = 2 if has_weights else 1
-        if added := features_to_add(data, gather_ids.shape[0], params["num_segments"], first_dim=first_dim):
-            flags = {"indices_are_sorted": True, "has_edge_order": has_edge_order}
-            kernel = functools.partial(GATHER_SEGMENT_SUM.kernel, **params, **shared, **flags)
-            return with_features(kernel, added, first_dim=first_dim)
-        if has_weights or not _gathers_first(data, gather_ids.shape[0], is_wide):
-            return None
-
-    def two_steps(data: Array, gather_ids: Array, segment_ids: Array) -> Sequence[Array]:
-        rows = gather_rows(data, gather_ids, clips_gather_ids)
-        rows = rows.astype(accumulation_dtype(data.dtype)) if is_wide else rows
-        return SEGMENT_SUM.kernel(rows, segment_ids, indices_are_sorted=True, **params)
-
-    def sort_first(data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array) -> Sequence[Array]:
-        order, sorted_ids = sorted_by_segment(segment_ids, params["num_segments"])
-        edges: list[Array] = []
-        if has_weights:
-            weights, *numbers = weights_and_order
-            edges = [weights, numbers[0][order] if has_edge_order else order]
-        flags = {"indices_are_sorted": True, "has_edge_order": has_weights}
-        return GATHER_SEGMENT_SUM.kernel(data, gather_ids[order], sorted_ids, *edges, **params, **shared, **flags)
-
-    return two_steps if indices_are_sorted else sort_first
+) -> Sequence[Array]:
+    weights, order = (weights_and_order[:1], weights_and_order[1:]) if has_weights else ((), weights_and_order)
+    *edges, numbers = sorted_edges(gather_ids, segment_ids, order, num_segments)
+    numbers_of_weights = (numbers,) if has_weights else ()
+    params |= {"num_segments": num_segments, "has_weights": has_weights}
+    params |= {"indices_are_sorted": True, "has_edge_order": has_weights}
+    return GATHER_SEGMENT_SUM.kernel(data, *edges, *weights, *numbers_of_weights, **params)
 
 
 # H100, time of plain JAX / kernel: 0.35 (76 loops).
@@ -450,7 +422,13 @@ GATHER_SEGMENT_SUM = Op(
         on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
     ),
-    program_on_gpu=_program_on_gpu,
+    programs={
+        on_gpu("the kernel takes sorted edges only", unsorted): _sort_first,
+        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
+        on_gpu("no vectors fit the rows", fit_no_vectors): lambda *operands, **params: with_longer_rows(
+            GATHER_SEGMENT_SUM, operands, has_heads=params["has_weights"], **params
+        ),
+    },
     limit=limit_of_edges,
     transpose=_transpose_of_edges,
 )
@@ -463,12 +441,12 @@ GATHER_SEGMENT_SUM = Op(
 def _join(
     num_graph_dims: int, data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array
 ) -> Sequence[Array]:
-    arrays = whole_batch(num_graph_dims, [data, gather_ids, segment_ids, *weights_and_order])
+    arrays = flat_batch(num_graph_dims, [data, gather_ids, segment_ids, *weights_and_order])
     cells, gathered, segments, *others = arrays
     num_edges = segments.shape[1]
     if len(others) == 2:
-        others[1] = numbered_through(jnp.clip(others[1], 0, max(num_edges - 1, 0)), num_edges)
-    return [merged(x) for x in (cells, numbered_through(gathered, cells.shape[1]), segments, *others)]
+        others[1] = renumbered(jnp.clip(others[1], 0, max(num_edges - 1, 0)), num_edges)
+    return [merge_graphs(x) for x in (cells, renumbered(gathered, cells.shape[1]), segments, *others)]
 
 
 def _shard_of_graphs(
@@ -486,30 +464,11 @@ GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
 )
 
 
-def sum_edges(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    weights: Array | None = None,
-    edge_order: Array | None = None,
-    *,
-    num_graph_dims: int = 0,
-    indices_are_sorted: bool,
-    deterministic: bool = False,
-    clips_gather_ids: bool = True,
-    is_wide: bool = False,
-    **params: Any,
-) -> Array:
-    """Calls the op with the given operands, for one graph or, with `num_graph_dims`, summed over a batch of graphs."""
-    deterministic = deterministic or (indices_are_sorted and may_run_kernel())
-    edge_order = None if weights is None else edge_order  # the kernel uses it only to find weights
-    operands = {"data": data, "gather_ids": gather_ids, "segment_ids": segment_ids}
-    operands |= {name: x for name, x in (("weights", weights), ("edge_order", edge_order)) if x is not None}
-    flags = {"has_weights": weights is not None, "has_edge_order": edge_order is not None}
-    flags |= {"clips_gather_ids": clips_gather_ids, "is_wide": is_wide}
-    flags |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
-    ops = GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS
-    return sum_over_graphs(*ops, num_graph_dims, operands, **params, **flags)
+def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int, is_wide: bool = False) -> Array:
+    """Sums of rows in the order of a plan. `is_wide`: unrounded, in the accumulation dtype."""
+    flags = {"indices_are_sorted": True, "deterministic": may_run_kernel(), "clips_gather_ids": True}
+    flags |= {"is_wide": is_wide, "has_weights": False, "has_edge_order": False}
+    return GATHER_SEGMENT_SUM(data, order, sorted_ids, num_segments=num_segments, **flags)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -533,17 +492,14 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
     )[0]
 
 
-def _sum_rows(
-    params: SumParams, *, data: Array, segment_ids: Array, order: Array | None = None, sorted_ids: Array | None = None
-) -> Array:
-    """The sums, added in the order of the plan if there is one."""
-    if order is None:
+def _primal(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
+    if not plan:
         return SEGMENT_SUM(data, segment_ids, **vars(params))[0]
-    return sum_edges(data, order, sorted_ids, num_segments=params.num_segments, indices_are_sorted=True)
+    return sum_by_plan(data, **plan, num_segments=params.num_segments)
 
 
-def _forward(params: SumParams, *, data: Array, segment_ids: Array, **order: Array) -> tuple[Array, Array]:
-    return _sum_rows(params, data=data, segment_ids=segment_ids, **order), segment_ids
+def _forward(params: SumParams, **arrays: Array) -> tuple[Array, Array]:
+    return _primal(params, **arrays), arrays["segment_ids"]
 
 
 def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[str, Array]:
@@ -551,4 +507,4 @@ def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[st
     return {"data": d_data}
 
 
-_segment_sum = KernelVjp("segment_sum", _sum_rows, _forward, _backward)
+_segment_sum = KernelVjp("segment_sum", _primal, _forward, _backward)

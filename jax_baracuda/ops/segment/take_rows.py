@@ -27,11 +27,10 @@ from jax_baracuda._core.selection import (
 )
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.cells import sum_in_blocks
-from jax_baracuda.ops.segment.definitions import sum_guarantee
+from jax_baracuda.ops.segment.definitions import of_split_segments, sum_guarantee
 from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
-from jax_baracuda.ops.segment.shards import of_split_segments
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_edges, sum_over_shards
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_over_shards
 
 
 @selectable
@@ -61,8 +60,6 @@ def take_rows(
       plan: a :func:`segment_plan` of the edges of a graph, which replaces `ids`: each edge takes the row of its
         segment. With ``plan.transposed``, each edge takes the row that it gathers. The gradient then does not sort and
         has the same bits in every run.
-      implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-        :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
 
     Returns:
       ``ids.shape + data.shape[1:]`` with the dtype of `data`. Under explicit sharding, it is sharded like `ids` and the
@@ -197,31 +194,20 @@ def _lower_gather(
 
 
 def _batch_gather(
-    operands: Sequence[Array],
-    axes: Sequence[int | None],
-    *,
-    num_batch_dims: int,
-    indices_are_sorted: bool,
-    deterministic: bool,
-    implementation: Selection,
-    **params: Any,
+    operands: Sequence[Array], axes: Sequence[int | None], *, num_batch_dims: int, **params: Any
 ) -> tuple[Array, int | None]:
     """If data is mapped, its batch dimension goes first. If only ids are, it is one more dimension of the ids, so that
     data gets a single gradient."""
     if axes[0] is not None:
         mapped = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-        params |= {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
-        params["implementation"] = implementation
         return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), 0
     data, ids = operands[:2]  # plans of different batch elements cannot be merged
-    if axes[1] is None:
-        joined_axis = None
-    else:
-        joined_axis = num_batch_dims
-        ids = jnp.moveaxis(ids, axes[1], joined_axis)
+    joined_axis = None if axes[1] is None else num_batch_dims
+    if axes[1] is not None:
+        ids = jnp.moveaxis(ids, axes[1], num_batch_dims)
     # Sorted ids do not stay sorted across the batch, but their sums must stay deterministic, unless XLA computes them.
-    deterministic = deterministic or (indices_are_sorted and implementation != "xla")
-    params |= {"indices_are_sorted": False, "deterministic": deterministic, "implementation": implementation}
+    deterministic = params["indices_are_sorted"] and params["implementation"] != "xla"
+    params |= {"indices_are_sorted": False, "deterministic": params["deterministic"] or deterministic}
     return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), joined_axis
 
 
@@ -246,7 +232,7 @@ def _transpose_gather(
 
     def transpose(d_taken: Array, ids: Array, *order: Array) -> Array:
         if order:
-            return sum_edges(d_taken, *order, num_segments=num_rows, indices_are_sorted=True)
+            return sum_by_plan(d_taken, *order, num_rows)
         return sum_taken_rows(d_taken, ids, num_rows=num_rows, **params)
 
     arrays = ad.instantiate_zeros(d_taken), ids, *order
