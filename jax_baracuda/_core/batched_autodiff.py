@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
@@ -160,20 +160,6 @@ class _Call:
         return _Batch(self.params, tuple(names))
 
 
-_call_p = jax_versions.new_primitive("baracuda_batched_vjp")
-_call_p.multiple_results = True
-
-
-@_call_p.def_impl
-def _impl(*arrays: Array, call: _Call, jaxpr: Any) -> list[Array]:
-    return [call.primal(*arrays)]
-
-
-@_call_p.def_abstract_eval
-def _abstract_eval(*_: Any, call: _Call, jaxpr: Any) -> list[Any]:
-    return jaxpr.out_avals
-
-
 def _batch_call(
     arrays: Sequence[Array], axes: Sequence[int | None], *, call: _Call, jaxpr: Any
 ) -> tuple[list[Array], list[int]]:
@@ -197,11 +183,6 @@ def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _Call, jax
     return [results.get(i) for i in range(len(arrays))]
 
 
-def _lower_call(ctx: mlir.LoweringRuleContext, *arrays: Any, call: _Call, jaxpr: Any) -> Any:
-    return mlir.lower_fun(jax_versions.jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arrays)
-
-
-batching.primitive_batchers[_call_p] = _batch_call
-ad.primitive_jvps[_call_p] = _jvp_of_call
-ad.primitive_transposes[_call_p] = _transpose_of_call
-mlir.register_lowering(_call_p, _lower_call)
+_call_p = jax_versions.program_primitive(
+    "baracuda_batched_vjp", batch=_batch_call, jvp=_jvp_of_call, transpose=_transpose_of_call
+)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.call import OpCall
-    from jax_baracuda._core.definition import OpDefinition
+    from jax_baracuda._core.op import Op, OpCall
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -128,7 +127,7 @@ class Rule:
         return all(condition(traits) for condition in self.conditions)
 
 
-def rules_of(op: OpDefinition) -> tuple[Rule, ...]:
+def rules_of(op: Op) -> tuple[Rule, ...]:
     return op.xla_rules
 
 

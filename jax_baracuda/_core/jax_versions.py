@@ -21,47 +21,30 @@ from jax_baracuda._core.identity import digest
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Primitive
 
-__all__ = [
-    "apply_primitive",
-    "as_weak",
-    "automatic_axis",
-    "canonicalize_sharding",
-    "concrete_or_error",
-    "explicit_spec",
-    "finish_partitioned_call",
-    "is_in_shard_map",
-    "is_static_shape",
-    "is_symbolic",
-    "keeps_barriers",
-    "lower_by_platform",
-    "lower_with_sharding_in_types",
-    "jaxpr_as_fun",
-    "lowering_inside",
-    "new_primitive",
-    "partitioner_splits",
-    "partitioning_over",
-    "platforms_of",
-    "require_devices_during_lowering",
-    "result_aval",
-    "unify_varying",
-    "varying_axes",
-    "without_abstract_mesh",
-    "wrapped_scatter_update",
-    "wrapped_segment_update",
-    "wrapped_slice_update",
-    "wrapped_transpose_of_gather",
-    "zero_tangent",
-]
-
 
 def new_primitive(name: str) -> Primitive:
     """A primitive of this name. Importing the public class, from ``jax.extend``, is slow: it imports Pallas."""
-    try:
-        from jax._src.core import Primitive
-    except ImportError:
-        from jax.extend.core import Primitive
+    from jax._src.core import Primitive
 
     return Primitive(name)
+
+
+def program_primitive(name: str, *, batch: Callable[..., Any], jvp: Callable[..., Any], transpose: Any) -> Primitive:
+    """A primitive that runs the traced program in its param `jaxpr`, with these rules for transformations."""
+    from jax.interpreters import ad, batching, mlir
+
+    def run(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*operands)
+
+    primitive = new_primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    return primitive
 
 
 def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -375,22 +358,15 @@ def _replaced(module: Any, name: str, wrap: Wrap) -> Iterator[None]:
         setattr(module, name, own)
 
 
-def wrapped_segment_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
-    """Context in which `wrap` replaces the one function that all ``jax.ops.segment_*`` functions call.
+def wrapped_in_scatter(name: str, wrap: Wrap) -> contextlib.AbstractContextManager[None]:
+    """Context in which `wrap` replaces the function of this name in the module of JAX with all scatters.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.ops import scatter
 
-    return _replaced(scatter, "_segment_update", wrap)
-
-
-def wrapped_scatter_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
-    """The same for the function that all indexed updates call, ``x.at[ids].add(y)`` and so on."""
-    from jax._src.ops import scatter
-
-    return _replaced(scatter, "_scatter_update", wrap)
+    return _replaced(scatter, name, wrap)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,10 +12,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.redirection import not_redirected
+from jax_baracuda._core.selection import not_redirected
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.definition import Dimensions
+    from jax_baracuda._core.op import Dimensions, OpCall
 
 MeshAxes = tuple[str, ...]
 ShardAxes = Mapping[str, MeshAxes]
@@ -107,29 +108,27 @@ class NamedShapes(NamedTuple):
 
 
 def partitioned(
+    call: OpCall,
+    shapes: NamedShapes,
     kernel: Callable[..., Sequence[jax.Array]],
     shard_program: Callable[..., Sequence[jax.Array]],
-    shapes: NamedShapes,
-    replicated_dims: Sequence[str],
-    reduction_dims: Sequence[str],
-    min_shard_sizes: Mapping[str, int],
     whole_mesh: Mesh | None,
 ) -> Callable[..., Sequence[jax.Array]]:
     """`kernel` as a function that JAX's partitioner splits over devices instead of gathering its operands.
 
     Args:
+      call: the call, and `shapes` its dimensions.
       kernel: the computation on whole arrays.
       shard_program: the computation on one shard: ``(axes, *operands) -> results``, where `axes` maps the name of each
         dimension to the mesh axes that split it.
-      shapes: the dimensions of the call.
-      replicated_dims: dimensions that must not be split.
-      reduction_dims: operand dimensions that are summed away.
-      min_shard_sizes: the minimum shard size of dimensions with halo exchange.
       whole_mesh: the mesh of the program, if the partitioner splits calls over a part of it.
     """
+    op = call.op
+    replicated_dims, reduction_dims = call.resolve(op.replicated_dims), call.resolve(op.reduction_dims)
+    min_shard_sizes = call.bound(op.min_shard_sizes)(shapes.sizes) if op.min_shard_sizes else {}
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
-        shard_size, rest = divmod(shapes.sizes[name], _num_shards(mesh, axes))
+        shard_size, rest = divmod(shapes.sizes[name], math.prod(mesh.shape[axis] for axis in axes))
         if name in min_shard_sizes:
             # Shards exchange halos with jax.lax.ppermute, which requires the axes in the order of the mesh.
             in_mesh_order = tuple(axis for axis in mesh.axis_names if axis in axes)
@@ -161,16 +160,9 @@ def partitioned(
         )
 
     @custom_partitioning
-    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    def partitioned_call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(kernel(*operands))
 
     rule, factors = shapes.rule(replicated_dims, reduction_dims)
-    call.def_partition(partition, sharding_rule=rule, **factors)
-    return call
-
-
-def _num_shards(mesh: Any, axes: MeshAxes) -> int:
-    shards = 1
-    for axis in axes:
-        shards *= mesh.shape[axis]
-    return shards
+    partitioned_call.def_partition(partition, sharding_rule=rule, **factors)
+    return partitioned_call

@@ -11,7 +11,7 @@ import pytest
 from support import cases
 
 import jax_baracuda as jb
-from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.op import OpCall
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda.ops.segment.order import SEGMENT_ORDER
 

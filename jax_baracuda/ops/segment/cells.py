@@ -14,7 +14,7 @@ from jax import Array
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_automatic_mode
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.redirection import not_redirected
+from jax_baracuda._core.selection import not_redirected
 from jax_baracuda.ops.segment.ids import index_dtype
 
 

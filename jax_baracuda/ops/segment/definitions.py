@@ -12,9 +12,8 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
-from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda.ops.segment.shards import ShardProgram, of_split_segments
 
 ORDERED_DTYPES = FLOATING_DTYPES | INTEGER_DTYPES | {"bool"}

@@ -18,8 +18,7 @@ from jax import Array
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
-from jax_baracuda._core.definition import NamedDimensions, with_named
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op, with_named
 from jax_baracuda._core.sharding import ShardAxes
 
 

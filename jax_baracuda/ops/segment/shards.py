@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_baracuda._core.definition import NamedDimensions, with_named
+from jax_baracuda._core.op import NamedDimensions, with_named
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 
