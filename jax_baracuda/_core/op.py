@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
@@ -21,7 +22,7 @@ from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vma
 from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
-from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target
+from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, current_selection, selecting
 from jax_baracuda._core.sharding import NamedShapes
 
@@ -202,6 +203,11 @@ class Op:
 
 OPS: dict[str, Op] = {}
 """The op of each native target, by the target's name."""
+
+
+def disabled_export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
+    """By default, JAX exports only custom calls that keep their meaning in later versions: some of XLA's own."""
+    return tuple(jax.export.DisabledSafetyCheck.custom_call(target_name(target)) for target in OPS)
 
 
 def precision_guarantee(
