@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
 
@@ -61,18 +60,8 @@ def map_together(results: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> t
     return tuple(_map_together.bind(*results, *arrays, num_results=len(results)))
 
 
-_map_together = jax_versions.new_primitive("baracuda_map_together")
-_map_together.multiple_results = True
-
-
-@_map_together.def_impl
-def _impl(*values: jax.Array, num_results: int) -> list[jax.Array]:
+def _first(*values: Any, num_results: int) -> list[Any]:
     return list(values[:num_results])
-
-
-@_map_together.def_abstract_eval
-def _abstract_eval(*avals: Any, num_results: int) -> list[Any]:
-    return list(avals[:num_results])
 
 
 def _batch(
@@ -96,7 +85,6 @@ def _transpose(cotangents: Sequence[Any], *values: Any, num_results: int) -> lis
     return [*cotangents, *[None] * (len(values) - num_results)]
 
 
-batching.primitive_batchers[_map_together] = _batch
-ad.primitive_jvps[_map_together] = _jvp
-ad.primitive_transposes[_map_together] = _transpose
-mlir.register_lowering(_map_together, lambda ctx, *values, num_results: values[:num_results])
+_map_together = jax_versions.primitive_of(
+    "baracuda_map_together", _first, _first, batch=_batch, jvp=_jvp, transpose=_transpose
+)

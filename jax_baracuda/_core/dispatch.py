@@ -94,19 +94,13 @@ def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> Value
 # Rules.
 
 
-@dataclasses.dataclass(frozen=True)
-class Traits:
+class Traits(NamedTuple):
     """The properties of a call that conditions test."""
 
     params: Mapping[str, Any]
     sizes: Mapping[str, int]
     """See :meth:`OpCall.sizes`."""
     fuses: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows of data, or edges."""
-        return self.sizes["row"] if "row" in self.sizes else self.sizes["edge"]
 
 
 Condition = Callable[[Traits], bool]
@@ -158,11 +152,11 @@ MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
 
 def uncontended(traits: Traits) -> bool:
     """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
-    return traits.rows <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * traits.sizes["segment"]
+    return traits.sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * traits.sizes["segment"]
 
 
 def mostly_empty_segments(traits: Traits) -> bool:
-    return traits.rows <= traits.sizes["segment"]
+    return traits.sizes["rows"] <= traits.sizes["segment"]
 
 
 def param(name: str, value: Any) -> Condition:
@@ -171,20 +165,9 @@ def param(name: str, value: Any) -> Condition:
 
 
 def at_most(**sizes: int) -> Condition:
-    """The call's sizes are at most these. Names are from :meth:`OpCall.sizes`, or "rows": rows of data, or edges."""
-
-    def holds(traits: Traits) -> bool:
-        return all(_size(traits, name) <= size for name, size in sizes.items())
-
-    return holds
+    """The call's sizes are at most these. Names are from :meth:`OpCall.sizes`."""
+    return lambda traits: all(traits.sizes[name] <= size for name, size in sizes.items())
 
 
 def at_least(**sizes: int) -> Condition:
-    def holds(traits: Traits) -> bool:
-        return all(_size(traits, name) >= size for name, size in sizes.items())
-
-    return holds
-
-
-def _size(traits: Traits, name: str) -> int:
-    return traits.rows if name == "rows" else traits.sizes[name]
+    return lambda traits: all(traits.sizes[name] >= size for name, size in sizes.items())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
 from jax_baracuda._core.identity import digest
@@ -29,22 +30,34 @@ def new_primitive(name: str) -> Primitive:
     return Primitive(name)
 
 
-def program_primitive(name: str, *, batch: Callable[..., Any], jvp: Callable[..., Any], transpose: Any) -> Primitive:
-    """A primitive that runs the traced program in its param `jaxpr`, with these rules for transformations."""
-    from jax.interpreters import ad, batching, mlir
-
-    def run(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
-        return jaxpr_as_fun(jaxpr)(*operands)
-
+def primitive_of(
+    name: str,
+    run: Callable[..., Any],
+    types: Callable[..., Any],
+    *,
+    batch: Callable[..., Any],
+    jvp: Callable[..., Any],
+    transpose: Callable[..., Any],
+) -> Primitive:
+    """A primitive for a function in plain JAX, with these rules. `run` and `types` return lists."""
     primitive = new_primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(run)
-    primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+    primitive.def_abstract_eval(types)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     return primitive
+
+
+def program_primitive(name: str, **rules: Callable[..., Any]) -> Primitive:
+    """A primitive that runs the traced program in its param `jaxpr`, with the rules of :func:`primitive_of`."""
+
+    def run(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*operands)
+
+    return primitive_of(name, run, lambda *_, jaxpr, **__: jaxpr.out_avals, **rules)
 
 
 def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:

@@ -141,7 +141,6 @@ def _lower_partitioned(
 
     partitioned_call = partitioned(
         call,
-        call.named_shapes(ctx.avals_out),
         functools.partial(kernel.bind, **params),
         shard_program,
         axis_context.mesh if automatic_axis is not None else None,

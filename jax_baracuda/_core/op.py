@@ -24,7 +24,7 @@ from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, current_selection, selecting
-from jax_baracuda._core.sharding import NamedShapes
+from jax_baracuda._core.sharding import NamedShapes, spec_entries
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
@@ -265,10 +265,14 @@ def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
     return leading + tuple(f"...{k}" for k in range(len(shape) - len(leading)))
 
 
-def joint_sizes(names_of_each: Sequence[Dimensions], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+NamedShape = tuple[Dimensions, Shape]
+"""The names of an array's dimensions, and its shape."""
+
+
+def joint_sizes(arrays: Sequence[NamedShape]) -> dict[str, int]:
     """The size of each named dimension; size-1 dimensions take the others' size."""
     sizes: dict[str, int] = {}
-    for names, shape in zip(names_of_each, shapes, strict=True):
+    for names, shape in arrays:
         for name, size in zip(names, shape, strict=True):
             sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
     return sizes
@@ -351,11 +355,10 @@ class OpCall:
         if all(spec is None for spec in specs):
             return [jax_versions.result_aval(self.operands[0], shape, dtype, None) for shape, dtype in types]
         has_mesh = next(aval for aval, spec in zip(self.operands, specs, strict=True) if spec is not None)
-        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-        shapes = self.named_shapes(results)
-        assignment = shapes.assign([*specs, *(None for _ in results)], self.resolve(self.op.replicated_dims))
+        shapes = self.named_shapes
+        assignment = shapes.assign([*specs, *(None for _ in types)], self.resolve(self.op.replicated_dims))
         return [
-            jax_versions.result_aval(has_mesh, shape, dtype, shapes.spec(names, shape, assignment))
+            jax_versions.result_aval(has_mesh, shape, dtype, spec_entries(names, assignment))
             for (shape, dtype), names in zip(types, shapes.results, strict=True)
         ]
 
@@ -379,8 +382,7 @@ class OpCall:
     def _named_types(self) -> list[ShapeAndDtype]:
         """The types of the results, with shapes derived from the named dimensions."""
         op, operands = self.op, self.own_operands
-        shapes = [tuple(x.shape) for x in operands]
-        sizes = joint_sizes(self._dimensions(op.operands, shapes), shapes) | dict(self.resolve(op.sizes or {}))
+        sizes = joint_sizes(self._with_names(op.operands, [x.shape for x in operands])) | self.resolve(op.sizes or {})
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
         dtypes = self.bound(op.result_dtypes)(*operands) if op.result_dtypes else [operands[0].dtype] * len(results)
@@ -389,33 +391,41 @@ class OpCall:
             for names, dtype in zip(results, dtypes, strict=True)
         ]
 
-    def _dimensions(self, arrays: Any, shapes: Sequence[Sequence[int]]) -> tuple[Dimensions, ...]:
-        dimensions = self.resolve(arrays).values()
-        return tuple(written_out(names, shape) for names, shape in zip(dimensions, shapes, strict=False))
+    def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
+        batch = tuple(f"batch{i}" for i in range(num_batch_dims))
+        names_of_each = self.resolve(arrays).values()
+        return [
+            (batch + written_out(names, shape[num_batch_dims:]), shape)
+            for names, shape in zip(names_of_each, shapes, strict=False)
+        ]
 
-    def named_shapes(self, results: Sequence[Any]) -> NamedShapes:
-        """The named dimensions of the operands, and of results of these types."""
-        batch = tuple(f"batch{i}" for i in range(self.num_batch_dims))
+    @functools.cached_property
+    def named_shapes(self) -> NamedShapes:
+        """The named dimensions of the operands and results."""
+        op, num_batch_dims = self.op, self.num_batch_dims
+        operands = self._with_names(op.operands, [x.shape for x in self.operands], num_batch_dims)
+        results = self._with_names(op.results, [shape for shape, _ in self.result_types()], num_batch_dims)
+        sizes = joint_sizes(operands + results)
 
-        def named(arrays: Any, shapes: Sequence[Sequence[int]]) -> tuple[Dimensions, ...]:
-            own_shapes = [shape[self.num_batch_dims :] for shape in shapes]
-            return tuple(batch + names for names in self._dimensions(arrays, own_shapes))
+        def without_broadcast(arrays: Sequence[NamedShape]) -> tuple[tuple[str | None, ...], ...]:
+            return tuple(
+                tuple(name if size == sizes[name] else None for name, size in zip(*array, strict=True))
+                for array in arrays
+            )
 
-        operand_shapes, result_shapes = (tuple(tuple(x.shape) for x in arrays) for arrays in (self.operands, results))
-        operand_names, result_names = named(self.op.operands, operand_shapes), named(self.op.results, result_shapes)
-        sizes = joint_sizes(operand_names + result_names, operand_shapes + result_shapes)
-        return NamedShapes(operand_names, result_names, operand_shapes, result_shapes, sizes)
+        return NamedShapes(without_broadcast(operands), without_broadcast(results), sizes)
 
     def sizes(self) -> dict[str, int]:
-        """The sizes that rules use: the named dimensions, "features" (the product of "head", "feature" and all unnamed
-        dimensions), "bytes" (of all operands and results), "element_bits" (of the narrowest operand) and "rank" (of the
-        first operand)."""
-        results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.result_types()]
-        sizes = self.named_shapes(results).sizes
+        """The sizes that rules use: the named dimensions, "rows" (of data, or edges), "features" (the product of
+        "head", "feature" and all unnamed dimensions), "bytes" (of all operands and results), "element_bits" (of the
+        narrowest operand) and "rank" (of the first operand)."""
+        sizes = self.named_shapes.sizes
         unnamed = [name for name in sizes if name.startswith("...")]
-        num_bits = sum(math.prod(x.shape) * element_bits(x.dtype) for x in (*self.operands, *results))
+        types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
+        num_bits = sum(math.prod(shape) * element_bits(dtype) for shape, dtype in types)
         return {
             **{name: size for name, size in sizes.items() if name not in unnamed},
+            **({"rows": sizes["row"] if "row" in sizes else sizes["edge"]} if {"row", "edge"} & sizes.keys() else {}),
             "features": math.prod(sizes.get(name, 1) for name in (*unnamed, "head", "feature")),
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),
