@@ -108,11 +108,12 @@ def _require_static(*sizes: Any) -> None:
     _require(jax_versions.is_static_shape(sizes), "sizes are symbolic or unknown")
 
 
-def _require_broadcast(shape: tuple[int, ...], target: tuple[int, ...]) -> None:
-    _require(broadcasts(shape, target), f"arrays of shape {shape} do not fit ids, which need {target}")
-
-
-def _require_mode(mode: Any) -> None:
+def _require_updates(name: str, array: Any, rows_shape: tuple[int, ...], mode: Any) -> None:
+    """Checks an array that broadcasts to one row for each id, as the function of this name takes it."""
+    _require(array.dtype.name in _DTYPES[name], f"there is no kernel for dtype {array.dtype}")
+    _require_static(*array.shape, *rows_shape)
+    fits = broadcasts(array.shape, rows_shape)
+    _require(fits, f"arrays of shape {array.shape} do not fit ids, which need {rows_shape}")
     try:
         jax.lax.GatherScatterMode.from_any(mode)
     except ValueError as error:
@@ -156,12 +157,8 @@ def _segment_update(
 ) -> Array:
     _require(name in _DTYPES, "there is no such function")
     data, ids = _as_arrays(data, segment_ids)
-    dtype = data.dtype
-    _require(dtype.name in _DTYPES[name], f"there is no kernel for dtype {dtype}")
     _require(jnp.issubdtype(ids.dtype, jnp.integer), f"ids of dtype {ids.dtype}")
-    _require_static(*data.shape, *ids.shape)
-    _require_broadcast(data.shape, (*ids.shape, *data.shape[1:]))
-    _require_mode(mode)
+    _require_updates(name, data, (*ids.shape, *data.shape[1:]), mode)
     if bucket_size is not None:
         is_size = isinstance(bucket_size, int | np.integer) and bucket_size > 0
         _require(is_size and ids.ndim == 1 and out_sharding is None, f"bucket_size={bucket_size!r} of these arguments")
@@ -195,23 +192,21 @@ def _scatter_update(
     _require(is_vector, "the index is not one vector of signed integers")
     x, y = _as_array(x), _as_array(y)
     _require(jnp.result_type(x, y) == x.dtype, f"updates of dtype {y.dtype} of an array of dtype {x.dtype}")
-    _require(x.dtype.name in _DTYPES[name], f"there is no kernel for dtype {x.dtype}")
     is_exact = name not in ("segment_max", "segment_min") or not jnp.issubdtype(x.dtype, jnp.floating)
     _require(is_exact, "in the gradient of JAX, a row and the updates that are equal to it have equal shares")
     _require(x.ndim > 0, "the array is a scalar")
     _require(out_sharding is None, "an out_sharding is asked for")
-    _require_static(*x.shape, *y.shape, *ids.shape)
     num_rows = x.shape[0]
+    rows = jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype)
+    y = y.astype(x.dtype)
+    _require_updates(name, y, rows.shape, mode)
+    _require_static(num_rows)
     _require(num_rows <= jnp.iinfo(ids.dtype).max, f"ids of dtype {ids.dtype} for {num_rows} rows")
-    _require_broadcast(y.shape, (*ids.shape, *x.shape[1:]))
-    _require_mode(mode)
-    _require_kernel(
-        name, jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), ids.shape, num_rows, indices_are_sorted
-    )
+    _require_kernel(name, rows, ids.shape, num_rows, indices_are_sorted)
     if normalize_indices:
         ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # `indices_are_sorted` refers to these
-    rows = jnp.broadcast_to(y.astype(x.dtype), (*ids.shape, *x.shape[1:]))
-    return join(x, getattr(forward_mode, name)(rows, ids, num_rows, indices_are_sorted, mode=mode))
+    updates = jnp.broadcast_to(y, rows.shape)
+    return join(x, getattr(forward_mode, name)(updates, ids, num_rows, indices_are_sorted, mode=mode))
 
 
 def _sum_taken(

@@ -254,9 +254,7 @@ def finish_partitioned_call(ctx: Any, call: Any, name: str, *content: Any) -> No
     from jax._src import config, custom_partitioning
     from jax._src.lib.mlir import ir
 
-    callbacks = getattr(custom_partitioning, "_sharding_callbacks", None)
-    if callbacks is None:  # then the settings at compilation apply, and every process compiles the program
-        return
+    callbacks = custom_partitioning._sharding_callbacks
     _register_partitioner()
     call.attributes["call_target_name"] = ir.StringAttr.get(PARTITIONED_CALL)
     info = callbacks[call.attributes["backend_config"].value.encode()]

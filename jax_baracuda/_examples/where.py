@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import EXACT, Example, Operand, ShapeOf, Tolerance, flags
+from jax_baracuda._examples.example import EXACT, Example, Operand, SizeOf, Tolerance, flags
 
 
 def where(cond: Array, a: Array, b: Array) -> Array:
@@ -66,7 +66,7 @@ EXAMPLES = [
         {"d_output": WHOLE, "cond": COND},
         {**CHECKED, **TIMED},
         "row",
-        {"a_shape": ShapeOf(("key",))},
+        {"a_shape": (SizeOf("key"),)},
         tolerance={"float32": (1e-5, 0), "bfloat16": (4e-3, 0), "float16": (5e-4, 0)},
     ),
 ]
