@@ -305,6 +305,7 @@ def _or_else(name: str, own: Callable[..., Any], function: Callable[..., Array],
         return own(*args, **kwargs)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
 # The places in JAX that are replaced. Each replacement checks whether to redirect a call.
 
 _Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
