@@ -272,15 +272,11 @@ def _transposed(
 
     def push_forward(*operands: jax.Array) -> Sequence[jax.Array]:
         own_residuals, own_tangents = operands[: len(residuals)], operands[len(residuals) :]
-        return jax.linear_transpose(functools.partial(_listed, pull_back, own_residuals), *types)(list(own_tangents))
+        return jax.linear_transpose(lambda *ct: list(pull_back(*own_residuals, *ct)), *types)(list(own_tangents))
 
     operands = [*residuals, *tangents]
     jaxpr = jax.make_jaxpr(push_forward)(*operands)
     return _transposed_p.bind(*operands, jaxpr=jaxpr, pull_back=pull_back, num_residuals=len(residuals))
-
-
-def _listed(pull_back: PullBack, residuals: Sequence[jax.Array], *cotangents: jax.Array) -> list[jax.Array]:
-    return list(pull_back(*residuals, *cotangents))
 
 
 def _batch_transposed(

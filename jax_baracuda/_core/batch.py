@@ -30,6 +30,12 @@ def is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
     return all(size == 1 for size in shape[:num_batch_dims])
 
 
+def with_mapped_dim(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[list[jax.Array], int]:
+    """The operands of a batching rule with the mapped dimension in front, and its size. It is 1 where none is mapped."""
+    arrays = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+    return arrays, joint_size(*(x.shape[0] for x in arrays))
+
+
 MappedDims = Sequence[Sequence[bool]]
 """For each batch dimension, which operands it maps."""
 
@@ -67,11 +73,8 @@ def _first(*values: Any, num_results: int) -> list[Any]:
 def _batch(
     values: Sequence[jax.Array], axes: Sequence[int | None], *, num_results: int
 ) -> tuple[list[jax.Array], list[int]]:
-    size = next(x.shape[axis] for x, axis in zip(values, axes, strict=True) if axis is not None)
-    mapped = [
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(values, axes, strict=True)
-    ]
+    arrays, size = with_mapped_dim(values, axes)
+    mapped = [jnp.broadcast_to(x, (size, *x.shape[1:])) for x in arrays]
     return _map_together.bind(*mapped, num_results=num_results), [0] * num_results
 
 

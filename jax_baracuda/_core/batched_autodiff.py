@@ -17,7 +17,7 @@ from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
-from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
 from jax_baracuda._core.rules import jvp_of_nonzero, with_fixed
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
@@ -163,7 +163,7 @@ class _Call:
 def _batch_call(
     arrays: Sequence[Array], axes: Sequence[int | None], *, call: _Call, jaxpr: Any
 ) -> tuple[list[Array], list[int]]:
-    arrays = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
+    arrays, _ = with_mapped_dim(arrays, axes)
     return dataclasses.replace(call, num_batch_dims=call.num_batch_dims + 1).bind(*arrays), [0]
 
 

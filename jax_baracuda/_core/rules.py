@@ -12,7 +12,7 @@ from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
-from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
@@ -27,15 +27,13 @@ def batch(call: OpCall, primitive: Primitive, axes: Sequence[int | None]) -> tup
     Unmapped operands stay shared, except those written in place and, if the op broadcasts, those that do not broadcast.
     """
     op, params = call.op, call.all_params
-    pairs = list(zip(call.operands, axes, strict=True))
-    mapped_size = next(x.shape[axis] for x, axis in pairs if axis is not None)
-    operands = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
+    operands, size = with_mapped_dim(call.operands, axes)
     whole = call.resolve(op.in_place)
     if op.broadcasts:
         names = call.resolve(op.operands)
         whole = [i for i, name in zip(range(len(operands)), names, strict=False) if name not in op.broadcasts]
     for i in whole:
-        operands[i] = jnp.broadcast_to(operands[i], (mapped_size, *operands[i].shape[1:]))
+        operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape[1:]))
     if not op.broadcasts:
         params = {**params, "num_batch_dims": call.num_batch_dims + 1}
     results = primitive.bind(*operands, **params)
