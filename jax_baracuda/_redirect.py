@@ -293,13 +293,9 @@ def _or_else(name: str, own: Callable[..., Any], function: Callable[..., Array],
         with not_redirected():
             result = function(*args, **kwargs)
     except _Unserved as reason:
-        for report in _reports():
-            with _lock:
-                report.kept[name, str(reason)] += 1
+        _count(lambda report: report.kept, (name, str(reason)))
     else:
-        for report in _reports():
-            with _lock:
-                report.redirected[name] += 1
+        _count(lambda report: report.redirected, name)
         return result
     with not_redirected():  # JAX's functions call each other
         return own(*args, **kwargs)
@@ -390,9 +386,11 @@ def _release_places(kinds: Iterable[str]) -> None:
 # The reports that count a call: those of the contexts of this thread or, if there are none, of the process.
 
 
-def _reports() -> Iterable[RedirectReport]:
-    scopes: list[Any] = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)]
-    return {id(scope): scope.report for scope in scopes or [process_scope()] if scope is not None}.values()
+def _count(counter: Callable[[RedirectReport], collections.Counter[Any]], key: Any) -> None:
+    scopes: list[Any] = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)] or [process_scope()]
+    for report in {id(scope): scope.report for scope in scopes if scope is not None}.values():
+        with _lock:
+            counter(report)[key] += 1
 
 
 class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 (used as a function)

@@ -31,7 +31,7 @@ def is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
 
 
 def with_mapped_dim(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[list[jax.Array], int]:
-    """The operands of a batching rule with the mapped dimension in front, and its size. It is 1 where none is mapped."""
+    """The operands of a batching rule with the mapped dimension in front, and its size; unmapped ones have size 1."""
     arrays = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
     return arrays, joint_size(*(x.shape[0] for x in arrays))
 
