@@ -258,7 +258,9 @@ def finish_partitioned_call(ctx: Any, call: Any, name: str, *content: Any) -> No
     _register_partitioner()
     call.attributes["call_target_name"] = ir.StringAttr.get(PARTITIONED_CALL)
     info = callbacks[call.attributes["backend_config"].value.encode()]
-    info.settings = _settings_in_force()
+    # Settings with other names, such as check_vma, are JAX's internal state.
+    user_settings = [setting for name, setting in config.config_states.items() if name.startswith("jax_")]
+    info.settings = [(setting, setting.value) for setting in user_settings]
     axis_context = ctx.module_context.axis_context
     program = (
         (_mesh_content(axis_context.mesh), sorted(axis_context.manual_axes))
@@ -294,7 +296,10 @@ def _register_partitioner() -> None:
     from jax._src.lib import xla_client
 
     def partition(*arguments: Any) -> Any:
-        with custom_partitioning._sharding_callbacks[arguments[-1]].settings():
+        with contextlib.ExitStack() as stack:
+            for setting, value in custom_partitioning._sharding_callbacks[arguments[-1]].settings:
+                if setting.value is not value:
+                    stack.enter_context(setting(value))
             return custom_partitioning._custom_partitioning_partition(*arguments)
 
     register = functools.partial(
@@ -307,25 +312,6 @@ def _register_partitioner() -> None:
     )
     register()
     xla_bridge.register_plugin_callbacks(register)
-
-
-def _settings_in_force() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """The user's current settings of JAX, as a context for another time or thread."""
-    from jax._src import config
-
-    # Settings with other names, such as check_vma, are internal state of JAX.
-    settings = [setting for name, setting in config.config_states.items() if name.startswith("jax_")]
-    values = [(setting, setting.value) for setting in settings]
-
-    @contextlib.contextmanager
-    def in_force() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for setting, value in values:
-                if setting.value is not value:
-                    stack.enter_context(setting(value))
-            yield
-
-    return in_force
 
 
 def is_in_shard_map(axis_context: Any) -> bool:
