@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 def new_primitive(name: str) -> Primitive:
     """A primitive of this name. Importing the public class, from ``jax.extend``, is slow: it imports Pallas."""
-    from jax._src.core import Primitive
+    try:
+        from jax._src.core import Primitive
+    except ImportError:
+        from jax.extend.core import Primitive
 
     return Primitive(name)
 
