@@ -392,6 +392,7 @@ class OpCall:
         ]
 
     def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
+        """The shapes of operands or results, which start with the batch dimensions, and the names of all dimensions."""
         batch = tuple(f"batch{i}" for i in range(num_batch_dims))
         names_of_each = self.resolve(arrays).values()
         return [
@@ -421,11 +422,12 @@ class OpCall:
         narrowest operand) and "rank" (of the first operand)."""
         sizes = self.named_shapes.sizes
         unnamed = [name for name in sizes if name.startswith("...")]
+        row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
         num_bits = sum(math.prod(shape) * element_bits(dtype) for shape, dtype in types)
         return {
             **{name: size for name, size in sizes.items() if name not in unnamed},
-            **({"rows": sizes["row"] if "row" in sizes else sizes["edge"]} if {"row", "edge"} & sizes.keys() else {}),
+            **({} if row_dim is None else {"rows": sizes[row_dim]}),
             "features": math.prod(sizes.get(name, 1) for name in (*unnamed, "head", "feature")),
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),
