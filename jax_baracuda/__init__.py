@@ -1,12 +1,12 @@
 """Hand-written CUDA and CPU kernels for JAX, differentiable and shardable."""
 
+from importlib.metadata import version as _version
+
 from jax_baracuda import forward_mode
-from jax_baracuda._core.export import disabled_checks as _disabled_checks
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.op import OPS as _OPS
+from jax_baracuda._core.op import disabled_export_checks as _disabled_export_checks
 from jax_baracuda._core.op import precision_guarantee
 from jax_baracuda._core.selection import Implementation, implementation
-from jax_baracuda._core.version import VERSION as _version
 from jax_baracuda._redirect import RedirectReport, redirect
 from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope_qk_backward
@@ -40,9 +40,9 @@ from jax_baracuda.ops.segment import (
 from jax_baracuda.ops.where import where, where_backward
 from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
-__version__ = _version
+__version__ = _version("jax_baracuda")
 
-DISABLE_JAX_EXPORT_CHECKS = _disabled_checks(_OPS)
+DISABLE_JAX_EXPORT_CHECKS = _disabled_export_checks()
 """For ``jax.export.export(..., disabled_checks=DISABLE_JAX_EXPORT_CHECKS)`` of a program that calls functions of this
 package. The process that runs the program must first import the same version of this package."""
 

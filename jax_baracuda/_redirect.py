@@ -8,8 +8,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -20,19 +19,18 @@ from jax import Array
 from jax_baracuda import forward_mode
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, reshard_like
-from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dispatch import Site, decide
-from jax_baracuda._core.op import OPS
-from jax_baracuda._core.redirection import (
-    NOTHING,
+from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.selection import (
     REDIRECTION,
-    Redirection,
-    current_redirection,
+    Kinds,
+    Scope,
+    current_selection,
     not_redirected,
-    redirect_process,
+    process_scope,
+    redirected,
+    set_process_scope,
 )
-from jax_baracuda._core.scopes import Scope
-from jax_baracuda._core.selection import current_selection
 from jax_baracuda.ops.segment.arguments import broadcasts
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
@@ -47,13 +45,14 @@ _DTYPES = {
     "segment_max": ORDERED_DTYPES,
     "segment_min": ORDERED_DTYPES,
 }
-_UPDATES: dict[str, tuple[str, Callable[[Array, Array], Array]]] = {
-    "scatter_add": ("segment_sum", jnp.add),
-    "scatter_mul": ("segment_prod", jnp.multiply),
-    "scatter_max": ("segment_max", jnp.maximum),
-    "scatter_min": ("segment_min", jnp.minimum),
+_UPDATES: dict[str, tuple[str, str, Callable[[Array, Array], Array]]] = {
+    "scatter_add": ("add", "segment_sum", jnp.add),
+    "scatter_mul": ("multiply", "segment_prod", jnp.multiply),
+    "scatter_max": ("max", "segment_max", jnp.maximum),
+    "scatter_min": ("min", "segment_min", jnp.minimum),
 }
-"""By the name of JAX's scatter: the reduction of each row's updates, and the function that joins it with the row."""
+"""By the name of JAX's scatter: the method of ``x.at[ids]``, the function that reduces the updates of each row, and the
+function that joins the result with the row."""
 
 
 class RedirectReport:
@@ -109,11 +108,12 @@ def _require_static(*sizes: Any) -> None:
     _require(jax_versions.is_static_shape(sizes), "sizes are symbolic or unknown")
 
 
-def _require_broadcast(shape: tuple[int, ...], target: tuple[int, ...]) -> None:
-    _require(broadcasts(shape, target), f"arrays of shape {shape} do not fit ids, which need {target}")
-
-
-def _require_mode(mode: Any) -> None:
+def _require_updates(name: str, array: Any, rows_shape: tuple[int, ...], mode: Any) -> None:
+    """Checks an array that broadcasts to one row for each id, as the function of this name takes it."""
+    _require(array.dtype.name in _DTYPES[name], f"there is no kernel for dtype {array.dtype}")
+    _require_static(*array.shape, *rows_shape)
+    fits = broadcasts(array.shape, rows_shape)
+    _require(fits, f"arrays of shape {array.shape} do not fit ids, which need {rows_shape}")
     try:
         jax.lax.GatherScatterMode.from_any(mode)
     except ValueError as error:
@@ -157,12 +157,8 @@ def _segment_update(
 ) -> Array:
     _require(name in _DTYPES, "there is no such function")
     data, ids = _as_arrays(data, segment_ids)
-    dtype = data.dtype
-    _require(dtype.name in _DTYPES[name], f"there is no kernel for dtype {dtype}")
     _require(jnp.issubdtype(ids.dtype, jnp.integer), f"ids of dtype {ids.dtype}")
-    _require_static(*data.shape, *ids.shape)
-    _require_broadcast(data.shape, (*ids.shape, *data.shape[1:]))
-    _require_mode(mode)
+    _require_updates(name, data, (*ids.shape, *data.shape[1:]), mode)
     if bucket_size is not None:
         is_size = isinstance(bucket_size, int | np.integer) and bucket_size > 0
         _require(is_size and ids.ndim == 1 and out_sharding is None, f"bucket_size={bucket_size!r} of these arguments")
@@ -190,29 +186,27 @@ def _scatter_update(
     normalize_indices: bool = True,
     out_sharding: Any = None,
 ) -> Array:
-    name, join = _UPDATES[scatter_op.__name__]
+    _, name, join = _UPDATES[scatter_op.__name__]
     [ids] = idx if isinstance(idx, tuple) and len(idx) == 1 else (idx,)
     is_vector = hasattr(ids, "dtype") and jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.ndim == 1
     _require(is_vector, "the index is not one vector of signed integers")
     x, y = _as_array(x), _as_array(y)
     _require(jnp.result_type(x, y) == x.dtype, f"updates of dtype {y.dtype} of an array of dtype {x.dtype}")
-    _require(x.dtype.name in _DTYPES[name], f"there is no kernel for dtype {x.dtype}")
     is_exact = name not in ("segment_max", "segment_min") or not jnp.issubdtype(x.dtype, jnp.floating)
     _require(is_exact, "in the gradient of JAX, a row and the updates that are equal to it have equal shares")
     _require(x.ndim > 0, "the array is a scalar")
     _require(out_sharding is None, "an out_sharding is asked for")
-    _require_static(*x.shape, *y.shape, *ids.shape)
     num_rows = x.shape[0]
+    rows = jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype)
+    y = y.astype(x.dtype)
+    _require_updates(name, y, rows.shape, mode)
+    _require_static(num_rows)
     _require(num_rows <= jnp.iinfo(ids.dtype).max, f"ids of dtype {ids.dtype} for {num_rows} rows")
-    _require_broadcast(y.shape, (*ids.shape, *x.shape[1:]))
-    _require_mode(mode)
-    _require_kernel(
-        name, jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), ids.shape, num_rows, indices_are_sorted
-    )
+    _require_kernel(name, rows, ids.shape, num_rows, indices_are_sorted)
     if normalize_indices:
         ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # `indices_are_sorted` refers to these
-    rows = jnp.broadcast_to(y.astype(x.dtype), (*ids.shape, *x.shape[1:]))
-    return join(x, getattr(forward_mode, name)(rows, ids, num_rows, indices_are_sorted, mode=mode))
+    updates = jnp.broadcast_to(y, rows.shape)
+    return join(x, getattr(forward_mode, name)(updates, ids, num_rows, indices_are_sorted, mode=mode))
 
 
 def _sum_taken(
@@ -293,10 +287,8 @@ def _start(start: Any, size: int, counts_from_end: bool, dtype: Any) -> Any:
     return jnp.maximum(start, 0)
 
 
-def _or_else(
-    name: str, own: Callable[..., Array] | None, function: Callable[..., Array], *args: Any, **kwargs: Any
-) -> Array | None:
-    """Calls our function. If it does not serve the call, calls JAX's function `own`; returns None if `own` is None."""
+def _or_else(name: str, own: Callable[..., Any], function: Callable[..., Array], *args: Any, **kwargs: Any) -> Any:
+    """Calls our function. If it does not serve the call, calls JAX's function `own`."""
     try:
         with not_redirected():
             result = function(*args, **kwargs)
@@ -305,8 +297,6 @@ def _or_else(
     else:
         _count(lambda report: report.redirected, name)
         return result
-    if own is None:
-        return None
     with not_redirected():  # JAX's functions call each other
         return own(*args, **kwargs)
 
@@ -314,55 +304,51 @@ def _or_else(
 # ----------------------------------------------------------------------------------------------------------------------
 # The places in JAX that are replaced. Each replacement checks whether to redirect a call.
 
-
-def _wrap_segment_update(own: Callable[..., Array]) -> Callable[..., Array | None]:
-    @functools.wraps(own)
-    def segment_update(name: str, *args: Any, **kwargs: Any) -> Array | None:
-        if not current_redirection().segments:
-            return own(name, *args, **kwargs)
-        return _or_else(f"jax.ops.{name}", own, _segment_update, name, *args, **kwargs)
-
-    return segment_update
+_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _wrap_scatter_update(own: Callable[..., Array]) -> Callable[..., Array | None]:
-    @functools.wraps(own)
-    def scatter_update(x: Any, idx: Any, y: Any, scatter_op: Any, *args: Any, **kwargs: Any) -> Array | None:
-        scatter_name = getattr(scatter_op, "__name__", "")
-        if not current_redirection().indexed_updates or scatter_name not in _UPDATES:
-            return own(x, idx, y, scatter_op, *args, **kwargs)
-        name = {"scatter_mul": "multiply"}.get(scatter_name, scatter_name.removeprefix("scatter_"))
-        return _or_else(f"x.at[ids].{name}", own, _scatter_update, x, idx, y, scatter_op, *args, **kwargs)
+def _wrap(kind: str, name_of: Callable[..., str | None], function: Callable[..., Array]) -> _Wrap:
+    """Replaces JAX's function by ours where calls are redirected. `name_of`: ``(*args)`` -> the call's name, if any."""
 
-    return scatter_update
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            name = name_of(*args) if kind in redirected() else None
+            return own(*args, **kwargs) if name is None else _or_else(name, own, function, *args, **kwargs)
 
+        return replacement
 
-def _wrap_slice_update(own: Callable[..., Array]) -> Callable[..., Array | None]:
-    def slice_update(*args: Any, **kwargs: Any) -> Array | None:
-        if not current_redirection().slice_updates:
-            return own(*args, **kwargs)
-        return _or_else("jax.lax.dynamic_update_slice", own, _slice_update, *args, **kwargs)
-
-    return slice_update
+    return wrap
 
 
-def _transpose_of_gather(*args: Any, **params: Any) -> Array | None:
-    if not current_redirection().gather_gradients:
-        return None
-    return _or_else("gradient of a gather", None, _sum_taken, *args, **params)
+def _name_of_update(x: Any, idx: Any, y: Any, scatter_op: Any, *_: Any) -> str | None:
+    name = getattr(scatter_op, "__name__", "")
+    return f"x.at[ids].{_UPDATES[name][0]}" if name in _UPDATES else None
 
 
 @contextlib.contextmanager
 def _redirected_slice_updates() -> Iterator[None]:
+    wrap = _wrap("slice_updates", lambda *_: "jax.lax.dynamic_update_slice", _slice_update)
     # JAX traces slice updates of its own during lowering: scan writes its stacked results.
-    with jax_versions.lowering_inside(not_redirected), jax_versions.wrapped_slice_update(_wrap_slice_update):
+    with jax_versions.lowering_inside(not_redirected), jax_versions.wrapped_slice_update(wrap):
         yield
 
 
 _PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "segments": functools.partial(jax_versions.wrapped_segment_update, _wrap_segment_update),
-    "indexed_updates": functools.partial(jax_versions.wrapped_scatter_update, _wrap_scatter_update),
-    "gather_gradients": functools.partial(jax_versions.wrapped_transpose_of_gather, _transpose_of_gather),
+    "segments": functools.partial(
+        jax_versions.wrapped_in_scatter,
+        "_segment_update",  # all jax.ops.segment_* call it
+        _wrap("segments", lambda name, *_: f"jax.ops.{name}", _segment_update),
+    ),
+    "indexed_updates": functools.partial(
+        jax_versions.wrapped_in_scatter,
+        "_scatter_update",  # all x.at[ids].add(y) and so on call it
+        _wrap("indexed_updates", _name_of_update, _scatter_update),
+    ),
+    "gather_gradients": functools.partial(
+        jax_versions.wrapped_transpose_of_gather,
+        _wrap("gather_gradients", lambda *_: "gradient of a gather", _sum_taken)(lambda *_, **__: None),
+    ),
     "slice_updates": _redirected_slice_updates,
 }
 _uses: collections.Counter[str] = collections.Counter()
@@ -371,11 +357,11 @@ _patches: dict[str, contextlib.ExitStack] = {}
 _lock = threading.RLock()  # reentrant: a collected generator may leave its context at any time
 
 
-def _use_places(redirection: Redirection) -> None:
+def _use_places(kinds: Kinds) -> None:
     with _lock, contextlib.ExitStack() as undo:
-        for name in _places_of(redirection):
+        for name in kinds:
             _uses[name] += 1
-            undo.callback(_release_place, name)
+            undo.callback(_release_places, [name])
             if _uses[name] == 1:
                 _patches[name] = contextlib.ExitStack()
                 try:
@@ -388,38 +374,26 @@ def _use_places(redirection: Redirection) -> None:
         undo.pop_all()
 
 
-def _release_places(redirection: Redirection) -> None:
+def _release_places(kinds: Iterable[str]) -> None:
     with _lock:
-        for name in _places_of(redirection):
-            _release_place(name)
-
-
-def _release_place(name: str) -> None:
-    _uses[name] -= 1
-    if _uses[name] == 0:
-        _patches.pop(name).close()
-
-
-def _places_of(redirection: Redirection) -> list[str]:
-    return [name for name in _PLACES if getattr(redirection, name)]
+        for name in kinds:
+            _uses[name] -= 1
+            if _uses[name] == 0:
+                _patches.pop(name).close()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The reports that count a call: the contexts of this thread or, if there are none, the process.
-
-_of_process: redirect | None = None
+# The reports that count a call: those of the contexts of this thread or, if there are none, of the process.
 
 
 def _count(counter: Callable[[RedirectReport], collections.Counter[Any]], key: Any) -> None:
-    owners = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)]
-    if not owners and _of_process is not None:
-        owners = [_of_process]
-    for report in {id(owner): owner.report for owner in owners}.values():
+    scopes: list[Any] = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)] or [process_scope()]
+    for report in {id(scope): scope.report for scope in scopes if scope is not None}.values():
         with _lock:
             counter(report)[key] += 1
 
 
-class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa: N801 (used as a function)
+class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 (used as a function)
     """Redirects calls of JAX's functions to the functions of this package, in unchanged code.
 
     A context manager, a decorator and, with :meth:`install`, a setting of the process. These calls are redirected if
@@ -483,8 +457,13 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
         indexed_updates: bool = False,
         slice_updates: bool = False,
     ) -> None:
-        kinds = bool(segments), bool(gather_gradients), bool(indexed_updates), bool(slice_updates)
-        self._kinds = Redirection(*kinds)
+        kinds = {
+            "segments": segments,
+            "gather_gradients": gather_gradients,
+            "indexed_updates": indexed_updates,
+            "slice_updates": slice_updates,
+        }
+        self._kinds = frozenset(name for name, is_redirected in kinds.items() if is_redirected)
         super().__init__(REDIRECTION, self._kinds)
         self.report = RedirectReport()
 
@@ -493,10 +472,8 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
         super().__enter__()
         return self.report
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         _release_places(self._kinds)
 
     def __call__(self, function: _Function) -> _Function:
@@ -524,9 +501,8 @@ class redirect(contextlib.ContextDecorator, Scope[Redirection | None]):  # noqa:
 
 
 def _redirect_process(new: redirect | None) -> None:
-    global _of_process
     with _lock:
-        old, _of_process = _of_process, new
-    redirect_process(NOTHING if new is None else new._kinds)
-    if old is not None:
+        old = process_scope()
+        set_process_scope(new)
+    if isinstance(old, redirect):
         _release_places(old._kinds)

@@ -23,11 +23,9 @@ from where import reference as selections
 from write_slice import reference as windows
 
 from jax_baracuda import precision_guarantee
-from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS
-from jax_baracuda._core.op import OPS
-from jax_baracuda._core.rules import reference_of_call
+from jax_baracuda._core.op import OPS, OpCall
 
 RUNS = 20
 FLAGS = ("deterministic", "indices_are_sorted")
@@ -572,7 +570,7 @@ def test_plain_jax_reference(rng: np.random.Generator, name: str, dtype: str) ->
     call = CALLS[name](rng, dtype, False)
     params = with_batch(name, {flag: False for flag in FLAGS if flag in OPS[name].attributes} | call.params)
     with cases.x64_for(dtype):
-        results = jax.jit(lambda *operands: reference_of_call(OPS[name], *operands, **params))(*call.operands)
+        results = jax.jit(lambda *operands: OpCall(OPS[name], operands, params).reference(*operands))(*call.operands)
 
     def slack(expected: Expected) -> Any:
         # On GPUs, XLA divides with an error of one unit in the last place, and kernels round correctly. XLA treats

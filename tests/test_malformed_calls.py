@@ -31,9 +31,8 @@ from where import reference as selections
 from write_slice import reference as windows
 from write_slice.reference import Window
 
-from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._core.op import OPS
+from jax_baracuda._core.op import OPS, OpCall
 
 NUM_CALLS = int(os.environ.get("JAX_BARACUDA_MALFORMED_CALLS", "200"))
 

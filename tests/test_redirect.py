@@ -22,7 +22,7 @@ from support import cases
 
 import jax_baracuda
 from jax_baracuda import _redirect, redirect
-from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.op import OpCall
 from jax_baracuda._tools.calls import traced_calls
 
 pytestmark = pytest.mark.versions

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions
 
@@ -29,6 +28,12 @@ def vmap_sizes(operands: Sequence[Any], num_batch_dims: int) -> tuple[int, ...]:
 def is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
     """Whether the whole batch shares an operand of this shape."""
     return all(size == 1 for size in shape[:num_batch_dims])
+
+
+def with_mapped_dim(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[list[jax.Array], int]:
+    """The operands of a batching rule with the mapped dimension in front, and its size; unmapped ones have size 1."""
+    arrays = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+    return arrays, joint_size(*(x.shape[0] for x in arrays))
 
 
 MappedDims = Sequence[Sequence[bool]]
@@ -61,28 +66,15 @@ def map_together(results: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> t
     return tuple(_map_together.bind(*results, *arrays, num_results=len(results)))
 
 
-_map_together = jax_versions.new_primitive("baracuda_map_together")
-_map_together.multiple_results = True
-
-
-@_map_together.def_impl
-def _impl(*values: jax.Array, num_results: int) -> list[jax.Array]:
+def _first(*values: Any, num_results: int) -> list[Any]:
     return list(values[:num_results])
-
-
-@_map_together.def_abstract_eval
-def _abstract_eval(*avals: Any, num_results: int) -> list[Any]:
-    return list(avals[:num_results])
 
 
 def _batch(
     values: Sequence[jax.Array], axes: Sequence[int | None], *, num_results: int
 ) -> tuple[list[jax.Array], list[int]]:
-    size = next(x.shape[axis] for x, axis in zip(values, axes, strict=True) if axis is not None)
-    mapped = [
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(values, axes, strict=True)
-    ]
+    arrays, size = with_mapped_dim(values, axes)
+    mapped = [jnp.broadcast_to(x, (size, *x.shape[1:])) for x in arrays]
     return _map_together.bind(*mapped, num_results=num_results), [0] * num_results
 
 
@@ -96,7 +88,6 @@ def _transpose(cotangents: Sequence[Any], *values: Any, num_results: int) -> lis
     return [*cotangents, *[None] * (len(values) - num_results)]
 
 
-batching.primitive_batchers[_map_together] = _batch
-ad.primitive_jvps[_map_together] = _jvp
-ad.primitive_transposes[_map_together] = _transpose
-mlir.register_lowering(_map_together, lambda ctx, *values, num_results: values[:num_results])
+_map_together = jax_versions.primitive_of(
+    "baracuda_map_together", _first, _first, batch=_batch, jvp=_jvp, transpose=_transpose
+)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
-from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
 from jax_baracuda._core.rules import jvp_of_nonzero, with_fixed
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
@@ -160,24 +160,10 @@ class _Call:
         return _Batch(self.params, tuple(names))
 
 
-_call_p = jax_versions.new_primitive("baracuda_batched_vjp")
-_call_p.multiple_results = True
-
-
-@_call_p.def_impl
-def _impl(*arrays: Array, call: _Call, jaxpr: Any) -> list[Array]:
-    return [call.primal(*arrays)]
-
-
-@_call_p.def_abstract_eval
-def _abstract_eval(*_: Any, call: _Call, jaxpr: Any) -> list[Any]:
-    return jaxpr.out_avals
-
-
 def _batch_call(
     arrays: Sequence[Array], axes: Sequence[int | None], *, call: _Call, jaxpr: Any
 ) -> tuple[list[Array], list[int]]:
-    arrays = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
+    arrays, _ = with_mapped_dim(arrays, axes)
     return dataclasses.replace(call, num_batch_dims=call.num_batch_dims + 1).bind(*arrays), [0]
 
 
@@ -197,11 +183,6 @@ def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _Call, jax
     return [results.get(i) for i in range(len(arrays))]
 
 
-def _lower_call(ctx: mlir.LoweringRuleContext, *arrays: Any, call: _Call, jaxpr: Any) -> Any:
-    return mlir.lower_fun(jax_versions.jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arrays)
-
-
-batching.primitive_batchers[_call_p] = _batch_call
-ad.primitive_jvps[_call_p] = _jvp_of_call
-ad.primitive_transposes[_call_p] = _transpose_of_call
-mlir.register_lowering(_call_p, _lower_call)
+_call_p = jax_versions.program_primitive(
+    "baracuda_batched_vjp", batch=_batch_call, jvp=_jvp_of_call, transpose=_transpose_of_call
+)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.call import OpCall
-    from jax_baracuda._core.definition import OpDefinition
+    from jax_baracuda._core.op import Op, OpCall
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -99,19 +98,13 @@ def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> Value
 # Rules.
 
 
-@dataclasses.dataclass(frozen=True)
-class Traits:
+class Traits(NamedTuple):
     """The properties of a call that conditions test."""
 
     params: Mapping[str, Any]
     sizes: Mapping[str, int]
     """See :meth:`OpCall.sizes`."""
     fuses: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows of data, or edges."""
-        return self.sizes["row"] if "row" in self.sizes else self.sizes["edge"]
 
 
 Condition = Callable[[Traits], bool]
@@ -132,7 +125,7 @@ class Rule:
         return all(condition(traits) for condition in self.conditions)
 
 
-def rules_of(op: OpDefinition) -> tuple[Rule, ...]:
+def rules_of(op: Op) -> tuple[Rule, ...]:
     return op.xla_rules
 
 
@@ -163,11 +156,11 @@ MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
 
 def uncontended(traits: Traits) -> bool:
     """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
-    return traits.rows <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * traits.sizes["segment"]
+    return traits.sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * traits.sizes["segment"]
 
 
 def mostly_empty_segments(traits: Traits) -> bool:
-    return traits.rows <= traits.sizes["segment"]
+    return traits.sizes["rows"] <= traits.sizes["segment"]
 
 
 def param(name: str, value: Any) -> Condition:
@@ -176,20 +169,9 @@ def param(name: str, value: Any) -> Condition:
 
 
 def at_most(**sizes: int) -> Condition:
-    """The call's sizes are at most these. Names are from :meth:`OpCall.sizes`, or "rows": rows of data, or edges."""
-
-    def holds(traits: Traits) -> bool:
-        return all(_size(traits, name) <= size for name, size in sizes.items())
-
-    return holds
+    """The call's sizes are at most these. Names are from :meth:`OpCall.sizes`."""
+    return lambda traits: all(traits.sizes[name] <= size for name, size in sizes.items())
 
 
 def at_least(**sizes: int) -> Condition:
-    def holds(traits: Traits) -> bool:
-        return all(_size(traits, name) >= size for name, size in sizes.items())
-
-    return holds
-
-
-def _size(traits: Traits, name: str) -> int:
-    return traits.rows if name == "rows" else traits.sizes[name]
+    return lambda traits: all(traits.sizes[name] >= size for name, size in sizes.items())

@@ -14,44 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
 from jax_baracuda._core.identity import digest
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Primitive
-
-__all__ = [
-    "apply_primitive",
-    "as_weak",
-    "automatic_axis",
-    "canonicalize_sharding",
-    "concrete_or_error",
-    "explicit_spec",
-    "finish_partitioned_call",
-    "is_in_shard_map",
-    "is_static_shape",
-    "is_symbolic",
-    "keeps_barriers",
-    "lower_by_platform",
-    "lower_with_sharding_in_types",
-    "jaxpr_as_fun",
-    "lowering_inside",
-    "new_primitive",
-    "partitioner_splits",
-    "partitioning_over",
-    "platforms_of",
-    "require_devices_during_lowering",
-    "result_aval",
-    "unify_varying",
-    "varying_axes",
-    "without_abstract_mesh",
-    "wrapped_scatter_update",
-    "wrapped_segment_update",
-    "wrapped_slice_update",
-    "wrapped_transpose_of_gather",
-    "zero_tangent",
-]
 
 
 def new_primitive(name: str) -> Primitive:
@@ -62,6 +31,36 @@ def new_primitive(name: str) -> Primitive:
         from jax.extend.core import Primitive
 
     return Primitive(name)
+
+
+def primitive_of(
+    name: str,
+    run: Callable[..., Any],
+    types: Callable[..., Any],
+    *,
+    batch: Callable[..., Any],
+    jvp: Callable[..., Any],
+    transpose: Callable[..., Any],
+) -> Primitive:
+    """A primitive for a function in plain JAX, with these rules. `run` and `types` return lists."""
+    primitive = new_primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(types)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    return primitive
+
+
+def program_primitive(name: str, **rules: Callable[..., Any]) -> Primitive:
+    """A primitive that runs the traced program in its param `jaxpr`, with the rules of :func:`primitive_of`."""
+
+    def run(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*operands)
+
+    return primitive_of(name, run, lambda *_, jaxpr, **__: jaxpr.out_avals, **rules)
 
 
 def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
@@ -258,13 +257,13 @@ def finish_partitioned_call(ctx: Any, call: Any, name: str, *content: Any) -> No
     from jax._src import config, custom_partitioning
     from jax._src.lib.mlir import ir
 
-    callbacks = getattr(custom_partitioning, "_sharding_callbacks", None)
-    if callbacks is None:  # then the settings at compilation apply, and every process compiles the program
-        return
+    callbacks = custom_partitioning._sharding_callbacks
     _register_partitioner()
     call.attributes["call_target_name"] = ir.StringAttr.get(PARTITIONED_CALL)
     info = callbacks[call.attributes["backend_config"].value.encode()]
-    info.settings = _settings_in_force()
+    # Settings with other names, such as check_vma, are JAX's internal state.
+    user_settings = [setting for name, setting in config.config_states.items() if name.startswith("jax_")]
+    info.settings = [(setting, setting.value) for setting in user_settings]
     axis_context = ctx.module_context.axis_context
     program = (
         (_mesh_content(axis_context.mesh), sorted(axis_context.manual_axes))
@@ -300,7 +299,10 @@ def _register_partitioner() -> None:
     from jax._src.lib import xla_client
 
     def partition(*arguments: Any) -> Any:
-        with custom_partitioning._sharding_callbacks[arguments[-1]].settings():
+        with contextlib.ExitStack() as stack:
+            for setting, value in custom_partitioning._sharding_callbacks[arguments[-1]].settings:
+                if setting.value is not value:
+                    stack.enter_context(setting(value))
             return custom_partitioning._custom_partitioning_partition(*arguments)
 
     register = functools.partial(
@@ -313,25 +315,6 @@ def _register_partitioner() -> None:
     )
     register()
     xla_bridge.register_plugin_callbacks(register)
-
-
-def _settings_in_force() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """The user's current settings of JAX, as a context for another time or thread."""
-    from jax._src import config
-
-    # Settings with other names, such as check_vma, are internal state of JAX.
-    settings = [setting for name, setting in config.config_states.items() if name.startswith("jax_")]
-    values = [(setting, setting.value) for setting in settings]
-
-    @contextlib.contextmanager
-    def in_force() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for setting, value in values:
-                if setting.value is not value:
-                    stack.enter_context(setting(value))
-            yield
-
-    return in_force
 
 
 def is_in_shard_map(axis_context: Any) -> bool:
@@ -375,22 +358,15 @@ def _replaced(module: Any, name: str, wrap: Wrap) -> Iterator[None]:
         setattr(module, name, own)
 
 
-def wrapped_segment_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
-    """Context in which `wrap` replaces the one function that all ``jax.ops.segment_*`` functions call.
+def wrapped_in_scatter(name: str, wrap: Wrap) -> contextlib.AbstractContextManager[None]:
+    """Context in which `wrap` replaces the function of this name in the module of JAX with all scatters.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.ops import scatter
 
-    return _replaced(scatter, "_segment_update", wrap)
-
-
-def wrapped_scatter_update(wrap: Wrap) -> contextlib.AbstractContextManager[None]:
-    """The same for the function that all indexed updates call, ``x.at[ids].add(y)`` and so on."""
-    from jax._src.ops import scatter
-
-    return _replaced(scatter, "_scatter_update", wrap)
+    return _replaced(scatter, name, wrap)
 
 
 @contextlib.contextmanager

@@ -12,51 +12,84 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
-from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.definition import OpDefinition
 from jax_baracuda._core.dispatch import Site, decide, missing_kernel, program_of
-from jax_baracuda._core.fusion import can_fuse, is_donated_argument, may_read, updated_argument
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
-from jax_baracuda._core.rules import reference_of_call
+from jax_baracuda._core.selection import KERNEL_IF_ANY
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
 if TYPE_CHECKING:
-    from jax.extend.core import Primitive
+    from jax_baracuda._core.op import OpCall
 
 
-def register_lowerings(op: OpDefinition, primitive: Primitive, kernel: Primitive) -> None:
-    # Not cacheable: otherwise JAX lowers an op in its own function, where the origin of the operands is hidden.
-    rules = {platform: functools.partial(_lower, op, kernel, platform) for platform in KERNEL_PLATFORMS}
-    elsewhere = functools.partial(_lower_elsewhere, op)
-    lower = functools.partial(jax_versions.lower_by_platform, primitive.name, rules, elsewhere)
-    mlir.register_lowering(primitive, lower, cacheable=False)
+def lower(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
+    """Lowers an op on a platform with kernels."""
+    site = _site_of(call, platform, ctx, operands)
+    runs_kernel = decide(call, site).implementation == "kernel"
+    if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
+        _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
+    if not runs_kernel:
+        operands = _with_unfused_updates(call, ctx, operands)
+    # Programs with partitioned calls cannot be exported.
+    if not runs_kernel and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
+        return _lower_reference(call, ctx, operands)
+    if not site.is_split:
+        # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.
+        return _call_target(call, platform, ctx, operands, site.donated)
+    # The choice is made once, for the whole program.
+    strict = call.selection == "kernel"
+    chosen = {"donated": site.donated, "implementation": "kernel" if strict else KERNEL_IF_ANY}
+    return _lower_partitioned(call, chosen if runs_kernel else {"implementation": "xla"}, ctx, operands)
 
 
-def _lower_elsewhere(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def lower_elsewhere(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     """Lowers an op on a platform without kernels."""
-    call = OpCall(op, ctx.avals_in, params)
     if call.selection == "kernel":
         platforms = [platform for platform in jax_versions.platforms_of(ctx) if platform not in KERNEL_PLATFORMS]
         raise missing_kernel(call, platforms, f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only")
-    return _lower_reference(op, ctx, *_with_unfused_updates(call, ctx, operands), **params)
+    return _lower_reference(call, ctx, _with_unfused_updates(call, ctx, operands))
 
 
-def _lower_reference(op: OpDefinition, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    call = OpCall(op, ctx.avals_in, params)
+def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
+    """Lowers the kernel in a shard's program. It may support the whole array's shapes, but not the shard's."""
+    if decide(call, Site(platform)).implementation == "xla":
+        return _lower_reference(call, ctx, operands)
+    return _call_target(call, platform, ctx, operands, call.all_params.get("donated", ()))
+
+
+def _site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
+    module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
+    has_empty_array = any(0 in aval.shape for aval in avals)
+    is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array
+    in_place = call.resolve(call.op.in_place_if_donated) if is_for_one_platform else ()
+    is_partitioned = jax_versions.automatic_axis(module.axis_context) is not None or jax_versions.partitioner_splits(
+        module.axis_context
+    )
+    return Site(
+        platform,
+        fuses=_can_fuse(ctx, operands),
+        donated=tuple(i for i in in_place if _is_donated_argument(operands[i])),
+        is_split=is_partitioned and not has_empty_array,
+        misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
+        loses_empty_calls=has_empty_array and jax_versions.is_in_shard_map(module.axis_context),
+    )
+
+
+def _lower_reference(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     unfused: list[int] = []
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
         written: list[Any] = [ctx.avals_in[i] for i in _written_operands(call)]
         if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
             # On CPUs, XLA fuses an in-place update with a read of part of the result, and then copies the whole array.
-            in_place = call.resolve(op.in_place)
-            unfused = [r for i, r in in_place.items() if updated_argument(operands[i]) is not None]
+            in_place = call.resolve(call.op.in_place)
+            unfused = [r for i, r in in_place.items() if _updated_argument(operands[i]) is not None]
 
     def reference(*operands: jax.Array) -> list[jax.Array]:
-        results = reference_of_call(op, *operands, **params)
+        results = call.reference(*operands)
         return [jax.lax.optimization_barrier(x) if i in unfused else x for i, x in enumerate(results)]
 
     return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
@@ -89,75 +122,28 @@ def _rereading_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: S
     """The written operands that may be computed from the array that they overwrite."""
     arrays = [operands[i] for i in call.resolve(call.op.in_place)]
     written = _written_operands(call)
-    return [i for i in written if any(may_read(ctx, operands[i], array) for array in arrays)]
-
-
-def _lower(
-    op: OpDefinition, kernel: Primitive, platform: str, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
-) -> Any:
-    call = OpCall(op, ctx.avals_in, params)
-    site = _site_of(call, platform, ctx, operands)
-    runs_kernel = decide(call, site).implementation == "kernel"
-    if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
-        _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
-    if not runs_kernel:
-        operands = tuple(_with_unfused_updates(call, ctx, operands))
-    # Programs with partitioned calls cannot be exported.
-    if not runs_kernel and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
-        return _lower_reference(op, ctx, *operands, **params)
-    if not site.is_split:
-        # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.
-        return _call_target(call, platform, ctx, operands, site.donated)
-    # The choice is made once, for the whole program.
-    chosen = {"donated": site.donated, "implementation": "kernel" if call.selection == "kernel" else None}
-    return _lower_partitioned(call, kernel, chosen if runs_kernel else {"implementation": "xla"}, ctx, operands)
-
-
-def _site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
-    module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
-    has_empty_array = any(0 in aval.shape for aval in avals)
-    is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array
-    in_place = call.resolve(call.op.in_place_if_donated) if is_for_one_platform else ()
-    is_partitioned = jax_versions.automatic_axis(module.axis_context) is not None or jax_versions.partitioner_splits(
-        module.axis_context
-    )
-    return Site(
-        platform,
-        fuses=can_fuse(ctx, operands),
-        donated=tuple(i for i in in_place if is_donated_argument(operands[i])),
-        is_split=is_partitioned and not has_empty_array,
-        misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
-        loses_empty_calls=has_empty_array and jax_versions.is_in_shard_map(module.axis_context),
-    )
+    return [i for i in written if any(_may_read(ctx, operands[i], array) for array in arrays)]
 
 
 def _lower_partitioned(
-    call: OpCall,
-    kernel: Primitive,
-    chosen: Mapping[str, Any],
-    ctx: mlir.LoweringRuleContext,
-    operands: Sequence[Any],
+    call: OpCall, chosen: Mapping[str, Any], ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
 ) -> Any:
     """The call, split over devices. `chosen` are extra params of the kernel in the program of a shard."""
-    op = call.op
+    op, kernel = call.op, call.op.kernel_primitive
     axis_context: Any = ctx.module_context.axis_context
     automatic_axis = jax_versions.automatic_axis(axis_context)
     mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
+    params = {**call.all_params, **chosen}
 
     def shard_program(axes: ShardAxes, *shards: jax.Array) -> Sequence[jax.Array]:
         run_kernel = functools.partial(kernel.bind, **call.params, **chosen)
         program = functools.partial(call.bound(op.shard_program), run_kernel, axes) if op.shard_program else run_kernel
         return tuple(map_over_batch(program, mapped, *shards))
 
-    params = {**call.all_params, **chosen}
-    shapes = call.named_shapes(ctx.avals_out)
     partitioned_call = partitioned(
+        call,
         functools.partial(kernel.bind, **params),
         shard_program,
-        shapes,
-        call.resolve(op.replicated_dims),
-        call.resolve(op.reduction_dims),
-        call.bound(op.min_shard_sizes)(shapes.sizes) if op.min_shard_sizes else {},
         axis_context.mesh if automatic_axis is not None else None,
     )
     with jax_versions.partitioning_over(automatic_axis):
@@ -167,25 +153,6 @@ def _lower_partitioned(
         jax_versions.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(results, ctx.avals_out, strict=True)
     ]
-
-
-def lower_kernel(
-    op: OpDefinition,
-    platform: str,
-    ctx: mlir.LoweringRuleContext,
-    *operands: Any,
-    donated: tuple[int, ...] = (),
-    **params: Any,
-) -> Any:
-    """Lowers the kernel in a shard's program. The kernel may support the whole array's shapes, but not the shard's."""
-    call = OpCall(op, ctx.avals_in, params)
-    if call.selection == "xla":
-        return _lower_reference(op, ctx, *operands, **params)
-    if (reason := call.unsupported_reason(platform)) is not None:
-        if call.selection == "kernel":
-            raise missing_kernel(call, [platform], reason)
-        return _lower_reference(op, ctx, *operands, **params)
-    return _call_target(call, platform, ctx, operands, donated)
 
 
 def _call_target(
@@ -230,23 +197,133 @@ def _with_whole_batch(
 ) -> tuple[mlir.LoweringRuleContext, Sequence[Any]]:
     """Broadcasts operands that share only some batch dimensions. A handler takes those that share all or none."""
     num_batch_dims = call.num_batch_dims
-    if num_batch_dims < 2:
-        return ctx, operands
     avals: list[Any] = list(ctx.avals_in)
     values = list(operands)
     for i, aval in enumerate(avals):
         if aval.shape[:num_batch_dims] != call.batch and not is_shared(aval.shape, num_batch_dims):
-            # Without explicit shardings, because these are the arrays of one device.
-            own = jax.core.ShapedArray(aval.shape, aval.dtype)
             avals[i] = jax.core.ShapedArray((*call.batch, *aval.shape[num_batch_dims:]), aval.dtype)
-            broadcast = mlir.lower_fun(
-                functools.partial(jnp.broadcast_to, shape=avals[i].shape), multiple_results=False
-            )
-            with jax_versions.without_abstract_mesh():
-                [values[i]] = broadcast(ctx.replace(avals_in=[own], avals_out=[avals[i]]), operands[i])
+            broadcast = functools.partial(jnp.broadcast_to, shape=avals[i].shape)
+            of_one = ctx.replace(avals_in=[aval], avals_out=[avals[i]])
+            [values[i]] = _lower_without_mesh(lambda x, broadcast=broadcast: [broadcast(x)], of_one, [operands[i]])
     return ctx.replace(avals_in=avals), values
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What XLA may fuse: an analysis of the program under lowering, for the values that an op reads.
+
+
+def _is_donated_argument(value: ir.Value[Any]) -> bool:
+    """Whether a value of a program under lowering is a donated argument of the whole program."""
+    if not isinstance(value, ir.BlockArgument):
+        return False
+    owner: Any = value.owner.owner.operation  # may be a loop or a shard_map instead of a function
+    if owner.name != "func.func" or owner.attributes["sym_name"].value != "main":
+        return False
+    attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[value.arg_number])
+    return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
+
+
+def _can_fuse(ctx: Any, operands: Sequence[Any]) -> bool:
+    """Whether XLA could fuse the computation of the first operand, or of one of the largest, with plain JAX."""
+    avals: Sequence[Any] = ctx.avals_in
+    sizes = [math.prod(aval.shape) if jax_versions.is_static_shape(aval.shape) else 0 for aval in avals]
+    largest = max(sizes)
+    return any(_is_computed(ctx, operand) for i, operand in enumerate(operands) if i == 0 or sizes[i] == largest)
+
+
+_IN_MEMORY = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        "all_gather all_to_all cholesky collective_broadcast collective_permute constant convolution custom_call dot "
+        "dot_general dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
+    ).split()
+)
+"""Operations without a body whose results XLA writes to memory. It also writes the results of all with a body."""
+
+
+_VIEWS = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")
+"""Operations that leave an array as it is if its number of elements stays the same."""
+
+
+def _is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
+    """Whether XLA may fuse the computation of a value into its reader, instead of writing the value to memory.
+
+    The operation that makes the value decides, such as a gather or an elementwise one. The arguments of a function
+    count as written: its callers are unknown.
+    """
+    operation: Any = value.owner
+    if isinstance(operation, ir.Block):
+        return False
+    if operation.name == "func.call":
+        callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
+        *_, end = callee.operation.regions[0].blocks[0]
+        result = end.operands[ir.OpResult(value).result_number]
+        if isinstance(result.owner, ir.Block):
+            result = operation.operands[ir.BlockArgument(result).arg_number]
+        return _is_computed(ctx, result)
+    if operation.name in _VIEWS and _num_elements(operation.operands[0]) == _num_elements(value):
+        return _is_computed(ctx, operation.operands[0])
+    return operation.name not in _IN_MEMORY and len(operation.regions) == 0
+
+
+def _num_elements(value: ir.Value[Any]) -> int:
+    return math.prod(ir.RankedTensorType(value.type).shape)
+
+
+_MAX_VISITED = 500
+
+
+def _may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
+    """Whether XLA might compute a value from `array` in the fusion that overwrites `array`.
+
+    False if `array` is an argument of the whole program or of a loop, possibly updated, and the value does not depend
+    on this argument. Anything else counts as possible: XLA's simplifications may turn two arrays into one.
+    """
+    argument = _updated_argument(array)
+    if argument is None or not _has_own_memory(ctx, argument):
+        return True
+    seen: set[Any] = set()
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if current == argument or len(seen) > _MAX_VISITED:
+            return True
+        if current in seen or isinstance(current.owner, ir.Block):
+            continue
+        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches read more than operands
+            return True
+        seen.add(current)
+        pending += current.owner.operands
+    return False
+
+
+def _updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:
+    """The argument of a program, function or loop that an array is, possibly after updates; None if it is none."""
+    operation: Any = array.owner
+    while not isinstance(operation, ir.Block):
+        if operation.name not in (*_VIEWS, "stablehlo.dynamic_update_slice", "stablehlo.optimization_barrier"):
+            return None
+        result = ir.OpResult(array).result_number
+        array = operation.operands[result if operation.name == "stablehlo.optimization_barrier" else 0]
+        operation = array.owner
+    return array
+
+
+_LOOP_BODIES = ("closed_call", "eval_jaxpr")
+"""The names of the function with the body of a ``scan``, in older and in newer versions of JAX."""
+
+
+def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
+    """Whether no other argument of its block can be this array, or computed from it, after XLA has inlined calls."""
+    block: Any = argument.owner
+    owner: Any = block.owner.operation
+    if owner.name != "func.func":
+        return bool(owner.name == "stablehlo.while")
+    name = owner.attributes["sym_name"].value
+    is_called_elsewhere = ctx.module_context.lowering_parameters.for_export
+    return name.startswith(_LOOP_BODIES) or (name == "main" and not is_called_elsewhere)

@@ -1,82 +1,212 @@
-"""Ops: definitions as JAX primitives."""
+"""Ops: what JAX needs to know about each native kernel, and what follows from it for one call."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from jax_baracuda._core import jax_versions
-from jax_baracuda._core.definition import OpDefinition, with_named
+from jax_baracuda._core import jax_versions, rules
+from jax_baracuda._core.arrays import element_bits, in_automatic_mode
+from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
+from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.lowering import lower_kernel, register_lowerings
-from jax_baracuda._core.native import KERNEL_PLATFORMS
-from jax_baracuda._core.rules import abstract_eval, batch, jvp, transpose
-from jax_baracuda._core.selection import current_selection
+from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
+from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
+from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, current_selection, selecting
+from jax_baracuda._core.sharding import NamedShapes, spec_entries
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
 
+Shape = tuple[int, ...]
+ShapeAndDtype = tuple[Shape, Any]
+Dimensions = tuple[str, ...]
+"""The names of an array's dimensions. A last name "..." stands for any number of trailing dimensions."""
+NamedDimensions = Mapping[str, Dimensions]
+"""The dimensions of each operand or result, by name and in order."""
+
+
+def with_named(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of a definition, given the params that it names."""
+    names = _params_of(function)
+    return functools.partial(function, **{name: x for name, x in params.items() if names is None or name in names})
+
+
+@functools.cache
+def _params_of(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The names of a function's keyword-only arguments; None if it takes any name."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Op(OpDefinition):
-    """A definition, bound by a primitive: ``results = op(*operands, **params)``, always a list."""
+class Op:
+    """One native kernel, and what JAX needs to know about it.
+
+    Each function of a definition takes the params that it needs as keyword-only arguments. It never sees the dimensions
+    that ``vmap`` adds: ``_core`` and the native handler deal with them. The handler takes any number of them, so
+    ``vmap`` is one launch.
+    """
+
+    name: str
+    """The name of the primitive."""
+    operands: NamedDimensions | Callable[..., NamedDimensions]
+    """By name and in order; callers may omit trailing ones. Or ``(**params)`` -> these."""
+    results: NamedDimensions | Callable[..., NamedDimensions]
+    """By name and in order. Or ``(**params)`` -> these."""
+    reference: Callable[..., Sequence[jax.Array]]
+    """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transpose` nor
+    `tangent` gives."""
+    dtypes: frozenset[str]
+    """The dtypes that the kernel supports, of the first operand and of those in `linear`."""
+    guarantee: Guarantee | Callable[..., Guarantee]
+    """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
+    sizes: Callable[..., Mapping[str, int]] | None = None
+    """``(**params)`` -> the sizes of result dimensions that no operand has."""
+    result_dtypes: Callable[..., Sequence[Any]] | None = None
+    """``(*operand avals, **params)`` -> the dtypes of the results; None: all have the dtype of the first operand."""
+    result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None
+    """``(*operand avals, **params)`` -> ``[(shape, dtype), ...]``, if named dimensions do not determine the results."""
+    targets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """The native targets by name, each with the params of the calls it serves. Empty: one target with the op's name."""
+    aliases: tuple[str, ...] = ()
+    """Other public functions that return this op's result."""
+    attributes: tuple[str, ...] = ()
+    """The names of the params that the native handler takes. Tuples of integers, nested or not, become one array."""
+    plan_parameters: Callable[..., Mapping[str, int]] | None = None
+    """``(*operand avals, **params)`` -> the integers from which the native module chooses a strategy. ``_core`` adds
+    the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand."""
+    replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
+    """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
+    reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
+    """Operand dimensions that are summed away. Where one is sharded, each device has a partial result. Or
+    ``(**params)`` -> these."""
+    min_shard_sizes: Callable[..., Mapping[str, int]] | None = None
+    """``(sizes of the named dimensions, **params)`` -> the minimum shard size of dimensions with halo exchange. A
+    dimension is replicated if its shards would be smaller, or if its axes are not in the order of the mesh."""
+    shard_program: Callable[..., Sequence[jax.Array]] | None = None
+    """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is. `kernel` is the
+    reference if plain JAX serves the call, because XLA's partitioner might gather the operands of the reference."""
+    program: Callable[..., Sequence[jax.Array]] | None = None
+    """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
+    programs: Mapping[Rule, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
+    """Programs ``(*operands, **params)`` of several kernels. The first whose rule holds serves in place of the kernel.
+    Example: a sort, which XLA shares between calls, then the kernel for sorted rows."""
+    xla_rules: tuple[Rule, ...] = ()
+    """Where plain JAX is faster than the kernel."""
+    limit: Callable[..., str | None] | None = None
+    """``(*operand avals, **params)`` -> why these shapes or params are unsupported, or None."""
+    in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
+    """{position of an operand: position of the result that may alias it}. They alias if their shapes are equal. XLA
+    first copies an operand that is used again. Or ``(**params)`` -> these."""
+    in_place_if_donated: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
+    """Like `in_place`, but only if the operand is a donated argument of the compiled program. For ops that are as fast
+    out of place: a copy by XLA would double their time."""
+    broadcasts: tuple[str, ...] = ()
+    """The operands that broadcast along every dimension, as in ``jax.numpy``. ``vmap`` then adds one more such
+    dimension, which the functions of the definition and the handler see like any other."""
+    linear: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
+    """The operands in which an op with a `transpose` is jointly linear; empty: the first. Or ``(**params)`` ->
+    these."""
+    transpose: Callable[..., Sequence[jax.Array]] | None = None
+    """``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
+    linear operands. If no other operand has a tangent, derivatives then run kernels: the result's tangent is the op
+    applied to the operands' tangents."""
+    tangent: Callable[..., Sequence[jax.Array]] | None = None
+    """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, if no other
+    operand has a tangent. Use when the tangent follows from the results. Integer results have none."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.program is None:
-            _register(self)
+        named = [of for of in (self.operands, self.results) if not callable(of)]
+        listed = [of for of in (self.replicated_dims, self.reduction_dims) if not callable(of)]
+        if len(named) == len(listed) == 2:
+            dimensions = {d for of in named for names in of.values() for d in names}
+            for name in itertools.chain(*listed):
+                if name not in dimensions:
+                    raise ValueError(f"Op {self.name}: {name!r} is no dimension of an operand or a result")
+        if not self.targets:
+            object.__setattr__(self, "targets", {self.name: {}})
+        for target in self.targets if self.program is None else ():
+            if target in OPS:
+                raise ValueError(f"Op {target} is defined twice")
+            OPS[target] = self
 
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-        selection = current_selection()
-        if selection is not None:
+        """The results of the op, always a list."""
+        if (selection := current_selection()) is not None:
             params["implementation"] = selection
         return self.primitive.bind(*jax_versions.unify_varying(*operands), **params)
 
     def kernel(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for the shard programs of other ops."""
-        return self._primitives[1].bind(*operands, **params)
-
-    @property
-    def primitive(self) -> Primitive:
-        return self._primitives[0]
+        return self.kernel_primitive.bind(*operands, **{"implementation": KERNEL_IF_ANY, **params})
 
     @functools.cached_property
-    def _primitives(self) -> tuple[Primitive, Primitive]:
-        """The op's primitive, and the primitive of its kernel alone, which has the param `donated` as well."""
-        primitive = _declare(self, f"baracuda_{self.name}")
-        kernel = _declare(self, f"baracuda_{self.name}_kernel")
+    def primitive(self) -> Primitive:
+        """The op as JAX sees it."""
+        primitive = self._primitive(f"baracuda_{self.name}")
+
+        def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+            return rules.jvp(OpCall(self, primals, params), primitive, tangents)
+
+        def transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+            types = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
+            return rules.transpose(OpCall(self, types, params), cotangents, operands)
+
         primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
+        ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = jvp, transpose
+        by_platform = {platform: self._lowering(lower, platform) for platform in KERNEL_PLATFORMS}
+        rule = functools.partial(
+            jax_versions.lower_by_platform, primitive.name, by_platform, self._lowering(lower_elsewhere)
+        )
+        # Not cacheable: otherwise JAX lowers an op in its own function, where the origin of the operands is hidden.
+        mlir.register_lowering(primitive, rule, cacheable=False)
         jax_versions.require_devices_during_lowering(primitive)
-        ad.primitive_jvps[primitive] = functools.partial(jvp, self, primitive)
-        ad.primitive_transposes[primitive] = functools.partial(transpose, self)
+        return primitive
+
+    @functools.cached_property
+    def kernel_primitive(self) -> Primitive:
+        """The kernel alone, in a shard's program. Its param `donated` lists operands that it may write in place."""
+        primitive = self._primitive(f"baracuda_{self.name}_kernel")
         for platform in KERNEL_PLATFORMS:
-            mlir.register_lowering(kernel, functools.partial(lower_kernel, self, platform), platform=platform)
-        register_lowerings(self, primitive, kernel)
-        return primitive, kernel
+            mlir.register_lowering(primitive, self._lowering(lower_kernel, platform), platform=platform)
+        return primitive
 
+    def _primitive(self, name: str) -> Primitive:
+        primitive = jax_versions.new_primitive(name)
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(lambda *types, **params: OpCall(self, types, params).result_avals())
 
-def _declare(op: Op, name: str) -> Primitive:
-    primitive = jax_versions.new_primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(functools.partial(abstract_eval, op))
-    batching.primitive_batchers[primitive] = functools.partial(batch, op, primitive)
-    return primitive
+        def batch(operands: Sequence[Any], axes: Sequence[int | None], **params: Any) -> Any:
+            return rules.batch(OpCall(self, operands, params), primitive, axes)
+
+        batching.primitive_batchers[primitive] = batch
+        return primitive
+
+    def _lowering(self, rule: Callable[..., Any], *platform: str) -> Callable[..., Any]:
+        return lambda ctx, *operands, **params: rule(*platform, OpCall(self, ctx.avals_in, params), ctx, operands)
 
 
 OPS: dict[str, Op] = {}
 """The op of each native target, by the target's name."""
 
 
-def _register(op: Op) -> None:
-    for target in op.targets:
-        if target in OPS:
-            raise ValueError(f"Op {target} is defined twice")
-        OPS[target] = op
+def disabled_export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
+    """By default, JAX exports only custom calls that keep their meaning in later versions: some of XLA's own."""
+    return tuple(jax.export.DisabledSafetyCheck.custom_call(target_name(target)) for target in OPS)
 
 
 def precision_guarantee(
@@ -124,3 +254,228 @@ def precision_guarantee(
     flags = {"deterministic": deterministic, "indices_are_sorted": indices_are_sorted}
     guarantee: Guarantee = with_named(op.guarantee, flags)(dtype_name, platform)
     return guarantee
+
+
+def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
+    """`dimensions` with "..." written out: trailing dimension k is named "...k"."""
+    if dimensions[-1:] != ("...",):
+        return dimensions
+    leading = dimensions[:-1]
+    return leading + tuple(f"...{k}" for k in range(len(shape) - len(leading)))
+
+
+NamedShape = tuple[Dimensions, Shape]
+"""The names of an array's dimensions, and its shape."""
+
+
+def joint_sizes(arrays: Sequence[NamedShape]) -> dict[str, int]:
+    """The size of each named dimension; size-1 dimensions take the others' size."""
+    sizes: dict[str, int] = {}
+    for names, shape in arrays:
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    return sizes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpCall:
+    """A call of an op as JAX's rules see it: with the dimensions that ``vmap`` has added.
+
+    The functions of a definition do not see these dimensions.
+    """
+
+    op: Op
+    operands: Sequence[Any]
+    """The types of the operands."""
+    all_params: Mapping[str, Any]
+    """The params of the primitive."""
+
+    @functools.cached_property
+    def num_batch_dims(self) -> int:
+        """How many leading dimensions of operands and results ``vmap`` has added."""
+        return self.all_params.get("num_batch_dims", 0)
+
+    @functools.cached_property
+    def params(self) -> dict[str, Any]:
+        """The params for the functions of a definition: all except the params that only ``_core`` uses."""
+        of_core = ("num_batch_dims", "implementation", "donated")
+        return {name: value for name, value in self.all_params.items() if name not in of_core}
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The name of the native target, also used in messages."""
+        return next(name for name, params in self.op.targets.items() if params.items() <= self.all_params.items())
+
+    @functools.cached_property
+    def linear(self) -> list[int]:
+        """The positions of the operands in which an op with a `transpose` is linear."""
+        names = list(self.resolve(self.op.operands))
+        return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
+
+    @functools.cached_property
+    def selection(self) -> Selection:
+        """The implementation that the call asks for."""
+        return self.all_params.get("implementation")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the first operand."""
+        return np.dtype(self.operands[0].dtype)
+
+    @functools.cached_property
+    def batch(self) -> tuple[int, ...]:
+        """The sizes of the batch dimensions, after broadcasting the operands."""
+        return vmap_sizes(self.operands, self.num_batch_dims)
+
+    @functools.cached_property
+    def own_operands(self) -> Sequence[Any]:
+        """The types of the operands as the functions of a definition see them."""
+        if self.num_batch_dims == 0:
+            return self.operands
+        return [jax.ShapeDtypeStruct(x.shape[self.num_batch_dims :], x.dtype) for x in self.operands]
+
+    def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the definition, given the params that it names."""
+        return with_named(function, self.params)
+
+    def resolve(self, field: Any) -> Any:
+        """The value of a field of the definition: a field that is a function is called with the params."""
+        return self.bound(field)() if callable(field) else field
+
+    def result_types(self) -> list[ShapeAndDtype]:
+        """The shapes and dtypes of the results, with the batch dimensions."""
+        types = self.bound(self.op.result_types)(*self.own_operands) if self.op.result_types else self._named_types()
+        return [((*self.batch, *shape), dtype) for shape, dtype in types]
+
+    def result_avals(self) -> list[Any]:
+        """The types of the results, with the shardings of explicit mode."""
+        types = self.result_types()
+        specs = [jax_versions.explicit_spec(aval) for aval in self.operands]
+        if all(spec is None for spec in specs):
+            return [jax_versions.result_aval(self.operands[0], shape, dtype, None) for shape, dtype in types]
+        has_mesh = next(aval for aval, spec in zip(self.operands, specs, strict=True) if spec is not None)
+        shapes = self.named_shapes
+        assignment = shapes.assign([*specs, *(None for _ in types)], self.resolve(self.op.replicated_dims))
+        return [
+            jax_versions.result_aval(has_mesh, shape, dtype, spec_entries(names, assignment))
+            for (shape, dtype), names in zip(types, shapes.results, strict=True)
+        ]
+
+    def reference(self, *operands: jax.Array) -> list[jax.Array]:
+        """The call in plain JAX. Under explicit sharding, mesh axes are automatic inside; results get a sharding."""
+        # When JAX differentiates a jitted function, its constants are NumPy arrays, which take no tracer as an index.
+        operands = tuple(map(jnp.asarray, operands))
+        mapped = mapped_dims(operands, self.num_batch_dims)
+        own_reference = self.bound(self.op.reference)
+
+        def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(map_over_batch(own_reference, mapped, *operands))
+
+        types = [jax.typeof(x) for x in operands]
+        if any(jax_versions.explicit_spec(x) is not None for x in types):
+            results = OpCall(self.op, types, self.all_params).result_avals()
+            reference = in_automatic_mode(reference, results[0], *(result.sharding.spec for result in results))
+        with selecting(self.selection):
+            return list(reference(*operands))
+
+    def _named_types(self) -> list[ShapeAndDtype]:
+        """The types of the results, with shapes derived from the named dimensions."""
+        op, operands = self.op, self.own_operands
+        sizes = joint_sizes(self._with_names(op.operands, [x.shape for x in operands])) | self.resolve(op.sizes or {})
+        results = self.resolve(op.results).values()
+        rest = tuple(name for name in sizes if name.startswith("..."))
+        dtypes = self.bound(op.result_dtypes)(*operands) if op.result_dtypes else [operands[0].dtype] * len(results)
+        return [
+            (tuple(sizes[name] for d in names for name in (rest if d == "..." else (d,))), np.dtype(dtype))
+            for names, dtype in zip(results, dtypes, strict=True)
+        ]
+
+    def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
+        """The shapes of operands or results, which start with the batch dimensions, and the names of all dimensions."""
+        batch = tuple(f"batch{i}" for i in range(num_batch_dims))
+        names_of_each = self.resolve(arrays).values()
+        return [
+            (batch + written_out(names, shape[num_batch_dims:]), shape)
+            for names, shape in zip(names_of_each, shapes, strict=False)
+        ]
+
+    @functools.cached_property
+    def named_shapes(self) -> NamedShapes:
+        """The named dimensions of the operands and results."""
+        op, num_batch_dims = self.op, self.num_batch_dims
+        operands = self._with_names(op.operands, [x.shape for x in self.operands], num_batch_dims)
+        results = self._with_names(op.results, [shape for shape, _ in self.result_types()], num_batch_dims)
+        sizes = joint_sizes(operands + results)
+
+        def without_broadcast(arrays: Sequence[NamedShape]) -> tuple[tuple[str | None, ...], ...]:
+            return tuple(
+                tuple(name if size == sizes[name] else None for name, size in zip(*array, strict=True))
+                for array in arrays
+            )
+
+        return NamedShapes(without_broadcast(operands), without_broadcast(results), sizes)
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes that rules use: the named dimensions, "rows" (of data, or edges), "features" (the product of
+        "head", "feature" and all unnamed dimensions), "bytes" (of all operands and results), "element_bits" (of the
+        narrowest operand), "rank" and "row_bytes" (of the first operand)."""
+        sizes = self.named_shapes.sizes
+        unnamed = [name for name in sizes if name.startswith("...")]
+        row_dim = next((name for name in ("row", "edge") if name in sizes), None)
+        types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
+        num_bits = sum(math.prod(shape) * element_bits(dtype) for shape, dtype in types)
+        return {
+            **{name: size for name, size in sizes.items() if name not in unnamed},
+            **({} if row_dim is None else {"rows": sizes[row_dim]}),
+            "features": math.prod(sizes.get(name, 1) for name in (*unnamed, "head", "feature")),
+            "bytes": num_bits // 8,
+            "element_bits": min(element_bits(x.dtype) for x in self.operands),
+            "rank": len(self.own_operands[0].shape),
+            "row_bytes": math.prod(self.own_operands[0].shape[1:]) * self.dtype.itemsize,
+        }
+
+    def plan(self, platform: str) -> Plan:
+        """The strategy and the scratch memory of the platform's kernel, for a call that it supports."""
+        op = self.op
+        assert op.plan_parameters is not None
+        parameters = dict(self.bound(op.plan_parameters)(*self.own_operands))
+        if not op.broadcasts:
+            size = math.prod(self.batch)
+            parameters["batch"] = size
+            for name, operand in zip(self.resolve(op.operands), self.operands, strict=False):
+                parameters[f"{name}_is_shared"] = size != 1 and is_shared(operand.shape, self.num_batch_dims)
+        # A product of sizes overflows only for an array without elements, where 0 serves as well.
+        fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
+        return NATIVE_MODULES[platform].plan(self.name, fitting)
+
+    def has_static_shapes(self) -> bool:
+        """Whether no size in the operands or the params is symbolic."""
+        is_symbolic = any(map(jax_versions.is_symbolic, self.params.values()))
+        return not is_symbolic and all(jax_versions.is_static_shape(x.shape) for x in self.operands)
+
+    def missing_target(self, platform: str) -> str | None:
+        """Why the platform has no native target for this call; None if it has one."""
+        return missing_target(platform, None if self.op.program is not None else self.name)
+
+    def unsupported_reason(self, platform: str) -> str | None:
+        """Why the kernel on the platform does not support this call; None if it does."""
+        op = self.op
+        if (problem := self.missing_target(platform)) is not None:
+            return problem
+        if not self.has_static_shapes():
+            return "its shapes are symbolic"
+        for dtype in (self.operands[i].dtype.name for i in (0, *self.linear)):
+            if dtype not in op.dtypes:
+                return f"there is no kernel for {dtype}"
+        if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
+            return "the batch shares an array that is written"
+        return self.bound(op.limit)(*self.own_operands) if op.limit is not None else None
+
+    def attributes(self) -> dict[str, Any]:
+        """The params that the native handler takes."""
+        params = self.params
+        attributes = {
+            name: np.array(jax.tree.leaves(params[name]), np.int64) if isinstance(params[name], tuple) else params[name]
+            for name in self.op.attributes
+        }
+        return attributes if self.op.broadcasts else attributes | {"num_batch_dims": np.int64(self.num_batch_dims)}

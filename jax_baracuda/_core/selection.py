@@ -1,6 +1,7 @@
-"""Which implementation the caller asks for, by an argument or a context.
+"""What the caller selects, by a context or an argument: an implementation, and calls of JAX to redirect.
 
-It becomes a param of the primitives, so that it is part of the trace. :mod:`.dispatch` makes the choice.
+JAX's cache keys include the values of contexts, so JAX keeps one trace for each. An implementation becomes a param of
+the primitives, and :mod:`.dispatch` chooses by it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,78 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Final, Generic, Literal, ParamSpec, TypeVar, cast, get_args
+
+import jax
 
 from jax_baracuda._core.docstrings import add_descriptions
-from jax_baracuda._core.scopes import Scope, ScopedValue
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+
+
+class ScopedValue(threading.local, Generic[T]):
+    """A value set by the :class:`Scope` that this thread entered last. The attributes are each thread's own."""
+
+    def __init__(self, function: str, context: Any) -> None:
+        """
+        Args:
+          function: the public function whose contexts set the value; errors name it.
+          context: from ``jax.make_user_context``, with the value outside of all scopes.
+        """
+        self.function = function
+        self._context = context
+        self._innermost: contextlib.AbstractContextManager[Any] | None = None
+        self.entered: list[Scope[T]] = []
+        """The scopes that this thread has entered and not left, in the order of entering."""
+
+    @property
+    def value(self) -> T:
+        value: T = self._context.value
+        return value
+
+    def update(self) -> None:
+        """Tells JAX the value, after `entered` has changed.
+
+        JAX's contexts restore the previous value, so they must be left in reverse order. To allow any order, only the
+        last scope's context is entered.
+        """
+        if self._innermost is not None:
+            self._innermost.__exit__(None, None, None)
+        self._innermost = self._context(self.entered[-1].scoped) if self.entered else None
+        if self._innermost is not None:
+            self._innermost.__enter__()
+
+
+class Scope(contextlib.AbstractContextManager[Any], Generic[T]):
+    """Context in which a :class:`ScopedValue` has a value.
+
+    It can be entered several times. Scopes can be left in any order, as interleaved generators and tasks do.
+    """
+
+    def __init__(self, variable: ScopedValue[T], scoped: T) -> None:
+        self._variable = variable
+        self.scoped = scoped
+        """The value in this context."""
+
+    def __enter__(self) -> Any:
+        self._variable.entered.append(self)
+        self._variable.update()
+
+    def __exit__(self, *_: object) -> None:
+        entered = self._variable.entered
+        if not any(scope is self for scope in entered):
+            raise RuntimeError(
+                f"{self._variable.function}: the context is left in a thread that is not in it: it was left before, or "
+                "entered in another thread; leave it once for each time it is entered, in the same thread"
+            )
+        del entered[max(i for i, scope in enumerate(entered) if scope is self)]
+        self._variable.update()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The implementation.
 
 Implementation = Literal["kernel", "xla"]
 
@@ -25,7 +91,7 @@ KERNEL_IF_ANY: Final = "kernel if any"
 Selection = Implementation | Literal["kernel if any"] | None
 """None: the rules of the op decide."""
 
-_of_context: ScopedValue[Selection] = ScopedValue("implementation", None)
+_of_context: ScopedValue[Selection] = ScopedValue("implementation", jax.make_user_context(None))
 _of_call = threading.local()
 
 
@@ -110,3 +176,40 @@ def implementation(name: Implementation | None = None) -> contextlib.AbstractCon
       True
     """
     return Scope(_of_context, None if name is None else _checked("implementation", name))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Redirection.
+
+
+Kinds = frozenset[str]
+"""The kinds of calls that are redirected, as the arguments of :class:`jax_baracuda.redirect` name them."""
+
+REDIRECTION: ScopedValue[Kinds | None] = ScopedValue("redirect", jax.make_user_context(None))
+"""What the context redirects; None outside of contexts."""
+
+_process_scope: Scope[Kinds | None] | None = None
+
+
+def process_scope() -> Scope[Kinds | None] | None:
+    """The scope that applies to all threads outside of their contexts."""
+    return _process_scope
+
+
+def set_process_scope(scope: Scope[Kinds | None] | None) -> None:
+    """Functions are traced again."""
+    global _process_scope
+    _process_scope = scope
+    jax.clear_caches()
+
+
+def redirected() -> Kinds:
+    """What is redirected in this thread: by its context, else by the process."""
+    if (of_context := REDIRECTION.value) is not None:
+        return of_context
+    return (_process_scope.scoped if _process_scope is not None else None) or frozenset()
+
+
+def not_redirected() -> contextlib.AbstractContextManager[Any]:
+    """Context in which nothing is redirected in this thread."""
+    return Scope(REDIRECTION, frozenset()) if redirected() else contextlib.nullcontext()

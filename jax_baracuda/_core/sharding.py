@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,10 +12,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.redirection import not_redirected
+from jax_baracuda._core.selection import not_redirected
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.definition import Dimensions
+    from jax_baracuda._core.op import OpCall
 
 MeshAxes = tuple[str, ...]
 ShardAxes = Mapping[str, MeshAxes]
@@ -29,54 +30,29 @@ def mesh_axes(entry: Any) -> MeshAxes:
 
 
 class NamedShapes(NamedTuple):
-    """The named dimensions and the shapes of every operand and result of one call."""
+    """The named dimensions of every operand and result of one call. A dimension that is broadcast is None."""
 
-    operands: tuple[Dimensions, ...]
-    results: tuple[Dimensions, ...]
-    operand_shapes: tuple[tuple[int, ...], ...]
-    result_shapes: tuple[tuple[int, ...], ...]
+    operands: tuple[tuple[str | None, ...], ...]
+    results: tuple[tuple[str | None, ...], ...]
     sizes: Mapping[str, int]
     """The size of each named dimension."""
-
-    def spec(self, names: Dimensions, shape: Sequence[int], assignment: dict[str, MeshAxes]) -> tuple[Any, ...]:
-        """Partition spec entries of an array: the assigned axes; None for a dimension that is broadcast."""
-        sizes = self.sizes
-        return tuple(
-            (assignment.get(name) or None) if size == sizes[name] else None
-            for name, size in zip(names, shape, strict=True)
-        )
 
     def rule(
         self, replicated_dims: Sequence[str], reduction_dims: Sequence[str]
     ) -> tuple[str, dict[str, tuple[str, ...]]]:
         """The op as a Shardy sharding rule in einsum notation, with its reduction and replication factors."""
-        sizes = self.sizes
-        factors = {name: f"d{i}" for i, name in enumerate(sizes)}
-        shared = (f"one{i}" for i in itertools.count())
-
-        def terms(dimensions: Sequence[Dimensions], shapes: Sequence[Sequence[int]]) -> str:
-            return ", ".join(
-                " ".join(
-                    factors[name] if size == sizes[name] else next(shared)
-                    for name, size in zip(names, shape, strict=True)
-                )
-                for names, shape in zip(dimensions, shapes, strict=True)
+        factors = {name: f"d{i}" for i, name in enumerate(self.sizes)}
+        broadcast = (f"one{i}" for i in itertools.count())
+        operands, results = (
+            ", ".join(
+                " ".join(next(broadcast) if name is None else factors[name] for name in names) for names in arrays
             )
-
-        text = f"{terms(self.operands, self.operand_shapes)} -> {terms(self.results, self.result_shapes)}"
-        in_results = {
-            name
-            for names, shape in zip(self.results, self.result_shapes, strict=True)
-            for name, size in zip(names, shape, strict=True)
-            if size == sizes[name]
-        }
+            for arrays in (self.operands, self.results)
+        )
+        reduced = set(reduction_dims).difference(replicated_dims, *self.results)
         # Shardy requires the factors in the order of their first occurrence.
-        return text, {
-            "reduction_factors": tuple(
-                f
-                for name, f in factors.items()
-                if name in reduction_dims and name not in in_results and name not in replicated_dims
-            ),
+        return f"{operands} -> {results}", {
+            "reduction_factors": tuple(f for name, f in factors.items() if name in reduced),
             "need_replication_factors": tuple(f for name, f in factors.items() if name in replicated_dims),
         }
 
@@ -86,9 +62,8 @@ class NamedShapes(NamedTuple):
         No axis splits both a dimension that all results lack, such as edges, and another dimension of operands, such as
         features. Otherwise a device would have only some features of its edges, and no device the other features.
         """
-        sizes = self.sizes
-        assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in sizes}
-        names_of_each, shapes = self.operands + self.results, self.operand_shapes + self.result_shapes
+        assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in self.sizes}
+        names_of_each = self.operands + self.results
         of_operands = {name for names in self.operands for name in names}
         reduced = of_operands.difference(*self.results)
 
@@ -96,40 +71,42 @@ class NamedShapes(NamedTuple):
             """The axes that already split other dimensions and so must not split this one."""
             together = {other for names in names_of_each if name in names for other in names}
             together |= (of_operands if name in reduced else set()) | (reduced if name in of_operands else set())
-            return {axis for other in together for axis in assignment.get(other, ())}
+            return {axis for other in together if other is not None for axis in assignment.get(other, ())}
 
-        for names, shape, spec in zip(names_of_each, shapes, specs, strict=True):
-            for name, size, entry in zip(names, shape, spec or (), strict=False):
+        for names, spec in zip(names_of_each, specs, strict=True):
+            for name, entry in zip(names, spec or (), strict=False):
                 axes = mesh_axes(entry)
-                if axes and size == sizes[name] and name not in assignment and not beside(name).intersection(axes):
+                if axes and name is not None and name not in assignment and not beside(name).intersection(axes):
                     assignment[name] = axes
         return assignment
 
 
+def spec_entries(names: Sequence[str | None], assignment: ShardAxes) -> tuple[Any, ...]:
+    """The partition spec entries of an array: the assigned axes; None for a dimension that is broadcast."""
+    return tuple((name and assignment.get(name)) or None for name in names)
+
+
 def partitioned(
+    call: OpCall,
     kernel: Callable[..., Sequence[jax.Array]],
     shard_program: Callable[..., Sequence[jax.Array]],
-    shapes: NamedShapes,
-    replicated_dims: Sequence[str],
-    reduction_dims: Sequence[str],
-    min_shard_sizes: Mapping[str, int],
     whole_mesh: Mesh | None,
 ) -> Callable[..., Sequence[jax.Array]]:
     """`kernel` as a function that JAX's partitioner splits over devices instead of gathering its operands.
 
     Args:
+      call: its dimensions say how it may be split.
       kernel: the computation on whole arrays.
       shard_program: the computation on one shard: ``(axes, *operands) -> results``, where `axes` maps the name of each
         dimension to the mesh axes that split it.
-      shapes: the dimensions of the call.
-      replicated_dims: dimensions that must not be split.
-      reduction_dims: operand dimensions that are summed away.
-      min_shard_sizes: the minimum shard size of dimensions with halo exchange.
       whole_mesh: the mesh of the program, if the partitioner splits calls over a part of it.
     """
+    op, shapes = call.op, call.named_shapes
+    replicated_dims, reduction_dims = call.resolve(op.replicated_dims), call.resolve(op.reduction_dims)
+    min_shard_sizes = call.bound(op.min_shard_sizes)(shapes.sizes) if op.min_shard_sizes else {}
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
-        shard_size, rest = divmod(shapes.sizes[name], _num_shards(mesh, axes))
+        shard_size, rest = divmod(shapes.sizes[name], math.prod(mesh.shape[axis] for axis in axes))
         if name in min_shard_sizes:
             # Shards exchange halos with jax.lax.ppermute, which requires the axes in the order of the mesh.
             in_mesh_order = tuple(axis for axis in mesh.axis_names if axis in axes)
@@ -143,11 +120,8 @@ def partitioned(
             name: axes for name, axes in shapes.assign(specs, replicated_dims).items() if can_be_split(mesh, name, axes)
         }
 
-        def shardings(dimensions: Sequence[Dimensions], sizes: Sequence[Sequence[int]]) -> tuple[NamedSharding, ...]:
-            return tuple(
-                NamedSharding(mesh, PartitionSpec(*shapes.spec(names, shape, assignment)))
-                for names, shape in zip(dimensions, sizes, strict=True)
-            )
+        def shardings(arrays: Sequence[Sequence[str | None]]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, PartitionSpec(*spec_entries(names, assignment))) for names in arrays)
 
         def shard(*operands: jax.Array) -> Sequence[jax.Array]:
             with jax_versions.without_abstract_mesh(), not_redirected():
@@ -156,21 +130,14 @@ def partitioned(
         return (
             whole_mesh or mesh,  # the shard's collectives run on its devices
             shard,
-            shardings(shapes.results, shapes.result_shapes),
-            shardings(shapes.operands, shapes.operand_shapes),
+            shardings(shapes.results),
+            shardings(shapes.operands),
         )
 
     @custom_partitioning
-    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    def partitioned_call(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(kernel(*operands))
 
     rule, factors = shapes.rule(replicated_dims, reduction_dims)
-    call.def_partition(partition, sharding_rule=rule, **factors)
-    return call
-
-
-def _num_shards(mesh: Any, axes: MeshAxes) -> int:
-    shards = 1
-    for axis in axes:
-        shards *= mesh.shape[axis]
-    return shards
+    partitioned_call.def_partition(partition, sharding_rule=rule, **factors)
+    return partitioned_call

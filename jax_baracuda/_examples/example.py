@@ -61,26 +61,9 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class SizeOf:
-    """The value of an option: the size of a dimension."""
+    """The value of an option, or of an element of one: the size of a dimension."""
 
     dim: str
-
-    @property
-    def dims(self) -> tuple[str, ...]:
-        return (self.dim,)
-
-    def among(self, sizes: Sizes) -> int:
-        return sizes[self.dim]
-
-
-@dataclasses.dataclass(frozen=True)
-class ShapeOf:
-    """The value of an option: the sizes of dimensions."""
-
-    dims: tuple[str, ...]
-
-    def among(self, sizes: Sizes) -> tuple[int, ...]:
-        return tuple(sizes[dim] for dim in self.dims)
 
 
 def by_name(function: Callable[..., Any], **arguments: Any) -> Any:
@@ -105,7 +88,7 @@ class Example:
     variant: str = ""
     """How it differs from the first example of the function."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments that are not arrays; sizes are :class:`SizeOf` or :class:`ShapeOf`."""
+    """Keyword arguments that are not arrays; sizes are :class:`SizeOf`."""
     apply: Callable[..., Any] = by_name
     """``(function, **operands, **options)``: the call."""
     mapped: str | None = None
@@ -121,9 +104,7 @@ class Example:
     def dims(self) -> set[str]:
         """The dimensions of the operands and options."""
         of_operands = (dim for operand in self.operands.values() for dim in operand.dims)
-        of_options = (
-            dim for value in self.options.values() if isinstance(value, SizeOf | ShapeOf) for dim in value.dims
-        )
+        of_options = (value.dim for value in jax.tree.leaves(dict(self.options)) if isinstance(value, SizeOf))
         return {*of_operands, *of_options, *filter(None, [self.mapped])}
 
     def differentiated(self, dtype: str) -> tuple[str, ...]:
@@ -167,10 +148,7 @@ class Example:
 
     def _bound(self, function: Callable[..., Any], use: str) -> Callable[..., Any]:
         sizes = self.sizes[use]
-        options = {
-            name: value.among(sizes) if isinstance(value, SizeOf | ShapeOf) else value
-            for name, value in self.options.items()
-        }
+        options = jax.tree.map(lambda x: sizes[x.dim] if isinstance(x, SizeOf) else x, dict(self.options))
         call = functools.partial(self.apply, function, **options)
         # vmap maps one dictionary, because it would map positional arguments of a partial function over other axes.
         return call if self.mapped is None else lambda **operands: jax.vmap(lambda given: call(**given))(operands)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import EXACT, Example, Operand, ShapeOf, Tolerance, flags
+from jax_baracuda._examples.example import EXACT, Example, Operand, SizeOf, Tolerance, flags
 
 
 def where(cond: Array, a: Array, b: Array) -> Array:
@@ -51,7 +51,7 @@ EXAMPLES = [
         (jb.where_backward, where_backward, {"d_output": WHOLE, "cond": COND}, TIMED, "", {}, EXACT),
         (
             *(jb.where_backward, where_backward, {"d_output": WHOLE, "cond": COND}),
-            *(TIMED, "row", {"a_shape": ShapeOf(("key",))}, OF_GRADIENT),
+            *(TIMED, "row", {"a_shape": (SizeOf("key"),)}, OF_GRADIENT),
         ),
     )
 ]

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.op import OPS
+from jax_baracuda._core.op import OPS, OpCall
 
 
 def equations_of(jaxpr: Any) -> Iterator[Any]:

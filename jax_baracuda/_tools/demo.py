@@ -29,16 +29,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.example_libraries import optimizers
 
 import jax_baracuda
 from jax_baracuda._tools.command_line import CANNOT_RUN, missing_packages, output_file, parser_of, whole_number
 from jax_baracuda._tools.platforms import default_devices
+from jax_baracuda._tools.progress import Progress
 
 NEIGHBOURS = 10
 LABELLED_FRACTION = 0.3
 HIDDEN_CHANNELS = 64
-LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 5
+
+# Adam divides every gradient by its usual size. With the customary epsilon of 1e-8, gradients that are mere rounding
+# errors would become full steps.
+start_adam, adam_step, parameters_of = optimizers.adam(step_size=3e-3, eps=1e-5)
 
 # The runs compute the same formulas, so their first gradients differ only by the rounding of float32 sums: about 1e-7
 # of an array's largest entry. Training amplifies such differences: when two neighbours are nearly equal, rounding
@@ -86,27 +91,27 @@ class SageLayer(NamedTuple):
     bias: jax.Array  # (O,)
 
 
-class AdamState(NamedTuple):
-    """Running means of the gradients and of their squares, shaped like the parameters, and the steps taken so far."""
-
-    mean: Any
-    mean_square: Any
-    steps: jax.Array
-
-
 @dataclass
 class Run:
-    """One training run: its aggregation, its current state, and the measurements of each step."""
+    """One training run: its aggregation, the state of its optimizer, and the measurements of each step."""
 
     function: str
     aggregate: Aggregate
-    parameters: list[SageLayer]
-    adam: AdamState
+    state: Any
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
-    def median_milliseconds(self) -> float:
+    def advance(self, graph: Graph) -> None:
+        """Takes one training step."""
+        start = time.perf_counter()
+        step = len(self.losses)
+        self.state, loss, accuracy = jax.block_until_ready(training_step(step, self.state, graph, self.aggregate))
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(float(loss))
+        self.accuracies.append(float(accuracy))
+
+    def milliseconds(self) -> float:
         """Median time of a training step, without the warm-up steps."""
         return 1e3 * statistics.median(self.seconds[WARM_UP_STEPS:])
 
@@ -121,35 +126,29 @@ def load_digits_graph(seed: int) -> Graph:
     # Being a nearest neighbour is not mutual. Edges in both directions give nodes neighbourhoods of different sizes.
     edges = nearest.maximum(nearest.T).tocsr()
     edges.sort_indices()
-    is_train = np.random.default_rng(seed).random(len(labels)) < LABELLED_FRACTION
     senders = jnp.asarray(edges.indices, jnp.int32)
     receivers = jnp.asarray(np.repeat(np.arange(len(labels)), np.diff(edges.indptr)), jnp.int32)
     return Graph(
         features=jnp.asarray(images / 16, jnp.float32),
         labels=jnp.asarray(labels, jnp.int32),
-        is_train=jnp.asarray(is_train),
+        is_train=jnp.asarray(np.random.default_rng(seed).random(len(labels)) < LABELLED_FRACTION),
         senders=senders,
         receivers=receivers,
         plan=jax_baracuda.segment_plan(receivers, len(labels), senders, len(labels)),
     )
 
 
-def initial_parameters(key: jax.Array, channels: Sequence[int]) -> list[SageLayer]:
-    """Random parameters of the layers between the given channel counts, from the input to the output."""
+def initial_layer(key: jax.Array, inputs: int, outputs: int) -> SageLayer:
+    """Random parameters."""
     scaled_normal = jax.nn.initializers.he_normal()
-    layers = []
-    for inputs, outputs in zip(channels[:-1], channels[1:], strict=True):
-        key, pool_key, self_key, neighbour_key = jax.random.split(key, 4)
-        layers.append(
-            SageLayer(
-                pool_weight=scaled_normal(pool_key, (inputs, HIDDEN_CHANNELS), jnp.float32),
-                pool_bias=jnp.zeros(HIDDEN_CHANNELS, jnp.float32),
-                self_weight=scaled_normal(self_key, (inputs, outputs), jnp.float32),
-                neighbour_weight=scaled_normal(neighbour_key, (HIDDEN_CHANNELS, outputs), jnp.float32),
-                bias=jnp.zeros(outputs, jnp.float32),
-            )
-        )
-    return layers
+    pool_key, self_key, neighbour_key = jax.random.split(key, 3)
+    return SageLayer(
+        pool_weight=scaled_normal(pool_key, (inputs, HIDDEN_CHANNELS), jnp.float32),
+        pool_bias=jnp.zeros(HIDDEN_CHANNELS, jnp.float32),
+        self_weight=scaled_normal(self_key, (inputs, outputs), jnp.float32),
+        neighbour_weight=scaled_normal(neighbour_key, (HIDDEN_CHANNELS, outputs), jnp.float32),
+        bias=jnp.zeros(outputs, jnp.float32),
+    )
 
 
 def sage_layer(layer: SageLayer, x: jax.Array, graph: Graph, aggregate: Aggregate) -> jax.Array:
@@ -159,97 +158,38 @@ def sage_layer(layer: SageLayer, x: jax.Array, graph: Graph, aggregate: Aggregat
     return x @ layer.self_weight + strongest @ layer.neighbour_weight + layer.bias
 
 
-def network(parameters: list[SageLayer], graph: Graph, aggregate: Aggregate) -> jax.Array:
-    """Logits of shape (N, 10): one score per node and digit."""
-    *hidden_layers, last_layer = parameters
-    x = graph.features
-    for layer in hidden_layers:
-        x = jax.nn.relu(sage_layer(layer, x, graph, aggregate))
-    return sage_layer(last_layer, x, graph, aggregate)
-
-
-def loss_and_accuracy(parameters: list[SageLayer], graph: Graph, aggregate: Aggregate) -> tuple[jax.Array, jax.Array]:
+def loss_and_accuracy(layers: list[SageLayer], graph: Graph, aggregate: Aggregate) -> tuple[jax.Array, jax.Array]:
     """Mean cross-entropy over the training nodes, and the fraction of the other nodes that are labelled correctly."""
-    logits = network(parameters, graph, aggregate)
+    hidden, output = layers
+    x = jax.nn.relu(sage_layer(hidden, graph.features, graph, aggregate))
+    logits = sage_layer(output, x, graph, aggregate)  # (N, 10): one score per node and digit
     log_probabilities = jax.nn.log_softmax(logits)
     cross_entropy = -jnp.take_along_axis(log_probabilities, graph.labels[:, None], axis=1)[:, 0]  # (N,)
     is_correct = jnp.argmax(logits, axis=1) == graph.labels
-    loss = jnp.mean(cross_entropy, where=graph.is_train)
-    accuracy = jnp.mean(is_correct, where=~graph.is_train)
-    return loss, accuracy
-
-
-def adam_update(parameters: Any, gradients: Any, state: AdamState) -> tuple[Any, AdamState]:
-    """One step of Adam (Kingma and Ba, 2014): the updated parameters and state."""
-    # Adam divides every gradient by its usual size. With the customary epsilon of 1e-8, gradients that are mere
-    # rounding errors would become full steps.
-    decay, decay_square, epsilon = 0.9, 0.999, 1e-5
-    steps = state.steps + 1
-    mean = jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, state.mean, gradients)
-    mean_square = jax.tree.map(lambda s, g: decay_square * s + (1 - decay_square) * g**2, state.mean_square, gradients)
-
-    def moved(parameter: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
-        unbiased_mean, unbiased_mean_square = m / (1 - decay**steps), s / (1 - decay_square**steps)
-        return parameter - LEARNING_RATE * unbiased_mean / (jnp.sqrt(unbiased_mean_square) + epsilon)
-
-    return jax.tree.map(moved, parameters, mean, mean_square), AdamState(mean, mean_square, steps)
+    return jnp.mean(cross_entropy, where=graph.is_train), jnp.mean(is_correct, where=~graph.is_train)
 
 
 @functools.partial(jax.jit, static_argnames="aggregate")
-def training_step(
-    parameters: list[SageLayer], adam: AdamState, graph: Graph, aggregate: Aggregate
-) -> tuple[list[SageLayer], AdamState, jax.Array, jax.Array]:
-    """Updated parameters and Adam state, and the loss and test accuracy before the update."""
+def training_step(step: int, state: Any, graph: Graph, aggregate: Aggregate) -> tuple[Any, jax.Array, jax.Array]:
+    """The updated state of the optimizer, and the loss and test accuracy before the update."""
     differentiate = jax.value_and_grad(loss_and_accuracy, has_aux=True)
-    (loss, accuracy), gradients = differentiate(parameters, graph, aggregate)
-    parameters, adam = adam_update(parameters, gradients, adam)
-    return parameters, adam, loss, accuracy
+    (loss, accuracy), gradients = differentiate(parameters_of(state), graph, aggregate)
+    return adam_step(step, gradients, state), loss, accuracy
 
 
 def start_runs(seed: int) -> tuple[Run, Run]:
     """One run with `gather_segment_max` and one with `jax.ops.segment_max`, with the same initial parameters."""
-    parameters = initial_parameters(jax.random.key(seed), (64, HIDDEN_CHANNELS, 10))
-    zeros = jax.tree.map(jnp.zeros_like, parameters)
-    adam = AdamState(mean=zeros, mean_square=zeros, steps=jnp.zeros((), jnp.int32))
-    ours = Run("jax_baracuda.gather_segment_max", fused_maximum, parameters, adam)
-    reference = Run("jax.ops.segment_max", maximum_of_messages, parameters, adam)
-    return ours, reference
-
-
-def advance(run: Run, graph: Graph) -> None:
-    """Takes one training step of a run, and notes its loss, its accuracy and its duration."""
-    start = time.perf_counter()
-    results = jax.block_until_ready(training_step(run.parameters, run.adam, graph, run.aggregate))
-    run.seconds.append(time.perf_counter() - start)
-    run.parameters, run.adam, loss, accuracy = results
-    run.losses.append(float(loss))
-    run.accuracies.append(float(accuracy))
+    keys = jax.random.split(jax.random.key(seed))
+    state = start_adam([initial_layer(keys[0], 64, HIDDEN_CHANNELS), initial_layer(keys[1], HIDDEN_CHANNELS, 10)])
+    ours = Run("jax_baracuda.gather_segment_max", fused_maximum, state)
+    return ours, Run("jax.ops.segment_max", maximum_of_messages, state)
 
 
 def train_side_by_side(runs: Sequence[Run], graph: Graph, steps: int) -> None:
     """Trains all runs, one step each in turn, so that other work on this machine affects their timings equally."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
-        task = progress.add_task("training", total=steps, loss=float("nan"))
-        for _ in range(steps):
-            for run in runs:
-                advance(run, graph)
-            progress.update(task, advance=1, loss=runs[0].losses[-1])
-
-
-@functools.partial(jax.jit, static_argnames="aggregate")
-def loss_gradients(parameters: list[SageLayer], graph: Graph, aggregate: Aggregate) -> list[SageLayer]:
-    """Gradients of the training loss, shaped like the parameters."""
-    gradients, _ = jax.grad(loss_and_accuracy, has_aux=True)(parameters, graph, aggregate)
-    return gradients
+    for _ in Progress().track(range(steps), steps, lambda _: f"training, loss {(runs[0].losses or [np.nan])[-1]:.4f}"):
+        for run in runs:
+            run.advance(graph)
 
 
 def gradient_difference(graph: Graph, run: Run, expected: Run) -> float:
@@ -258,12 +198,13 @@ def gradient_difference(graph: Graph, run: Run, expected: Run) -> float:
     def relative_difference(a: jax.Array, b: jax.Array) -> float:
         return float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
 
-    differences = jax.tree.map(
-        relative_difference,
-        loss_gradients(run.parameters, graph, run.aggregate),
-        loss_gradients(expected.parameters, graph, expected.aggregate),
-    )
-    return max(jax.tree.leaves(differences))
+    gradients = [
+        jax.jit(jax.grad(functools.partial(loss_and_accuracy, aggregate=run.aggregate), has_aux=True))(
+            parameters_of(run.state), graph
+        )[0]
+        for run in (run, expected)
+    ]
+    return max(jax.tree.leaves(jax.tree.map(relative_difference, *gradients)))
 
 
 def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -279,43 +220,23 @@ def save_plot(runs: Sequence[Run], device: jax.Device, path: Path) -> None:
     # The first run is thin and dashed, on top of the second, so that both of two equal curves are visible.
     styles = [
         {"color": "#b3261e", "linewidth": 1.6, "linestyle": (0, (4, 3)), "zorder": 3},
-        {"color": "#9db4d0", "linewidth": 5.0, "solid_capstyle": "round", "zorder": 2},
+        {"color": "#9db4d0", "linewidth": 5.0, "zorder": 2},
     ]
     figure = Figure(figsize=(13, 4.4), dpi=150, layout="constrained")
     loss_axes, accuracy_axes, time_axes = figure.subplots(1, 3, width_ratios=(4, 4, 3))
     for run, style in zip(runs, styles, strict=True):
         loss_axes.plot(run.losses, label=run.function, **style)
-        accuracy_axes.plot(100 * np.asarray(run.accuracies), **style)
-
+        accuracy_axes.plot(100 * np.asarray(run.accuracies), label=f"in the end {run.accuracies[-1]:.1%}", **style)
+        bars = time_axes.barh([run.function.rsplit(".", 1)[0]], [run.milliseconds()], height=0.5, color=style["color"])
+        time_axes.bar_label(bars, fmt="%.2f ms", padding=4)
     loss_axes.set(title="Training loss", xlabel="training step", ylabel="cross-entropy [nats]", yscale="log")
-    loss_axes.legend(frameon=False)
     accuracy_axes.set(title="Test accuracy", xlabel="training step", ylabel="correct test nodes [%]", ylim=(0, 102))
-    accuracy_axes.annotate(
-        f"{100 * runs[0].accuracies[-1]:.1f} %",
-        xy=(1, 100 * runs[0].accuracies[-1]),
-        xycoords=("axes fraction", "data"),
-        xytext=(-6, -14),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-    )
-
-    bars = time_axes.barh(
-        [run.function.rsplit(".", 1)[0] for run in runs],
-        [run.median_milliseconds() for run in runs],
-        color=[style["color"] for style in styles],
-        height=0.5,
-    )
-    time_axes.bar_label(bars, fmt="%.2f ms", padding=4)
     time_axes.set(title="Time per training step", xlabel=f"median on {device.device_kind} [ms]")
     time_axes.margins(x=0.35)
     time_axes.invert_yaxis()
-
-    for axes in (loss_axes, accuracy_axes, time_axes):
-        axes.spines[["top", "right"]].set_visible(False)
     for axes in (loss_axes, accuracy_axes):
+        axes.legend(frameon=False)
         axes.grid(axis="y", color="0.9")
-        axes.set_axisbelow(True)
     figure.suptitle(
         f"GraphSAGE with max pooling on a graph of handwritten digits, each joined to its {NEIGHBOURS} nearest"
     )
@@ -333,8 +254,8 @@ def report_agreement(quantity: str, difference: float, tolerance: float) -> bool
     return agree
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line of the demo."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demo. Returns 0, or 1 if the two runs disagree, or 2 if a package that it needs is missing."""
     parser = parser_of(
         "jax_baracuda demo",
         "Trains a graph network with jax_baracuda.gather_segment_max and with jax.ops.segment_max, checks that both "
@@ -352,20 +273,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=whole_number(0), default=0, help="seed of the initial parameters and of the labelled nodes"
     )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo. Returns 0, or 1 if the two runs disagree, or 2 if a package that it needs is missing."""
-    options = parse_arguments(arguments)
-    if problem := missing_packages("The demo", ("sklearn", "matplotlib", "rich"), "demo"):
+    options = parser.parse_args(arguments)
+    if problem := missing_packages("The demo", ("sklearn", "matplotlib"), "demo"):
         print(problem, file=sys.stderr)
         return CANNOT_RUN
 
     device = default_devices()[0]
     graph = load_digits_graph(options.seed)
     ours, reference = start_runs(options.seed)
-
     print(f"device:    {device.device_kind}")
     print(
         f"graph:     {len(graph.labels)} nodes, {len(graph.senders)} edges; "
@@ -381,17 +296,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for run in (ours, reference):
         print(
             f"{run.function + ':':<33} final loss {run.losses[-1]:.6f}, "
-            f"test accuracy {run.accuracies[-1]:.1%}, {run.median_milliseconds():.2f} ms per training step (median)"
+            f"test accuracy {run.accuracies[-1]:.1%}, {run.milliseconds():.2f} ms per training step (median)"
         )
-    ratio = reference.median_milliseconds() / ours.median_milliseconds()
+    ratio = reference.milliseconds() / ours.milliseconds()
     print(f"speed:     {ratio:.2f} training steps with {ours.function} in the time of one with {reference.function}")
     print(f"plot:      {options.output}")
     gradients_agree = report_agreement(
         "first gradients, relative to each array's largest entry", first_gradient_difference, GRADIENT_TOLERANCE
     )
-    losses_agree = report_agreement(
-        "losses of all steps, relative to the initial loss",
-        loss_difference(ours.losses, reference.losses),
-        LOSS_TOLERANCE,
-    )
+    difference = loss_difference(ours.losses, reference.losses)
+    losses_agree = report_agreement("losses of all steps, relative to the initial loss", difference, LOSS_TOLERANCE)
     return 0 if gradients_agree and losses_agree else 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 import jax_baracuda
-from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
+from jax_baracuda._core.native import KERNEL_PLATFORMS, missing_target
 
 
 class BackendError(RuntimeError):
@@ -55,11 +55,7 @@ def require_kernels(device: jax.Device) -> None:
       BackendError: the imported package has none.
     """
     platform = "cuda" if device.platform == "gpu" else device.platform
-    native = NATIVE_MODULES.get(platform)
-    if native is None:
-        problem: str | None = f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only"
-    else:
-        problem = native.problem or native.device_problem()
+    problem = missing_target(platform, None)
     if problem is not None:
         raise BackendError(
             f"There are no kernels on {platform}: jax_baracuda is imported from "

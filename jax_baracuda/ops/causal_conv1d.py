@@ -32,11 +32,10 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import map_together
-from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 

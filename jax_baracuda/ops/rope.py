@@ -35,11 +35,10 @@ from jax_baracuda._core.arrays import (
     whole_number,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies

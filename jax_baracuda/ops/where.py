@@ -32,10 +32,9 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import joint_size
-from jax_baracuda._core.definition import Shape, ShapeAndDtype
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
 from jax_baracuda._core.selection import Implementation, selectable
 
 

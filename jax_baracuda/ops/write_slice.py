@@ -30,11 +30,10 @@ from jax_baracuda._core.arrays import (
     of_bits,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 

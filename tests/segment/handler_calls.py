@@ -7,8 +7,7 @@ import dataclasses
 from support import handlers
 from support.handlers import Array, Call
 
-from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.op import OPS
+from jax_baracuda._core.op import OPS, OpCall
 
 BATCH, ROWS, SEGMENTS, FEATURES = 3, 4, 2, 3
 

@@ -18,9 +18,8 @@ from support import cases, handlers
 from support.cases import Expected
 from support.handlers import Array, Call, with_dtypes
 
-from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
-from jax_baracuda._core.op import OPS
+from jax_baracuda._core.op import OPS, OpCall
 
 
 def assert_refused(call: Call, what: str) -> None:

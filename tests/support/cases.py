@@ -18,10 +18,10 @@ from jax_baracuda._core import dispatch, jax_versions, selection
 from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.scopes import ScopedValue
+from jax_baracuda._core.selection import ScopedValue
 
 # Tests run kernels wherever one exists, even if it is slower, unless they request something else.
-selection._of_context = ScopedValue("implementation", selection.KERNEL_IF_ANY)
+selection._of_context = ScopedValue("implementation", jax.make_user_context(selection.KERNEL_IF_ANY))
 
 PLATFORM = {"gpu": "cuda"}.get(jax.devices()[0].platform, jax.devices()[0].platform)
 """The platform that the tests run on, as native modules name it."""
@@ -45,7 +45,7 @@ Values = Literal["special", "distinct", "ties"]
 
 def use_rules(monkeypatch: pytest.MonkeyPatch, rules_of: Callable[[Op], Sequence[Rule]] | None = None) -> None:
     """The behaviour that users get: unless they request an implementation, the rules of ops (or `rules_of`) decide."""
-    monkeypatch.setattr(selection, "_of_context", ScopedValue("implementation", None))
+    monkeypatch.setattr(selection, "_of_context", ScopedValue("implementation", jax.make_user_context(None)))
     if rules_of is not None:
         monkeypatch.setattr(dispatch, "rules_of", rules_of)
 

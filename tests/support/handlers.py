@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from support import cases
 
-from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import target_name
-from jax_baracuda._core.op import OPS
+from jax_baracuda._core.op import OPS, OpCall
 
 
 @dataclasses.dataclass(frozen=True)

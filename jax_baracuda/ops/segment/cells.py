@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.redirection import not_redirected
+from jax_baracuda._core.selection import not_redirected
 from jax_baracuda.ops.segment.ids import index_dtype
 
 

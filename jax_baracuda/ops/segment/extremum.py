@@ -24,7 +24,6 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.definition import NamedDimensions, with_named
 from jax_baracuda._core.dispatch import (
     MB,
     at_most,
@@ -38,7 +37,7 @@ from jax_baracuda._core.dispatch import (
 )
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op, with_named
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (

@@ -16,11 +16,10 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
-from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, unordered
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.cells import gather_segments

@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.definition import NamedDimensions
 from jax_baracuda._core.dispatch import (
     MB,
     Traits,
@@ -31,7 +30,7 @@ from jax_baracuda._core.dispatch import (
 )
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (

@@ -15,8 +15,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, as_array, in_automatic_mode, reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
-from jax_baracuda._core.definition import NamedDimensions
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import (
     Implementation,
     Selection,

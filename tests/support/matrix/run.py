@@ -30,9 +30,9 @@ from support.matrix.generator import DERIVATIVES, EXPORTS, FORWARD, JACOBIANS, S
 
 import jax_baracuda
 from jax_baracuda._core import selection
-from jax_baracuda._core.scopes import ScopedValue
+from jax_baracuda._core.selection import ScopedValue
 
-selection._of_context = ScopedValue("implementation", selection.KERNEL_IF_ANY)
+selection._of_context = ScopedValue("implementation", jax.make_user_context(selection.KERNEL_IF_ANY))
 
 AXES = ("a", "b")
 WIDE = ("int64", "uint64", "float64", "complex128")
