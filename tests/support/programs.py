@@ -26,6 +26,14 @@ each_function = pytest.mark.parametrize(
 """A test parameter: the simplest example of each public function."""
 
 
+def differentiable_operands(example: Example) -> list[str]:
+    """The operands to differentiate, also those of a public gradient; none if all results are integers."""
+    results = jax.tree.leaves(jax.eval_shape(example.call("small"), **example.operand_types("float32", "small")))
+    if not any(jnp.issubdtype(y.dtype, jnp.floating) for y in results):
+        return []
+    return [name for name, operand in example.operands.items() if operand.dtype is None and operand.differentiable]
+
+
 @contextlib.contextmanager
 def plain_jax() -> Iterator[None]:
     """Programs compiled in this context run as plain JAX."""
