@@ -6,7 +6,6 @@ The operands of a call are split differently.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +16,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from segment.reference import DIFFERENTIABLE, Reduction
-from support import cases, programs
+from support import cases, programs, recorded
 from support.meshes import MESH_SHAPE
 
 import jax_baracuda
-from jax_baracuda import segment_plan
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
@@ -139,42 +137,35 @@ def test_gradient_of_broadcast_data(rng: np.random.Generator, reduction: Reducti
     assert_split_results_agree(gradient, [row, ids], [P(None, "y"), P("x")], axis_type)
 
 
-@pytest.mark.parametrize(
-    "example",
-    [example for example in NOT_MAPPED if "plan" in inspect.signature(example.function).parameters],
-    ids=lambda example: example.name,
-)
+WITH_PLAN = [x for x in NOT_MAPPED if recorded.takes_plan(x) and "indices_are_sorted" not in x.options]
+
+
+@pytest.mark.parametrize("example", WITH_PLAN, ids=lambda example: example.name)
 def test_plans_of_split_ids(rng: np.random.Generator, example: Example) -> None:
     """Plans may be made from ids with different shardings, or be sharded themselves."""
     example = of_split_sizes(example)
     operands, names = programs.exact_operands(rng, example), programs.differentiable_operands(example)
-    ids = [operands.pop(name) for name in ("ids", "segment_ids", "gather_ids") if name in operands]
-    sizes = [SPLIT_SIZES["node" if example.function is jax_baracuda.take_rows else "segment"], SPLIT_SIZES["node"]]
-    options = {name: value for name, value in example.options.items() if name in ("tie_break", "deterministic")}
+    others = {name: x for name, x in operands.items() if name not in recorded.IDS}
+    leaves, structure = jax.tree.flatten(recorded.plan_of(example, operands))
 
-    def plan_of(ids: Sequence[Any]) -> Any:
-        return segment_plan(*(x for of_end in zip(ids, sizes, strict=False) for x in of_end))
-
-    def both(plan: Any, *arrays: jax.Array) -> Any:
-        given = dict(zip(operands, arrays, strict=True))
-
-        def call(chosen: Any) -> Any:
-            return example.function(**{**given, **chosen}, plan=plan, **options)
+    def both(plan: Any, given: dict[str, Any]) -> Any:
+        def call(chosen: dict[str, Any]) -> Any:
+            return recorded.by_plan(example, {**given, **chosen}, plan)
 
         chosen = {name: given[name] for name in names}
         return call(chosen), jax.grad(lambda chosen: sum_of_squares(call(chosen)))(chosen) if names else ()
 
     def of_split_ids(*arrays: jax.Array) -> Any:
-        plan = plan_of(arrays[: len(ids)])
-        return both(plan, *arrays[len(ids) :]), plan
-
-    leaves, structure = jax.tree.flatten(plan_of(ids))
+        given = dict(zip(operands, arrays, strict=True))
+        plan = recorded.plan_of(example, given)
+        return both(plan, given), plan
 
     def of_split_plan(*arrays: jax.Array) -> Any:
-        return both(jax.tree.unflatten(structure, arrays[: len(leaves)]), *arrays[len(leaves) :])
+        plan = jax.tree.unflatten(structure, arrays[: len(leaves)])
+        return both(plan, dict(zip(others, arrays[len(leaves) :], strict=True)))
 
-    for call, of_edges in ((of_split_ids, ids), (of_split_plan, [np.asarray(x) for x in leaves])):
-        arrays = [*of_edges, *operands.values()]
+    of_plan = [*map(np.asarray, leaves), *others.values()]
+    for call, arrays in ((of_split_ids, [*operands.values()]), (of_split_plan, of_plan)):
         for _ in range(2):
             assert_split_results_agree(call, arrays, [random_spec(rng, x.shape) for x in arrays], AxisType.Explicit)
 
