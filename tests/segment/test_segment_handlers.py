@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 from segment.handler_calls import BATCH, FEATURES, ROW_SHAPE, ROWS, SEGMENTS, TARGETS, arrays_of, good_call
 from support import cases, handlers
-from support.cases import Expected
 from support.handlers import Array, Call, with_dtypes
 
 from jax_baracuda._core.call import OpCall
@@ -25,22 +22,6 @@ from jax_baracuda._core.op import OPS
 
 def assert_refused(call: Call, what: str) -> None:
     handlers.assert_refused(call, what, [*(x.name for x in call.arrays()), "expected"])
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_valid_calls_succeed(target: str) -> None:
-    """The calls that the tests below change are valid, also if the batch shares any of the operands."""
-    good_call(target).run()
-    num_operands = len(TARGETS[target][0])
-    for count in range(1, num_operands + 1):
-        for shared in itertools.combinations(range(num_operands), count):
-            names = {TARGETS[target][0][i].name for i in shared}
-            if target.endswith(("max_backward", "min_backward")) and len(names & {"winner", "output"}) == 1:
-                continue  # one kernel makes winners and maxima, so they are shared together
-            if {"mantissa", "packed"} & names and not {"mantissa", "packed"} <= names:
-                continue  # so are both residuals of a product
-            if count < 3 or count == num_operands:
-                good_call(target, shared).run()
 
 
 def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
@@ -57,39 +38,6 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
         return (rng.integers(2, 5, x.shape) / 4).astype(np.float32)
 
     return {x.name: random(x) for x in call.operands}
-
-
-def assert_same(target: str, actual: np.ndarray, expected: np.ndarray, what: str) -> None:
-    """Asserts the same bits, except for softmax: sums of at most ROWS terms may be added in another order.
-
-    The largest terms are at most 1; for the gradient, at most ROWS.
-    """
-    magnitude = {
-        "segment_softmax": 1,
-        "segment_sum_of_exponentials": ROWS * math.e**2,
-        "segment_softmax_backward": ROWS,
-    }.get(target, 0)
-    Expected(expected, expected.dtype, ROWS * cases.eps_of(np.float32) * magnitude).check(actual, what)
-
-
-@pytest.mark.parametrize("sizes", handlers.BATCH_DIMS, ids=str)
-@pytest.mark.parametrize("target", TARGETS)
-def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, sizes: tuple[int, ...]) -> None:
-    """Several batch dimensions act as one if no operand is shared, or one, or a pair that comes from one kernel."""
-    names = [x.name for x in TARGETS[target][0]]
-    together = [{"winner", "output"}, {"mantissa", "packed"}]
-    for name in (None, *names):
-        shared = next((group for group in together if name in group), {name})
-        call = good_call(target, tuple(i for i, x in enumerate(names) if x in shared), math.prod(sizes))
-        handlers.assert_batch_dims_count_as_one(
-            call, random_operands(rng, call), sizes, functools.partial(assert_same, target)
-        )
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_bad_batch_dims_are_refused(target: str) -> None:
-    good = good_call(target, batch=6)
-    handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
 @pytest.mark.parametrize("target", TARGETS)

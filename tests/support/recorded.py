@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import cases
+from support import cases, handlers
+from support.handlers import Call
 from support.programs import integers_like
 
 import jax_baracuda as jb
@@ -113,3 +114,32 @@ def calls_of(
         for call in calls:
             if call.name == like and call.dtype.name == dtype:
                 yield dataclasses.replace(call, op=OPS[target])
+
+
+GoodCall = tuple[Call, dict[str, np.ndarray]]
+"""A valid call, and operands by name."""
+
+BATCH = 6
+
+
+@functools.cache
+def direct_calls(target: str) -> list[GoodCall]:
+    """Calls of the target on a batch of `BATCH`, with every kind of operands and flags that examples lead to."""
+    rng, found = np.random.default_rng(0), {}
+    dtypes = sorted(OPS[target].dtypes)
+    for dtype in {"float32" if "float32" in dtypes else dtypes[0], "bfloat16" if "bfloat16" in dtypes else dtypes[0]}:
+        for call in calls_of(rng, target, dtype, BATCH, lambda example: example.sizes["small"]):
+            if call.num_batch_dims != 1 and not call.op.broadcasts:
+                continue
+            if (
+                cases.PLATFORM == "cuda"
+                and call.op.program_on_gpu
+                and call.bound(call.op.program_on_gpu)(*call.own_operands)
+            ):
+                continue  # a separate op sorts the edges
+            with cases.x64_for(dtype):
+                good = handlers.recorded_call(call)
+            flags = {name: value for name, value in good.attributes.items() if isinstance(value, bool)}
+            operands = {x.name: np.asarray(value) for x, value in zip(good.operands, call.operands, strict=True)}
+            found.setdefault((dtype, len(operands), repr(flags)), (good, operands))
+    return list(found.values())

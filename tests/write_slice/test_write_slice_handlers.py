@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,32 +117,6 @@ def test_dtypes(rng: np.random.Generator, target: str) -> None:
         call = good_call(target, dtypes=(dtype, dtype), start_dtypes=(start_dtype, "int32"), drop=i % 2 == 0)
         with cases.x64_for(dtype, start_dtype):
             check(call, random_operands(rng, call))
-
-
-@each_target
-def test_operands_that_the_batch_shares(rng: np.random.Generator, target: str) -> None:
-    names = ("source 0", "source 1", "start 0", "start 1")
-    for shared in (names[:1], names[2:3], names[:2], names[2:], names):
-        if target == "write_slice_backward":
-            shared = [name for name in shared if "start" in name]
-        for dtypes in (("float32", "bfloat16"),) if target == "write_slice_backward" else (("int4", "uint2"),):
-            call = good_call(target, dtypes=dtypes, shared=shared)
-            check(call, random_operands(rng, call))
-
-
-@pytest.mark.parametrize("dims", handlers.BATCH_DIMS, ids=str)
-@each_target
-def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, dims: tuple[int, ...]) -> None:
-    parts = (Window(0, 0, 0, 9, 3), window(1, 1, 1, 5))
-    names = ("source 0", "start 0", "start 1") if target == "write_slice" else ("start 0", "start 1")
-    for windows, shared in itertools.product((WINDOWS, parts), ((), *((name,) for name in names), names)):
-        call = good_call(target, shared=shared, windows=windows, batch=math.prod(dims))
-        handlers.assert_batch_dims_count_as_one(call, random_operands(rng, call), dims)
-
-
-@each_target
-def test_bad_batch_dims_are_refused(target: str) -> None:
-    handlers.assert_bad_batch_dims_refused(good_call(target, batch=6), "dest 0")
 
 
 @each_batched
