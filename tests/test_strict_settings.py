@@ -18,9 +18,7 @@ from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 
 Arrays = Mapping[str, Any]
-FIRST = list({x.function.__name__: x for x in reversed(all_examples())}.values())
 each_example = pytest.mark.parametrize("example", all_examples(), ids=lambda x: x.name)
-each_function = pytest.mark.parametrize("example", FIRST, ids=lambda x: x.name)
 
 
 def programs_of(example: Example) -> dict[str, Callable[[Arrays, Arrays], Any]]:
@@ -104,11 +102,11 @@ def test_ranks_dtypes_and_leaks(rng: np.random.Generator, example: Example) -> N
             jax.jit(program).lower(*operands)
 
     # Examples of a function are traced alike, except in plain JAX.
-    implementations = (None, "kernel", "xla") if example in FIRST else ("xla",)
+    implementations = (None, "kernel", "xla") if example in programs.FIRST_EXAMPLES.values() else ("xla",)
     assert not (failures := failures_of(rng, example, implementations, lower)), "\n".join(failures)
 
 
-@each_function
+@programs.each_function
 @pytest.mark.parametrize("asked_for", ["kernel", "xla"])
 def test_transfers_and_nans(rng: np.random.Generator, example: Example, asked_for: str) -> None:
     """A program transfers nothing, and makes no NaN from finite numbers."""

@@ -20,9 +20,10 @@ from jax_baracuda._core.call import OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 
-each_function = pytest.mark.parametrize(
-    "example", {x.function.__name__: x for x in reversed(all_examples())}.values(), ids=lambda example: example.name
-)
+FIRST_EXAMPLES = {x.function.__name__: x for x in reversed(all_examples())}
+"""The simplest example of each public function."""
+
+each_function = pytest.mark.parametrize("example", FIRST_EXAMPLES.values(), ids=lambda example: example.name)
 """A test parameter: the simplest example of each public function."""
 
 

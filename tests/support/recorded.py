@@ -32,6 +32,7 @@ OF_SHARDS = {"segment_sum_of_exponentials": "segment_softmax"}
 
 IDS = ("ids", "segment_ids", "gather_ids")
 """The operands that a plan replaces."""
+OPTIONS_WITH_PLAN = ("tie_break", "deterministic", "implementation")
 
 
 @contextlib.contextmanager
@@ -65,7 +66,7 @@ def plan_of(example: Example, operands: Mapping[str, Any]) -> jb.SegmentPlan:
 def by_plan(example: Example, operands: Mapping[str, Any], plan: jb.SegmentPlan) -> Any:
     """The call of an example with a plan in place of the ids."""
     others = {name: x for name, x in operands.items() if name not in IDS}
-    options = {name: value for name, value in example.options.items() if name in ("tie_break", "deterministic")}
+    options = {name: value for name, value in example.options.items() if name in OPTIONS_WITH_PLAN}
     return example.function(**others, **options, plan=plan)
 
 

@@ -412,25 +412,6 @@ def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
     batch.run()
 
 
-@pytest.mark.parametrize("axes", [(0, None, None), (0, 0, None), (0, None, 0), (0, 0, 0), (None, 0, None)])
-def test_vmap_of_a_gradient(rng: np.random.Generator, axes: tuple[int | None, ...]) -> None:
-    """vmap of a gradient agrees with plain JAX, for each operand and both, if the cotangent is not mapped."""
-    shapes = [(7, 13), (7, 13), (13,)]
-    draw = make_condition, *[lambda rng, shape: rng.normal(size=shape).astype(np.float32)] * 2
-    operands = [
-        f(rng, shape if axis is None else (3, *shape)) for f, shape, axis in zip(draw, shapes, axes, strict=True)
-    ]
-    for argnums in (1, 2, (1, 2)):
-
-        def gradient(function: Callable[..., Any], argnums: Any = argnums) -> Any:
-            return jax.jit(jax.vmap(jax.grad(lambda *x: function(*x).sum(), argnums), axes))
-
-        ours = gradient(functools.partial(where, implementation="kernel"))
-        expected = gradient(jnp.where)(*operands)
-        for got, want in zip(*map(jax.tree.leaves, (ours(*operands), expected)), strict=True):
-            np.testing.assert_array_equal(got, want)  # counts, which are exact
-
-
 def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
     """The gradient of 16-bit sums is right, though the sums are accumulated in a wider dtype."""
     cond, dy = make_condition(rng, (5, 1)), rng.normal(size=(5, 40)).astype(jnp.bfloat16)
