@@ -22,18 +22,18 @@ from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 
 HUGE = 2**40
-SIZES = dict.fromkeys(("row", "segment", "node", "example", "query"), 0)
-SIZES |= dict.fromkeys(("feature", "feature1", "channel", "time"), HUGE) | dict.fromkeys(
-    ("head", "q_head", "k_head"), 2**61
-)
+SIZES = dict.fromkeys(("row", "segment", "node", "example", "part"), 0)
+SIZES |= dict.fromkeys(("feature", "feature1", "channel", "time"), HUGE)
+SIZES |= dict.fromkeys(("head", "q_head", "k_head", "query"), 2**61)
 
 
 def of_huge_sizes(example: Example) -> Example:
     """The example with no rows, nodes and segments, or no examples. Arrays that are not empty stay small."""
     operands = [operand.dims for operand in example.operands.values()]
-    small = {name for dims in operands if not any(SIZES.get(name) == 0 for name in dims) for name in dims}
+    sizes = SIZES | ({"head": 0} if "query" in example.dims else {})  # XLA wants the 0 in front
+    small = {name for dims in operands if not any(sizes.get(name) == 0 for name in dims) for name in dims}
     small |= {"feature"} if example.function.__name__.startswith("rope") else set()  # it has as many angles
-    sizes = {name: size for name, size in SIZES.items() if size == 0 or name not in small}
+    sizes = {name: size for name, size in sizes.items() if size == 0 or name not in small}
     return dataclasses.replace(example, sizes={"small": {**example.sizes["small"], **sizes}})
 
 
