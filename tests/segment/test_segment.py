@@ -688,20 +688,7 @@ CELLS = np.ones((2, 2), np.float32)
 
 # The call, the exception, and the message after the function's name.
 ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "data is a list": (lambda f: f([1.0], IDS, 2), TypeError, "(data|logits) must be an array, got list"),
     "data is None": (lambda f: f(None, IDS, 2), TypeError, "(data|logits) must be an array, got NoneType"),
-    "data are keys": (
-        lambda f: f(jax.random.split(jax.random.key(0), 4), IDS, 2),
-        TypeError,
-        "(data|logits) .* got key",
-    ),
-    "ids are a list": (lambda f: f(ROWS, [0, 1, 1, 0], 2), TypeError, "segment_ids must be an array, got list"),
-    "ids are bool": (lambda f: f(ROWS, IDS > 0, 2), IndexError, "segment_ids must have an integer dtype, got bool"),
-    "ids are float": (
-        lambda f: f(ROWS, IDS.astype(np.float32), 2),
-        TypeError,
-        "segment_ids must have an integer dtype, got float32",
-    ),
     "rows do not fit": (
         lambda f: f(ROWS[:3], IDS, 2),
         ValueError,
@@ -767,12 +754,6 @@ BACKWARD_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str, tuple
         "d_output must have shape .*scalar",
         (MAX, MIN, SUM, MEAN, PROD),
     ),
-    "cotangent is a list": (
-        lambda f: f([1.0], ROWS, IDS, 2),
-        TypeError,
-        "d_(output|probabilities) must be an array, got list",
-        DIFFERENTIABLE,
-    ),
     "cotangent is an integer": (
         lambda f: f(CELLS.astype(np.int32), ROWS, IDS, 2),
         TypeError,
@@ -802,24 +783,6 @@ BACKWARD_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str, tuple
         ValueError,
         "(data|probabilities) must have one row per id",
         (MAX, MIN, PROD),
-    ),
-    "ids are bool": (
-        lambda f: f(ROWS, ROWS, IDS > 0, 2),
-        IndexError,
-        "segment_ids must have an integer dtype, got bool",
-        DIFFERENTIABLE,
-    ),
-    "ids are float": (
-        lambda f: f(ROWS, ROWS, ROWS[:, 0], 2),
-        TypeError,
-        "segment_ids must have an integer dtype",
-        DIFFERENTIABLE,
-    ),
-    "data are a list": (
-        lambda f: f(CELLS, [1.0], IDS, 2),
-        TypeError,
-        "(data|probabilities) must be an array, got list",
-        (MAX, MIN, PROD, SOFTMAX),
     ),
     "unknown mode": (
         lambda f: f(ROWS, ROWS, IDS, 2, mode="wrap"),
