@@ -16,12 +16,10 @@ from support.processes import run_python
 
 import jax_baracuda as jb
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._examples import all_examples, examples_of
+from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 
 pytestmark = pytest.mark.versions
-
-FUNCTIONS = ("segment_max", "segment_sum", "gather_segment_max", "causal_conv1d", "rope_qk", "where", "write_slice")
 
 RUN_WHAT_WAS_EXPORTED = """
 import sys
@@ -42,8 +40,8 @@ def test_exported_programs_run_in_another_process(tmp_path: Path, rng: np.random
     """Value and gradient have the same bits as in this process."""
     pytest.importorskip("flatbuffers", reason="JAX serializes programs with it, and does not install it")
     expected = {}
-    for name in FUNCTIONS:
-        program = programs.program_of(rng, examples_of(name)[0])
+    for name, example in programs.FIRST_EXAMPLES.items():
+        program = programs.program_of(rng, example)
         expected[name] = program.results()
         function = jax.jit(program.function)
         exported = jax.export.export(function, disabled_checks=jb.DISABLE_JAX_EXPORT_CHECKS)(*program.operands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -19,7 +20,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from segment.reference import DIFFERENTIABLE
-from support import cases
+from support import cases, programs, recorded
 from support.matrix.calls import load_all
 from support.meshes import collectives
 
@@ -30,7 +31,7 @@ from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import examples_of, graph_networks
-from jax_baracuda._examples.example import value_and_gradient
+from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
 
 IMPLEMENTATIONS = ("kernel", "xla", None)
@@ -70,46 +71,18 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 X = jax.ShapeDtypeStruct((2, 3, 8, 16), np.float32)
 IDS = np.array([1, 0])
-PLAN = jb.segment_plan(IDS, 3)
 REDUCTIONS = tuple(reduction.name for reduction in DIFFERENTIABLE)
 GATHERS = tuple(f"gather_segment_{kind}" for kind in ("max", "min", "sum", "mean"))
 
 
-def of_rows(name: str) -> Callable[..., Any]:
-    return lambda x, **options: getattr(jb, name)(x, IDS, 3, **options)
+CALLS = [
+    pytest.param(example, by_plan, id=f"{example.name}{' by a plan' if by_plan else ''}")
+    for example in programs.FIRST_EXAMPLES.values()
+    for by_plan in (False, True)[: 1 + recorded.takes_plan(example)]
+    if example.function is not jb.take_rows
+]
+"""The first example of each function whose value a kernel may compute."""
 
-
-def of_edges(name: str) -> Callable[..., Any]:
-    return lambda x, **options: getattr(jb, name)(x, IDS, IDS, 3, **options)
-
-
-CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "rope": (jb.rope, (X,)),
-    "rope_backward": (jb.rope_backward, (X,)),
-    "rope_qk": (jb.rope_qk, (X, X)),
-    "rope_qk_backward": (jb.rope_qk_backward, (X, X)),
-    "where": (jb.where, (jax.ShapeDtypeStruct(X.shape, np.bool_), X, X)),
-    "where_backward": (jb.where_backward, (X, jax.ShapeDtypeStruct(X.shape, np.bool_))),
-    "write_slice": (lambda d, **o: jb.write_slice(d, d[:1], (1, 0, 0, 0), **o), (X,)),
-    "write_slices": (lambda d, **o: jb.write_slices([d, d], [d[:1]] * 2, (1, 0, 0, 0), **o), (X,)),
-    "causal_conv1d": (lambda x, **o: jb.causal_conv1d(x[0], jnp.ones((8, 4)), **o), (X,)),
-    "causal_conv1d_backward": (lambda x, **o: jb.causal_conv1d_backward(x[0], x[0], jnp.ones((8, 4)), **o), (X,)),
-    "causal_conv1d_update": (lambda x, **o: jb.causal_conv1d_update(x[0, :, :, 0], x[0], jnp.ones((8, 4)), **o), (X,)),
-    **{name: (of_rows(name), (X,)) for name in (*REDUCTIONS, "segment_argmax", "segment_argmin")},
-    **{name: (of_edges(name), (X,)) for name in GATHERS},
-    "segment_sum by a plan": (lambda x, **o: jb.segment_sum(x, plan=PLAN, **o), (X,)),
-    "segment_max by a plan": (lambda x, **o: jb.segment_max(x, plan=PLAN, **o), (X,)),
-    "segment_attention": (lambda x, **o: jb.segment_attention(jnp.ones((2, 3)), x, IDS, IDS, 3, **o), (X,)),
-    "segment_sum_backward": (lambda x, **o: jb.segment_sum_backward(x, IDS, **o), (X,)),
-    "segment_mean_backward": (lambda x, **o: jb.segment_mean_backward(x, IDS, **o), (X,)),
-    "segment_max_backward": (lambda x, **o: jb.segment_max_backward(x, x, IDS, **o), (X,)),
-    "segment_min_backward": (lambda x, **o: jb.segment_min_backward(x, x, IDS, **o), (X,)),
-    "unsorted_segment_max_backward": (lambda x, **o: jb.unsorted_segment_max_backward(x, x, IDS, **o), (X,)),
-    "segment_prod_backward": (lambda x, **o: jb.segment_prod_backward(x, x, IDS, **o), (X,)),
-    "segment_softmax_backward": (lambda x, **o: jb.segment_softmax_backward(x, x, IDS, 3, **o), (X,)),
-}
-
-each_call = pytest.mark.parametrize("name", CALLS)
 OPS_OF_USERS = sorted(load_all())
 
 
@@ -117,29 +90,27 @@ OPS_OF_USERS = sorted(load_all())
 # Requests for an implementation.
 
 
-@each_call
-def test_argument(name: str) -> None:
+@pytest.mark.parametrize(("example", "by_plan"), CALLS)
+def test_argument(rng: np.random.Generator, example: Example, by_plan: bool) -> None:
     """The argument overrides the context, in the function and in its gradient."""
-    function, operands = CALLS[name]
+    operands, names = example.make_operands(rng, "float32", "small"), example.differentiated("float32")
+    plan = recorded.plan_of(example, operands) if by_plan else None
+
+    def call(operands: Any, asked_for: Any) -> Any:
+        with_argument = dataclasses.replace(example, options={**example.options, "implementation": asked_for})
+        return recorded.by_plan(with_argument, operands, plan) if by_plan else with_argument.call("small")(**operands)
+
+    def gradient(operands: Any, asked_for: str) -> Any:
+        chosen = {name: operands[name] for name in names}
+        return jax.grad(lambda x: sum(jnp.sum(y) for y in jax.tree.leaves(call({**operands, **x}, asked_for))))(chosen)
+
     for asked_for, other, expected in (("kernel", "xla", True), ("xla", "kernel", False)):
-
-        def call(*arrays: Any, asked_for: str = asked_for) -> Any:
-            return function(*arrays, implementation=asked_for)
-
-        def gradient(*arrays: Any, call: Callable[..., Any] = call) -> Any:
-            differentiated = [i for i, x in enumerate(arrays) if x.dtype == np.float32]
-            return jax.grad(lambda *arrays: sum(jnp.sum(x) for x in jax.tree.leaves(call(*arrays))), differentiated)(
-                *arrays
-            )
-
         with jb.implementation(other):
-            assert runs_kernel(call, *operands) == expected
-            # Second derivatives are partly plain JAX, and positions of extrema have no derivatives.
-            if not name.endswith("_backward") and "arg" not in name:
-                assert runs_kernel(gradient, *operands) == expected
+            for program in (call, gradient)[: 2 if names else 1]:
+                assert runs_kernel(functools.partial(program, asked_for=asked_for), operands) == expected
     for wrong in ("cuda", 1, True, ["xla"]):
         with pytest.raises(ValueError, match="implementation must be 'kernel', 'xla' or None"):
-            function(*(jnp.ones(x.shape, x.dtype) for x in operands), implementation=wrong)
+            call(operands, wrong)
 
 
 def test_value_of_take_rows() -> None:
@@ -162,9 +133,7 @@ def test_gradient_of_take_rows(ids: np.ndarray, asked_for: str, other: str, expe
 
 
 def test_every_public_function_has_the_argument() -> None:
-    functions = set(OPS_OF_USERS)
-    assert {name.split(" ")[0] for name in CALLS} | {"take_rows"} == functions
-    for name in functions:
+    for name in OPS_OF_USERS:
         parameter = inspect.signature(getattr(jb, name)).parameters["implementation"]
         assert (parameter.kind, parameter.default) == (inspect.Parameter.KEYWORD_ONLY, None), name
 
@@ -706,21 +675,3 @@ class TestSharding:
         by_rule, by_kernel = (functools.partial(call, asked_for=asked_for) for asked_for in (None, "kernel"))
         assert not runs_kernel(by_rule, data, ids)
         assert collectives(by_rule, data, ids) == collectives(by_kernel, data, ids)
-
-    @pytest.mark.parametrize("name", ["rope", "causal_conv1d", "where"])
-    def test_others_in_shard_map(self, rng: np.random.Generator, name: str) -> None:
-        mesh = jax.make_mesh((len(jax.devices()),), ("a",), axis_types=(AxisType.Auto,))
-        x = rng.normal(size=(len(jax.devices()), 3, 8, 16)).astype("f4")
-        calls = {
-            "rope": jb.rope,
-            "causal_conv1d": lambda x, **o: jb.causal_conv1d(x[0], jnp.ones((8, 4)), **o)[None],
-            "where": lambda x, **o: jb.where(x > 0, x, x[:1, :1], **o),
-        }
-
-        def run(asked_for: str) -> list[jax.Array]:
-            call = lambda x: calls[name](x, implementation=asked_for)  # noqa: E731
-            both = lambda x: (call(x), jax.grad(lambda x: (call(x) ** 2).sum())(x))  # noqa: E731
-            return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P("a"), out_specs=P("a")))(x)
-
-        for got, want in zip(run("xla"), run("kernel"), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,6 @@ culprit, and `replay` runs it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -22,14 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from causal_conv1d import reference as convolutions
-from rope import reference as rotations
-from segment import gather_reference, handler_calls
 from support import cases, handlers
 from support.handlers import Array, Call
-from where import reference as selections
+from support.recorded import BATCH, direct_calls
 from write_slice import reference as windows
-from write_slice.reference import Window
 
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS, OpCall
@@ -48,48 +43,11 @@ EXTREMES = (-(2**63), -(2**62), -(2**31), -2, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 
 
 
 def good_calls(target: str) -> list[Call]:
-    """Valid calls of the target, with every kind of operands and attributes."""
-    calls = calls_of_one_batch(target)
-    if target.startswith("where"):
+    """Valid calls of the target, with other batch dimensions, too."""
+    calls = [call for call, _ in direct_calls(target)]
+    if OPS[target].broadcasts:
         return calls
-    batched = [call for call in calls if call.attributes["num_batch_dims"] == 1][:2]
-    return [*calls, *(handlers.with_batch_dims(call, (1, call.results[0].shape[0], 1)) for call in batched)]
-
-
-def calls_of_one_batch(target: str) -> list[Call]:
-    if target.startswith("causal_conv1d"):
-        return [
-            convolutions.good_call(target, channels_last, optional=optional, dtype=dtype)
-            for channels_last, optional, dtype in itertools.product(
-                convolutions.LAYOUTS, (None, (), ("bias",)), ("float32", "bfloat16")
-            )
-        ]
-    if target.startswith("rope"):
-        return [
-            rotations.good_call(target, layout, has_positions=has_positions, sizes=rotations.Sizes(batch=batch))
-            for layout, has_positions, batch in itertools.product(rotations.LAYOUTS, (True, False), (5, None))
-        ]
-    if target == "gather_segment_dot":
-        return [gather_reference.good_dot_call(has_edge_order=has_order) for has_order in (False, True)]
-    if target.startswith(("gather_segment_max", "gather_segment_min")):
-        make = gather_reference.good_extremum_call
-        needs_plan = target.endswith("_backward") and cases.PLATFORM == "cuda"
-        return [make(target, has_plan=has_plan) for has_plan in (False, True) if has_plan or not needs_plan]
-    if target == "gather_segment_sum":
-        return [
-            gather_reference.good_call(has_weights=flag, shared=shared)
-            for flag in (True, False)
-            for shared in ((), (0,))
-        ]
-    if target.startswith("segment_"):
-        return [handler_calls.good_call(target), handler_calls.good_call(target, shared=(0,))]
-    if target.startswith("where"):
-        return [call for call in selections.GOOD_CALLS.values() if call.target == target]
-    parts = (Window(0, 0, 0, 9, 3), windows.window(1, 1, 1, 5))
-    return [
-        windows.good_call(target, batched, windows=of_windows)
-        for batched, of_windows in itertools.product((True, False), (windows.WINDOWS, parts))
-    ]
+    return [*calls, *(handlers.with_batch_dims(call, sizes) for call in calls[:2] for sizes in ((1, BATCH, 1), (2, 3)))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -378,6 +336,20 @@ def changed_in_one_respect(good: Call) -> Iterator[tuple[str, Call]]:
 LAYOUT_FLAGS = ("channels_last", "heads_first")
 NO_ARGUMENTS = ("got", "expected", "scratch")
 """Beginnings of messages about the number of buffers, which name no argument."""
+OTHER_NAMES = (
+    "dy",
+    "output",
+    "x",
+    "y",
+    "q",
+    "k",
+    "q_out",
+    "k_out",
+    r"(dest|source|result|start) \d",
+    "part",
+    "windows",
+)
+"""Names in messages of arrays that the definitions of ops name otherwise."""
 
 BY_XLA = re.compile(
     r"Wrong number of (arguments|results|attributes): |Unexpected attribute: |Attribute name mismatch: "
@@ -392,10 +364,10 @@ each_target = pytest.mark.parametrize("target", sorted(NATIVE_MODULES[cases.PLAT
 @each_target
 def test_calls_changed_in_one_respect(rng: np.random.Generator, target: str) -> None:
     """Errors name the target and one of its arguments. Calls that are accepted fit the definition of the op."""
-    goods, refused = calls_of_one_batch(target), 0
+    goods, refused = [call for call, _ in direct_calls(target)], 0
     arrays = {x.name for good in goods for x in good.arrays()}
     attributes = goods[0].attributes
-    names = "|".join([*arrays, *attributes, *(x.removeprefix("has_") for x in attributes), *NO_ARGUMENTS])
+    names = "|".join([*arrays, *attributes, *(x.removeprefix("has_") for x in attributes), *OTHER_NAMES, *NO_ARGUMENTS])
     takes_more = target.startswith("write_slice")  # an extra operand may count as an unused start
     for good in {id(call): call for call in (goods[0], goods[-1])}.values():
         batch_dims = {"num_batch_dims"} - ({"num_batch_dims"} if OPS[target].broadcasts else set())
@@ -431,3 +403,69 @@ def test_malformed_calls(rng: np.random.Generator, target: str, tmp_path: Path) 
                 refused += 1
                 assert f"{target}: " in message or BY_XLA.search(message), f"{message}: {code}"
     assert refused > NUM_CALLS / 4, "the mutations are too mild"
+
+
+each_batched_target = pytest.mark.parametrize(
+    "target", [x for x in sorted(NATIVE_MODULES[cases.PLATFORM].targets) if not OPS[x].broadcasts]
+)
+
+MADE_TOGETHER = ({"winner", "output"}, {"mantissa", "packed"})
+"""Operands that one kernel makes, so that the batch shares all of them or none."""
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
+    """Sums may be added up in another order. All else is the same."""
+    if not cases.is_floating(expected.dtype):
+        cases.assert_same_memory(actual, expected, where)
+        return
+    wide = expected.astype(np.float64)
+    rounding = float(jnp.finfo(expected.dtype).eps) * np.abs(wide)
+    error = 16 * cases.eps_of(expected.dtype) * np.abs(wide[np.isfinite(wide)]).max(initial=0)
+    cases.Expected(wide, expected.dtype, error + (rounding if expected.dtype.itemsize < 4 else 0)).check(actual, where)
+
+
+@each_batched_target
+def test_batches(target: str) -> None:
+    """An operand that the batch shares gives the results of a copy for each element, and so do several batch dimensions
+    that make up the batch."""
+    op = OPS[target]
+    for good, operands in direct_calls(target)[:: max(len(direct_calls(target)) - 1, 1)]:
+        written = [
+            x.name for i, x in enumerate(good.operands) if i in OpCall(op, (), good.attributes).resolve(op.in_place)
+        ]
+        shared_by_all = {x.name for x in good.operands if x.shape[0] == 1}
+        names = [x.name for x in good.operands if x.name not in {*written, *shared_by_all}]
+        for name in (None, *names):
+            together = shared_by_all | next((group for group in MADE_TOGETHER if name in group), {name})
+            for sizes in handlers.BATCH_DIMS if name is None else ((2, 3),):
+                batch = math.prod(sizes)
+                given = {key: x[:1] if key in together else x[:batch] for key, x in operands.items()}
+                copies = {key: np.repeat(x, batch, 0) if len(x) != batch else x for key, x in given.items()}
+                expected = handlers.with_batch(good, batch).results_of(copies)
+                shared = handlers.with_batch(good, batch, together)
+                for call in (shared, handlers.with_batch_dims(shared, sizes)):
+                    results = call.results_of({x.name: given[x.name].reshape(x.shape) for x in call.operands})
+                    for x, (key, result) in zip(shared.results, results.items(), strict=True):
+                        assert_close(result.reshape(x.shape), expected[key], f"{key}, shared: {name}, of {call}")
+
+
+@each_batched_target
+def test_bad_batch_dims_are_refused(target: str) -> None:
+    """Invalid numbers of batch dimensions, and arrays with missing or wrong batch dimensions."""
+    good, _ = direct_calls(target)[0]
+    for number in (-1, -(2**63), 1 + max(len(x.shape) for x in good.arrays()), 2**31, 2**32 + 1, 2**63 - 1):
+        bad = dataclasses.replace(good, attributes={**good.attributes, "num_batch_dims": np.int64(number)})
+        message = handlers.refusal(bad, f"num_batch_dims {number}")
+        assert re.search(rf"{target}: .*\bnum_batch_dims\b", message), message
+
+    def with_bad_batches(array: Array) -> dict[str, Array]:
+        batches = {"half shared": (1, 3), "shared by the inner": (2, 1), "of other sizes": (3, 2), "without": ()}
+        return {
+            how: dataclasses.replace(array, shape=(*batch, *array.shape[2:]))
+            for how, batch in batches.items()
+            if array.shape[:2] == (2, 3)
+        }
+
+    names = [*(x.name for x in good.arrays()), *OTHER_NAMES]
+    for how, array, bad in handlers.with_batch_dims(good, (2, 3)).with_other(with_bad_batches):
+        handlers.assert_refused(bad, f"{array.name} {how}", names)

@@ -14,11 +14,9 @@ from jax.sharding import PartitionSpec as P
 from support import programs
 from support.meshes import exchanges_in
 
-from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 
 OUTER, INNER = 3, len(jax.devices())
-FIRST = list({x.function.__name__: x for x in reversed(all_examples())}.values())
 
 
 def first_derivative(example: Example) -> Callable[[Any], Any]:
@@ -37,9 +35,9 @@ def second_derivative(example: Example) -> Callable[[Any], Any]:
     return lambda operands: jax.grad(loss)({name: operands[name] for name in names}, operands)
 
 
-PROGRAMS = {example.name: (first_derivative(example), example) for example in FIRST} | {
+PROGRAMS = {example.name: (first_derivative(example), example) for example in programs.FIRST_EXAMPLES.values()} | {
     f"second derivative of {example.name}": (second_derivative(example), example)
-    for example in FIRST
+    for example in programs.FIRST_EXAMPLES.values()
     if example.function.__name__ in ("segment_max", "segment_prod", "segment_softmax")
 }
 

@@ -16,7 +16,8 @@ import pytest
 from segment.reference import kernels_in
 from support import cases, programs
 
-from jax_baracuda._examples.example import Example, value_and_gradient
+from jax_baracuda._examples import all_examples
+from jax_baracuda._examples.example import Example, by_name, value_and_gradient
 
 Arrays = Mapping[str, Any]
 Function = Callable[[Arrays], Any]
@@ -147,3 +148,21 @@ def test_random_keys_are_refused(rng: np.random.Generator, example: Example) -> 
     keys = jax.random.split(jax.random.key(0), operands[name].shape)
     with pytest.raises(TypeError, match=rf"^{example.function.__name__}: \S+ must have a numeric dtype, got key"):
         call_of(example)({**operands, name: keys})
+
+
+@pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
+def test_operands_that_are_no_arrays_or_have_wrong_dtypes(rng: np.random.Generator, example: Example) -> None:
+    """The error names the function and the operand. Lists are refused, as in JAX; ids and starts must be integers."""
+    operands = example.make_operands(rng, "float32", "small")
+    function = example.function.__name__.removeprefix("unsorted_")  # an alias
+
+    def refused(name: str, value: Any, error: Any, message: str) -> None:
+        with pytest.raises(error, match=rf"{function}: .*{message}"):
+            example.call("small")(**{**operands, name: value})
+
+    for name, x in operands.items():
+        if example.mapped is None and example.apply is by_name:
+            refused(name, x.tolist(), TypeError, "must be an array, got list")
+        if x.dtype == np.int32:
+            for dtype in (np.bool_, np.float32):
+                refused(name, x.astype(dtype), (IndexError, TypeError), f"must (have|be) an integer.*{np.dtype(dtype)}")

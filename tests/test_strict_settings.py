@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
+from support import programs
 
 import jax_baracuda as jb
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 
 Arrays = Mapping[str, Any]
-FIRST = list({x.function.__name__: x for x in reversed(all_examples())}.values())
 each_example = pytest.mark.parametrize("example", all_examples(), ids=lambda x: x.name)
-each_function = pytest.mark.parametrize("example", FIRST, ids=lambda x: x.name)
 
 
 def programs_of(example: Example) -> dict[str, Callable[[Arrays, Arrays], Any]]:
@@ -38,7 +37,7 @@ def programs_of(example: Example) -> dict[str, Callable[[Arrays, Arrays], Any]]:
     def tangent_of_gradient(chosen: Arrays, others: Arrays) -> Arrays:
         return jax.jvp(lambda chosen: gradient(chosen, others), (chosen,), (chosen,))[1]
 
-    if not differentiated_operands(example):
+    if not programs.differentiable_operands(example):
         return {"value": value, "vmap of value": jax.vmap(value)}
     return {
         "gradient of gradient": gradient_of_gradient,
@@ -53,13 +52,6 @@ def _sum_of_squares(results: Any) -> Any:
     return sum(jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) ** 2) for y in floating)
 
 
-def differentiated_operands(example: Example) -> list[str]:
-    results = jax.tree.leaves(jax.eval_shape(example.call("small"), **example.operand_types("float32", "small")))
-    if not any(jnp.issubdtype(y.dtype, jnp.floating) for y in results):
-        return []
-    return [name for name, operand in example.operands.items() if operand.dtype is None and operand.differentiable]
-
-
 def operands_of(
     rng: np.random.Generator, example: Example, program: str, dtype: str = "float32"
 ) -> tuple[Arrays, Arrays]:
@@ -67,7 +59,7 @@ def operands_of(
     operands = example.make_operands(rng, dtype, "small")
     if program.startswith("vmap"):
         operands = {name: np.stack([x, x]) for name, x in operands.items()}
-    names = differentiated_operands(example)
+    names = programs.differentiable_operands(example)
     chosen = {name: x for name, x in operands.items() if name in names}
     return jax.device_put((chosen, {name: x for name, x in operands.items() if name not in names}))
 
@@ -110,17 +102,17 @@ def test_ranks_dtypes_and_leaks(rng: np.random.Generator, example: Example) -> N
             jax.jit(program).lower(*operands)
 
     # Examples of a function are traced alike, except in plain JAX.
-    implementations = (None, "kernel", "xla") if example in FIRST else ("xla",)
+    implementations = (None, "kernel", "xla") if example in programs.FIRST_EXAMPLES.values() else ("xla",)
     assert not (failures := failures_of(rng, example, implementations, lower)), "\n".join(failures)
 
 
-@each_function
+@programs.each_function
 @pytest.mark.parametrize("asked_for", ["kernel", "xla"])
 def test_transfers_and_nans(rng: np.random.Generator, example: Example, asked_for: str) -> None:
     """A program transfers nothing, and makes no NaN from finite numbers."""
-    programs = programs_of(example)
-    operands = {name: operands_of(rng, example, name) for name in programs}
-    call_all = jax.jit(lambda operands: {name: programs[name](*operands[name]) for name in programs})
+    all_programs = programs_of(example)
+    operands = {name: operands_of(rng, example, name) for name in all_programs}
+    call_all = jax.jit(lambda operands: {name: run(*operands[name]) for name, run in all_programs.items()})
     with jb.implementation(asked_for):
         with jax.transfer_guard("disallow"):
             jax.block_until_ready(call_all(operands))

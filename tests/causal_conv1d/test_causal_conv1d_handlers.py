@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -54,29 +53,6 @@ def test_valid_calls_succeed(rng: np.random.Generator, target: str, channels_las
         assert all(np.isfinite(x).all() for x in results.values()), f"{optional} leaves results unwritten"
 
 
-@each_layout
-@each_target
-def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, channels_last: bool) -> None:
-    """An operand shared by the batch gives the same results as a copy of it for each batch element."""
-    names = [x.name for x in good_call(target).operands]
-    choices = list(subsets(names, [1, 2, len(names) - 1]))
-    calls = [good_call(target, channels_last, shared=shared) for shared in choices]
-    operands = [random_operands(rng, call) for call in calls]
-
-    def repeated(name: str) -> np.ndarray:
-        """The operand of all calls, concatenated."""
-        return np.concatenate(
-            [np.broadcast_to(given[name], (SIZES.batch, *given[name].shape[1:])) for given in operands]
-        )
-
-    together = good_call(target, channels_last, sizes=dataclasses.replace(SIZES, batch=SIZES.batch * len(calls)))
-    expected = together.results_of({name: repeated(name) for name in names})
-    for i, (shared, call, given) in enumerate(zip(choices, calls, operands, strict=True)):
-        of_call = slice(SIZES.batch * i, SIZES.batch * (i + 1))
-        for name, result in call.results_of(given).items():
-            convolutions.assert_close(result, expected[name][of_call], f"{name}, shared: {shared}")
-
-
 @each_target
 def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
     """Parameters have the dtype of x. For x of 16 bits, float32 gives the same results. Other dtypes are refused."""
@@ -92,40 +68,6 @@ def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
                 continue
             for name, result in call.results_of({**operands, array.name: operands[array.name].astype(other)}).items():
                 convolutions.assert_close(result, expected[name], f"{name} for {array.name} {other}, not {dtype}")
-
-
-@pytest.mark.parametrize("dims", handlers.BATCH_DIMS, ids=str)
-@each_layout
-@each_target
-def test_batch_dims_count_as_one(
-    rng: np.random.Generator, target: str, channels_last: bool, dims: tuple[int, ...]
-) -> None:
-    sizes = dataclasses.replace(SIZES, batch=math.prod(dims))
-    names = [x.name for x in good_call(target).operands]
-    for shared in ((), *((name,) for name in names), names[1:]):
-        call = good_call(target, channels_last, shared=shared, sizes=sizes)
-        operands = random_operands(rng, call)
-        handlers.assert_batch_dims_count_as_one(call, operands, dims, convolutions.assert_close)
-
-
-@each_layout
-def test_update_without_batch_dimension(rng: np.random.Generator, channels_last: bool) -> None:
-    """An update without batch dimension gives the same bits as a batch of one."""
-    for optional in subsets(TARGETS["causal_conv1d_update"].optional_operands, range(2)):
-        batched, call = (
-            good_call(
-                "causal_conv1d_update",
-                channels_last,
-                optional=optional,
-                sizes=dataclasses.replace(SIZES, batch=1),
-                is_batched=is_batched,
-            )
-            for is_batched in (True, False)
-        )
-        operands = random_operands(rng, call)
-        results = call.results_of(operands)
-        for name, expected in batched.results_of({name: x[None] for name, x in operands.items()}).items():
-            assert_same_bits(results[name], expected[0], name)
 
 
 EMPTY_SIZES = (
@@ -171,13 +113,6 @@ def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Invalid calls.
-
-
-@each_layout
-@each_target
-def test_bad_batch_dims_are_refused(target: str, channels_last: bool) -> None:
-    good = good_call(target, channels_last, sizes=dataclasses.replace(SIZES, batch=6))
-    handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
 @each_target

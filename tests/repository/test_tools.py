@@ -473,21 +473,21 @@ def test_benchmarks_say_that_no_name_fits(tool: Any, tmp_path: Path, capsys: pyt
     assert not record.exists()
 
 
-@pytest.mark.parametrize("tool", [race])
-@pytest.mark.parametrize("repeats", ["0", "-1", "many"])
-def test_repeats_must_be_positive(tool: Any, repeats: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        tool.main(["--repeats", repeats])
-    assert stop.value.code == 2
-    assert "argument --repeats: " in capsys.readouterr().err
+REFUSED = [
+    *((race, ["--repeats", repeats], "argument --repeats: ") for repeats in ("0", "-1", "many")),
+    *((x, ["--seed", "-1"], "--seed: must be at least 0, got -1") for x in (check, demo, grid_benchmark)),
+    (grid_benchmark, ["--functions", "rope", "nonsense"], "argument --functions: invalid choice: 'nonsense'"),
+]
 
 
-@pytest.mark.parametrize("tool", [check, demo, grid_benchmark])
-def test_seeds_must_not_be_negative(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("tool", "arguments", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", " ".join(x)))
+def test_arguments_out_of_range(
+    tool: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
-        tool.main(["--seed", "-1"])
+        tool.main(arguments)
     assert stop.value.code == 2
-    assert "argument --seed: must be at least 0, got -1" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tool", [demo, benchmarks_main, grid_benchmark, many_devices])
@@ -497,14 +497,6 @@ def test_what_cannot_be_written_is_said_first(tool: Any, tmp_path: Path, capsys:
             tool.main(["--output", str(path)])
         assert stop.value.code == 2
         assert "argument --output: " in (text := capsys.readouterr().err) and problem in text
-
-
-@pytest.mark.parametrize("tool", [grid_benchmark])
-def test_functions_to_sample_must_exist(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        tool.main(["--functions", "rope", "nonsense"])
-    assert stop.value.code == 2
-    assert "argument --functions: invalid choice: 'nonsense'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tool", [benchmarks_main, grid_benchmark, many_devices, kernels])

@@ -17,82 +17,63 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 PLAIN = [1, 0.1, 0.01, 0.001]
 """The frequencies of 8 features and base 10000."""
 
-# Arguments, and the expected frequencies and scale.
+
+def scaling(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    """The argument for a scheme, with parameters that it needs unless others are given."""
+    usual = {"yarn": YARN, "llama3": LLAMA3, "longrope": LONG}.get(rope_type, {})
+    return {"scaling": {"rope_type": rope_type, **usual, **parameters}}
+
+
+# Arguments other than dim=8, and the expected frequencies and scale.
 BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
-    "no scaling": ({"dim": 8}, PLAIN, 1.0),
-    "no parameters": ({"dim": 8, "scaling": {}}, PLAIN, 1.0),
-    "default": ({"dim": 8, "scaling": {"rope_type": "default"}}, PLAIN, 1.0),
+    "no scaling": ({}, PLAIN, 1.0),
+    "no parameters": ({"scaling": {}}, PLAIN, 1.0),
+    "default": (scaling("default"), PLAIN, 1.0),
     "base": ({"dim": 4, "base": 100}, [1, 0.1], 1.0),
     "base in the parameters": ({"dim": 4, "scaling": {"rope_theta": 100.0}}, [1, 0.1], 1.0),
     "base in both": ({"dim": 4, "base": 100.0, "scaling": {"rope_theta": 100}}, [1, 0.1], 1.0),
-    "part": ({"dim": 16, "scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, PLAIN, 1.0),
+    "part": ({"dim": 16, **scaling("default", partial_rotary_factor=0.5)}, PLAIN, 1.0),
     # 0.4 of 8 features are 3, and the last one gets a frequency, too.
-    "odd part": ({"dim": 8, "base": 8, "scaling": {"partial_rotary_factor": 0.4}}, [1, 0.25], 1.0),
-    "linear": ({"dim": 8, "scaling": {"rope_type": "linear", "factor": 4}}, [0.25, 0.025, 0.0025, 0.00025], 1.0),
+    "odd part": ({"base": 8, "scaling": {"partial_rotary_factor": 0.4}}, [1, 0.25], 1.0),
+    "linear": (scaling("linear", factor=4), [0.25, 0.025, 0.0025, 0.00025], 1.0),
     "older name": ({"dim": 4, "scaling": {"type": "linear", "factor": 4}}, [0.25, 0.0025], 1.0),
     "both names": ({"dim": 4, "scaling": {"type": "mrope", "rope_type": "linear", "factor": 4}}, [0.25, 0.0025], 1.0),
     "linear part": (
-        {"dim": 16, "scaling": {"rope_type": "linear", "factor": 4, "partial_rotary_factor": 0.5}},
+        {"dim": 16, **scaling("linear", factor=4, partial_rotary_factor=0.5)},
         [0.25, 0.025, 0.0025, 0.00025],
         1.0,
     ),
     # The base is multiplied by (2 * 150 / 100 - 1)^(4/2) = 4.
     "dynamic": (
-        {
-            "dim": 4,
-            "base": 16,
-            "scaling": {"rope_type": "dynamic", "factor": 2.0},
-            "seq_len": 150,
-            "max_position_embeddings": 100,
-        },
+        {"dim": 4, "base": 16, "seq_len": 150, "max_position_embeddings": 100, **scaling("dynamic", factor=2.0)},
         [1, 1 / 8],
         1.0,
     ),
     "dynamic, length among the parameters": (
-        {
-            "dim": 4,
-            "base": 16,
-            "scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 100},
-            "seq_len": 150,
-        },
+        {"dim": 4, "base": 16, "seq_len": 150, **scaling("dynamic", factor=2.0, original_max_position_embeddings=100)},
         [1, 1 / 8],
         1.0,
     ),
     "dynamic within the trained length": (
-        {
-            "dim": 4,
-            "base": 16,
-            "scaling": {"rope_type": "dynamic", "factor": 2.0},
-            "seq_len": 99,
-            "max_position_embeddings": 100,
-        },
+        {"dim": 4, "base": 16, "seq_len": 99, "max_position_embeddings": 100, **scaling("dynamic", factor=2.0)},
         [1, 1 / 4],
         1.0,
     ),
-    "dynamic, any length": (
-        {"dim": 4, "base": 16, "scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        [1, 1 / 4],
-        1.0,
-    ),
+    "dynamic, any length": ({"dim": 4, "base": 16, **scaling("dynamic", factor=2.0)}, [1, 1 / 4], 1.0),
     "dynamic, one pair": (
-        {
-            "dim": 2,
-            "scaling": {"rope_type": "dynamic", "factor": 2.0},
-            "seq_len": 150,
-            "max_position_embeddings": 100,
-        },
+        {"dim": 2, "seq_len": 150, "max_position_embeddings": 100, **scaling("dynamic", factor=2.0)},
         [1],
         1.0,
     ),
     # 32 turns in 4096 positions are at pair 1.31, truncated to 1. One turn is at pair 2.81, rounded up to 3.
-    "yarn": ({"dim": 8, "scaling": {"rope_type": "yarn", **YARN}}, [1, 0.1, 0.00625, 0.00025], 1.1386294361),
+    "yarn": (scaling("yarn"), [1, 0.1, 0.00625, 0.00025], 1.1386294361),
     "yarn, factor from the lengths": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "factor": None}, "max_position_embeddings": 16384},
+        {"max_position_embeddings": 16384, **scaling("yarn", factor=None)},
         [1, 0.1, 0.00625, 0.00025],
         1.1386294361,
     ),
     "yarn, original length from the model": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 4096},
+        {"scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 4096},
         [1, 0.1, 0.00625, 0.00025],
         1.1386294361,
     ),
@@ -107,119 +88,74 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         [1 / 4, 1 / 32],
         math.sqrt(1.5),
     ),
-    "yarn that shrinks": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "factor": 0.5}},
-        [1, 0.1, 0.015, 0.002],
-        1.0,
-    ),
+    "yarn that shrinks": (scaling("yarn", factor=0.5), [1, 0.1, 0.015, 0.002], 1.0),
     # The ramp goes from pair 1.3090 to 2.8142: pair 2 is at 0.4591 of it.
-    "yarn without truncation": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "truncate": False}},
-        [1, 0.1, 0.006557, 0.00025],
-        1.1386294361,
-    ),
+    "yarn without truncation": (scaling("yarn", truncate=False), [1, 0.1, 0.006557, 0.00025], 1.1386294361),
     # 4096 / (2 pi) turns are at pair 0, one half at pair 3.12, rounded up to 4.
     "yarn with other bounds": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "beta_fast": 4096 / (2 * math.pi), "beta_slow": 0.5}},
+        scaling("yarn", beta_fast=4096 / (2 * math.pi), beta_slow=0.5),
         [1, 0.1 * (0.75 + 0.25 / 4), 0.01 * (0.5 + 0.5 / 4), 0.001 * (0.25 + 0.75 / 4)],
         1.1386294361,
     ),
-    "yarn with a scale": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "attention_factor": 0.5, "mscale": 3.0}},
-        [1, 0.1, 0.00625, 0.00025],
-        0.5,
-    ),
-    "yarn, scales of DeepSeek": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
-        [1, 0.1, 0.00625, 0.00025],
-        1.0,
-    ),
+    "yarn with a scale": (scaling("yarn", attention_factor=0.5, mscale=3.0), [1, 0.1, 0.00625, 0.00025], 0.5),
+    "yarn, scales of DeepSeek": (scaling("yarn", mscale=1.0, mscale_all_dim=1.0), [1, 0.1, 0.00625, 0.00025], 1.0),
     "yarn, other scales of DeepSeek": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 1.0}},
+        scaling("yarn", mscale=2.0, mscale_all_dim=1.0),
         [1, 0.1, 0.00625, 0.00025],
         1.2772588722 / 1.1386294361,
     ),
     "yarn, one scale of DeepSeek is absent": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "mscale": 2.0, "mscale_all_dim": 0}},
+        scaling("yarn", mscale=2.0, mscale_all_dim=0),
         [1, 0.1, 0.00625, 0.00025],
         1.1386294361,
     ),
     # Pair 1 turns 2.5 times in 8192 positions, half of the way from 1 to 4.
     "llama3": (
-        {"dim": 4, "base": (8192 / (5 * math.pi)) ** 2, "scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"dim": 4, "base": (8192 / (5 * math.pi)) ** 2, **scaling("llama3")},
         [1, 5 * math.pi / 8192 * (1 / 2 + 1 / 16)],
         1.0,
     ),
     # Pair 1 turns less than once.
-    "llama3, slow": (
-        {"dim": 4, "base": 1e8, "scaling": {"rope_type": "llama3", **LLAMA3}},
-        [1, 1e-4 / 8],
-        1.0,
-    ),
+    "llama3, slow": ({"dim": 4, "base": 1e8, **scaling("llama3")}, [1, 1e-4 / 8], 1.0),
     "longrope": (
-        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG}, "max_position_embeddings": 1024},
+        {"dim": 4, "base": 100, "max_position_embeddings": 1024, **scaling("longrope")},
         [1, 0.05],
         math.sqrt(1.25),
     ),
     "longrope, as long as trained": (
-        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "factor": 4.0}, "seq_len": 256},
+        {"dim": 4, "base": 100, "seq_len": 256, **scaling("longrope", factor=4.0)},
         [1, 0.05],
         math.sqrt(1.25),
     ),
     "longrope, longer": (
-        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "factor": 4.0}, "seq_len": 257},
+        {"dim": 4, "base": 100, "seq_len": 257, **scaling("longrope", factor=4.0)},
         [1 / 4, 0.1 / 8],
         math.sqrt(1.25),
     ),
-    "longrope with a scale": (
-        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "attention_factor": 1.19}},
-        [1, 0.05],
-        1.19,
-    ),
-    "longrope, not longer": (
-        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "factor": 0.5}},
-        [1, 0.05],
-        1.0,
-    ),
+    "longrope with a scale": ({"dim": 4, "base": 100, **scaling("longrope", attention_factor=1.19)}, [1, 0.05], 1.19),
+    "longrope, not longer": ({"dim": 4, "base": 100, **scaling("longrope", factor=0.5)}, [1, 0.05], 1.0),
     # The base is multiplied by 9^(4/2) = 81 for every length.
-    "dynamic with alpha": (
-        {"dim": 4, "base": 16, "scaling": {"rope_type": "dynamic", "alpha": 9.0}, "seq_len": 10**6},
-        [1, 1 / 36],
-        1.0,
-    ),
-    "dynamic with alpha, one pair": ({"dim": 2, "scaling": {"rope_type": "dynamic", "alpha": 9.0}}, [1], 1.0),
+    "dynamic with alpha": ({"dim": 4, "base": 16, "seq_len": 10**6, **scaling("dynamic", alpha=9.0)}, [1, 1 / 36], 1.0),
+    "dynamic with alpha, one pair": ({"dim": 2, **scaling("dynamic", alpha=9.0)}, [1], 1.0),
     "longrope with a scale for each length": (
-        {"dim": 4, "base": 100, "scaling": {"rope_type": "longrope", **LONG, "short_mscale": 1.25, "long_mscale": 2}},
+        {"dim": 4, "base": 100, **scaling("longrope", short_mscale=1.25, long_mscale=2)},
         [1, 0.05],
         1.25,
     ),
     "longrope with a scale for each length, longer": (
-        {
-            "dim": 4,
-            "base": 100,
-            "scaling": {"rope_type": "longrope", **LONG, "short_mscale": 1.25, "long_mscale": 2},
-            "seq_len": 257,
-        },
+        {"dim": 4, "base": 100, "seq_len": 257, **scaling("longrope", short_mscale=1.25, long_mscale=2)},
         [1 / 4, 0.1 / 8],
         2.0,
     ),
-    "yarn, its scale multiplied": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "attn_factor": 0.5}},
-        [1, 0.1, 0.00625, 0.00025],
-        0.56931471806,
-    ),
+    "yarn, its scale multiplied": (scaling("yarn", attn_factor=0.5), [1, 0.1, 0.00625, 0.00025], 0.56931471806),
     "yarn, its scale given and not multiplied": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "attn_factor": 0.5, "attention_factor": 3}},
+        scaling("yarn", attn_factor=0.5, attention_factor=3),
         [1, 0.1, 0.00625, 0.00025],
         3.0,
     ),
     # Pair 1 turns twice in 8192 positions, pair 2 less than once.
     "llama3, bounds are equal": (
-        {
-            "dim": 6,
-            "base": (8192 / (4 * math.pi)) ** 3,
-            "scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0, "low_freq_factor": 1.0},
-        },
+        {"dim": 6, "base": (8192 / (4 * math.pi)) ** 3, **scaling("llama3", high_freq_factor=1.0, low_freq_factor=1.0)},
         [1, 4 * math.pi / 8192, (4 * math.pi / 8192) ** 2 / 8],
         1.0,
     ),
@@ -227,26 +163,22 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         {
             "dim": 4,
             "base": 100,
-            "scaling": {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 256.0},
             "seq_len": np.float32(257),
             "max_position_embeddings": 1024.0,
+            **scaling("longrope", original_max_position_embeddings=256.0),
         },
         [1 / 4, 0.1 / 8],
         math.sqrt(1.25),
     ),
-    "proportional": (
-        {"dim": 8, "scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
-        [1, 0.1, 0, 0],
-        1.0,
-    ),
+    "proportional": (scaling("proportional", partial_rotary_factor=0.5, rope_theta=10000.0), [1, 0.1, 0, 0], 1.0),
     "proportional with a factor": (
-        {"dim": 8, "scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.9, "factor": 2.0}},
+        scaling("proportional", partial_rotary_factor=0.9, factor=2.0),
         [0.5, 0.05, 0.005, 0],
         1.0,
     ),
-    "proportional, all": ({"dim": 8, "scaling": {"rope_type": "proportional"}}, PLAIN, 1.0),
+    "proportional, all": (scaling("proportional"), PLAIN, 1.0),
     "keys without values": (
-        {"dim": 8, "scaling": {"rope_type": "yarn", **YARN, "attention_factor": None, "truncate": None}},
+        scaling("yarn", attention_factor=None, truncate=None),
         [1, 0.1, 0.00625, 0.00025],
         1.1386294361,
     ),
@@ -256,7 +188,7 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
 @pytest.mark.parametrize("case", BY_HAND)
 def test_by_hand(case: str) -> None:
     arguments, expected, expected_scale = BY_HAND[case]
-    inv_freq, scale = rope_frequencies(**arguments)
+    inv_freq, scale = rope_frequencies(**({"dim": 8} | arguments))
     assert inv_freq.dtype == np.float64 and type(scale) is float
     np.testing.assert_allclose(inv_freq, expected, rtol=2e-5 if case == "yarn without truncation" else 1e-12)
     assert scale == pytest.approx(expected_scale, rel=1e-9)
@@ -439,13 +371,7 @@ def test_arrays_and_numpy_numbers() -> None:
     assert scale == pytest.approx(math.sqrt(1.25))
 
 
-REQUIRED = {
-    "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
-    "yarn": YARN,
-    "llama3": LLAMA3,
-    "longrope": LONG,
-}
+REQUIRED = {"linear": {"factor": 2.0}, "dynamic": {"factor": 2.0}, "yarn": YARN, "llama3": LLAMA3, "longrope": LONG}
 
 
 @pytest.mark.parametrize(("rope_type", "key"), [(name, key) for name, keys in REQUIRED.items() for key in keys])
@@ -481,15 +407,11 @@ def test_keys_of_another_scheme() -> None:
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dim is odd": ({"dim": 7}, ValueError, "dim must be even, got 7"),
     "dim is zero": ({"dim": 0}, ValueError, "dim must be 2 or more, got 0"),
-    "dim is a float": ({"dim": 8.0}, TypeError, "dim must be an integer, got 8.0"),
+    "dim is a float": ({}, TypeError, "dim must be an integer, got 8.0"),
     "base is zero": ({"base": 0.0}, ValueError, "base must be finite and positive, got 0.0"),
     "base is infinite": ({"base": math.inf}, ValueError, "base must be finite and positive, got inf"),
     "base is text": ({"base": "10000"}, TypeError, "base must be a real number, got '10000'"),
-    "base is tiny": (
-        {"base": 5e-324, "scaling": {"rope_type": "linear", "factor": 1e-300}},
-        ValueError,
-        ".*finite freq",
-    ),
+    "base is tiny": ({"base": 5e-324, **scaling("linear", factor=1e-300)}, ValueError, ".*finite freq"),
     "base and rope_theta differ": (
         {"base": 20000.0, "scaling": {"rope_theta": 10000.0}},
         ValueError,
@@ -515,7 +437,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scaling is a list": ({"scaling": [("factor", 2)]}, TypeError, "scaling must be a dict or None, got list"),
     "scaling is a name": ({"scaling": "yarn"}, TypeError, "scaling must be a dict or None, got str"),
     "scheme is unknown": (
-        {"scaling": {"rope_type": "ntk", "factor": 2.0}},
+        scaling("ntk", factor=2.0),
         ValueError,
         r"scaling\['rope_type'\] must be one of \['default', 'dynamic', 'linear', 'llama3', 'longrope', 'mrope', "
         r"'proportional', 'su', 'xdrope', 'yarn'\], got 'ntk'",
@@ -532,32 +454,28 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "older name is unknown": ({"scaling": {"type": "ntk"}}, ValueError, r"scaling\['rope_type'\] must be .*got 'ntk'"),
     "factor is zero": (
-        {"scaling": {"rope_type": "linear", "factor": 0}},
+        scaling("linear", factor=0),
         ValueError,
         r"scaling\['factor'\] must be finite and positive, got 0",
     ),
     "factor is None": (
-        {"scaling": {"rope_type": "linear", "factor": None}},
+        scaling("linear", factor=None),
         TypeError,
         r"scaling\['factor'\] must be a real number, got None",
     ),
-    "factor is text": (
-        {"scaling": {"rope_type": "yarn", **YARN, "factor": "4"}},
-        TypeError,
-        r"scaling\['factor'\] must be a real number, got '4'",
-    ),
+    "factor is text": (scaling("yarn", factor="4"), TypeError, r"scaling\['factor'\] must be a real number, got '4'"),
     "factor is None, and no lengths": (
-        {"scaling": {"rope_type": "yarn", **YARN, "factor": None}},
+        scaling("yarn", factor=None),
         TypeError,
         r"scaling\['factor'\] must be a real number, got None",
     ),
     "length has a fraction": (
-        {"scaling": {"rope_type": "yarn", **YARN, "original_max_position_embeddings": 4096.5}},
+        scaling("yarn", original_max_position_embeddings=4096.5),
         TypeError,
         r"scaling\['original_max_position_embeddings'\] must be an integer, got 4096.5",
     ),
     "length is one": (
-        {"scaling": {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 1}},
+        scaling("longrope", original_max_position_embeddings=1),
         ValueError,
         r"scaling\['original_max_position_embeddings'\] must be 2 or more, got 1",
     ),
@@ -577,38 +495,34 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"scaling\['partial_rotary_factor'\] must leave something of dim = 8 to rotate, got 0.1",
     ),
     "dynamic without a length": (
-        {"scaling": {"rope_type": "dynamic", "factor": 2.0}, "seq_len": 100},
+        {"seq_len": 100, **scaling("dynamic", factor=2.0)},
         ValueError,
         "max_position_embeddings must be given for a seq_len with rope_type 'dynamic', got None",
     ),
-    "yarn with base 1": ({"base": 1, "scaling": {"rope_type": "yarn", **YARN}}, ValueError, "base must not be 1"),
+    "yarn with base 1": ({"base": 1, **scaling("yarn")}, ValueError, "base must not be 1"),
     "beta is zero": (
-        {"scaling": {"rope_type": "yarn", **YARN, "beta_slow": 0}},
+        scaling("yarn", beta_slow=0),
         ValueError,
         r"scaling\['beta_slow'\] must be finite and positive, got 0",
     ),
-    "truncate is a number": (
-        {"scaling": {"rope_type": "yarn", **YARN, "truncate": 1}},
-        TypeError,
-        r"scaling\['truncate'\] must be a bool, got 1",
-    ),
+    "truncate is a number": (scaling("yarn", truncate=1), TypeError, r"scaling\['truncate'\] must be a bool, got 1"),
     "llama3, bounds are swapped": (
-        {"scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0.5}},
+        scaling("llama3", high_freq_factor=0.5),
         ValueError,
         r"scaling\['high_freq_factor'\] must not be less than scaling\['low_freq_factor'\], got 0.5 and 1.0",
     ),
     "longrope, too few factors": (
-        {"scaling": {"rope_type": "longrope", **LONG, "factor": 2.0}},
+        scaling("longrope", factor=2.0),
         ValueError,
         r"scaling\['short_factor'\] must have 4 numbers, one per frequency, got 2",
     ),
     "longrope, one factor": (
-        {"scaling": {"rope_type": "longrope", **LONG, "long_factor": 2.0, "short_factor": [1.0] * 4}},
+        scaling("longrope", long_factor=2.0, short_factor=[1.0] * 4),
         TypeError,
         r"scaling\['long_factor'\] must be a list of numbers, got 2.0",
     ),
     "longrope, a factor is zero": (
-        {"dim": 4, "scaling": {"rope_type": "longrope", **LONG, "long_factor": [1.0, 0.0]}},
+        {"dim": 4, **scaling("longrope", long_factor=[1.0, 0.0])},
         ValueError,
         r"scaling\['long_factor'\]\[1\] must be finite and positive, got 0.0",
     ),
@@ -622,7 +536,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "seq_len is infinite": ({"seq_len": math.inf}, TypeError, "seq_len must be an integer, got inf"),
     "longrope without a growth": (
-        {"dim": 4, "scaling": {"rope_type": "longrope", **LONG}},
+        {"dim": 4, **scaling("longrope")},
         ValueError,
         "rope_type 'longrope' needs the key 'factor' or 'attention_factor' in scaling, or the argument "
         "max_position_embeddings",

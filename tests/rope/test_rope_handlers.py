@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -115,28 +114,6 @@ def test_many_rows(rng: np.random.Generator, target: str, interleaved: bool, lay
 
 @each_layout
 @each_target
-def test_any_operands_may_be_shared(rng: np.random.Generator, target: str, layout: str) -> None:
-    """The batch may share any operands. The examples may also share positions."""
-    names = [*(x.name for x in good_call(target).operands), "positions of examples"]
-    for count in range(1, len(names)):
-        for shared in itertools.combinations(names, count):
-            call = good_call(target, layout, shared=shared)
-            check(call, random_operands(rng, call))
-
-
-@pytest.mark.parametrize("dims", handlers.BATCH_DIMS, ids=str)
-@each_layout
-@each_target
-def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, layout: str, dims: tuple[int, ...]) -> None:
-    sizes = dataclasses.replace(SIZES, batch=math.prod(dims))
-    names = [x.name for x in good_call(target).operands]
-    for shared in ((), *((name,) for name in names), names, ("positions of examples",)):
-        call = good_call(target, layout, shared=shared, sizes=sizes)
-        handlers.assert_batch_dims_count_as_one(call, random_operands(rng, call), dims)
-
-
-@each_layout
-@each_target
 def test_empty_arrays(rng: np.random.Generator, target: str, layout: str) -> None:
     """Empty arrays are accepted. If only one of two arrays is empty, the other one is rotated."""
     for empty in (
@@ -150,13 +127,6 @@ def test_empty_arrays(rng: np.random.Generator, target: str, layout: str) -> Non
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Invalid calls.
-
-
-@each_layout
-@each_target
-def test_bad_batch_dims_are_refused(target: str, layout: str) -> None:
-    good = good_call(target, layout, sizes=dataclasses.replace(SIZES, batch=6))
-    handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])

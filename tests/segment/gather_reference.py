@@ -1,17 +1,12 @@
-"""Sums of gathered rows in NumPy, and direct calls of their handler."""
+"""Sums of gathered rows in NumPy."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any
 
 import numpy as np
-from support import cases, handlers
+from support import cases
 from support.cases import Expected
-from support.handlers import Array, Call
-
-BATCH, NODES, EDGES, SEGMENTS, HEADS, FEATURES = 3, 5, 4, 2, 3, 6
 
 
 def gathered(data: np.ndarray, gather_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -93,76 +88,4 @@ def hot_graph(rng: np.random.Generator, row_shape: tuple[int, ...], form: str) -
     gather_ids = np.where(is_hot[1], 80, graph.gather_ids).astype(np.int32)
     return dataclasses.replace(
         graph, gather_ids=gather_ids, segment_ids=np.sort(segment_ids) if form == "sorted" else segment_ids
-    )
-
-
-def good_dot_call(*, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:
-    """A valid call for the gradient of weights. The batch shares the operands at the positions `shared`."""
-    operands = [
-        Array("d_output", (BATCH, SEGMENTS, HEADS, FEATURES)),
-        Array("data", (BATCH, NODES, HEADS, FEATURES)),
-        Array("gather_ids", (BATCH, EDGES), "int32"),
-        Array("segment_ids", (BATCH, EDGES), "int32"),
-        *([Array("edge_order", (BATCH, EDGES), "int32")] if has_edge_order else []),
-    ]
-    return handlers.good_call(
-        "gather_segment_dot",
-        [x.shared() if i in shared else x for i, x in enumerate(operands)],
-        [Array("output", (BATCH, EDGES, HEADS))],
-        {"is_wide": False, "has_edge_order": has_edge_order},
-    )
-
-
-def good_extremum_call(target: str, *, has_plan: bool = False, shared: Collection[int] = ()) -> Call:
-    """A valid call for an extremum, its twin with winners, or its gradient. The batch shares the operands `shared`."""
-    cells, rows = (BATCH, SEGMENTS, FEATURES), (BATCH, NODES, FEATURES)
-
-    def of_edges(*names: str) -> list[Array]:
-        return [Array(name, (BATCH, EDGES), "int32") for name in names]
-
-    if target.endswith("_backward"):
-        orders = ("edge_order", "transposed_order", "transposed_gather_ids", "transposed_segment_ids")
-        operands = [
-            *(Array("d_winner", cells), Array("winner", cells, "int32")),
-            *of_edges("gather_ids", "segment_ids", *(orders if has_plan else ())),
-            *(Array("data", rows), Array("output", cells)),
-        ]
-        results = [Array("d_data", rows)]
-        params: dict[str, Any] = {"num_rows": NODES, "has_plan": has_plan, "shares_ties": True}
-    else:
-        has_order = has_plan and target.endswith("_with_winner")
-        operands = [Array("data", rows), *of_edges("gather_ids", "segment_ids", *(["edge_order"] if has_order else []))]
-        results = [Array("output", cells)]
-        params = {"num_segments": SEGMENTS, "indices_are_sorted": True, "first_wins": False}
-        if target.endswith("_with_winner"):
-            results.append(Array("winner", cells, "int32"))
-            params["has_edge_order"] = has_order
-    return handlers.good_call(
-        target, [x.shared() if i in shared else x for i, x in enumerate(operands)], results, params
-    )
-
-
-def good_call(*, has_weights: bool = True, has_edge_order: bool = False, shared: Collection[int] = ()) -> Call:
-    """A valid call for the sum. The batch shares the operands at the positions `shared`."""
-    row_shape = (HEADS, FEATURES) if has_weights else (FEATURES,)
-    operands = [
-        Array("data", (BATCH, NODES, *row_shape)),
-        Array("gather_ids", (BATCH, EDGES), "int32"),
-        Array("segment_ids", (BATCH, EDGES), "int32"),
-        *([Array("weights", (BATCH, EDGES, HEADS))] if has_weights else []),
-        *([Array("edge_order", (BATCH, EDGES), "int32")] if has_edge_order else []),
-    ]
-    params = {
-        "num_segments": SEGMENTS,
-        "indices_are_sorted": True,
-        "clips_gather_ids": True,
-        "is_wide": False,
-        "has_weights": has_weights,
-        "has_edge_order": has_edge_order,
-    }
-    return handlers.good_call(
-        "gather_segment_sum",
-        [x.shared() if i in shared else x for i, x in enumerate(operands)],
-        [Array("output", (BATCH, SEGMENTS, *row_shape))],
-        params,
     )

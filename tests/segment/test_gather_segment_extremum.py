@@ -300,7 +300,6 @@ DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (TypeError, "data must be an array, got list", lambda f: f([1.0], IDS, IDS, 2)),
         (TypeError, r"floating dtype, got \(5,\) of int32", lambda f: f(IDS, IDS, IDS, 2)),
         (TypeError, "segment_ids and num_segments must be given", lambda f: f(DATA, IDS, IDS)),
         (ValueError, "must have rows for 5 edges", lambda f: f(DATA[:0], IDS, IDS, 2)),

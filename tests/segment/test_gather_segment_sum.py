@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,26 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.gather_reference import (
-    BATCH,
-    EDGES,
-    HEADS,
-    NODES,
-    SEGMENTS,
-    Graph,
-    gathered,
-    good_call,
-    good_dot_call,
-    good_extremum_call,
-    hot_graph,
-    make_graph,
-)
+from segment.gather_reference import Graph, gathered, hot_graph, make_graph
 from support import cases, handlers
-from support.handlers import Call, with_dtypes
+from support.handlers import with_dtypes
 from support.programs import small_floats
+from support.recorded import GoodCall, direct_calls
 
-import jax_baracuda
 from jax_baracuda import SegmentPlan, gather_segment_sum, segment_plan
+from jax_baracuda._core.native import NATIVE_MODULES
 
 # (nodes, edges, segments, row_shape, weight_dims)
 GRAPHS = (
@@ -242,7 +228,6 @@ PLAN = dict(segment_ids=IDS, num_segments=2, gather_ids=IDS, num_rows=4)
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (TypeError, "data must be an array, got list", lambda: gather_segment_sum([1.0], IDS, IDS, 2)),
         (
             TypeError,
             r"floating dtype, got \(4,\) of int32",
@@ -252,12 +237,6 @@ PLAN = dict(segment_ids=IDS, num_segments=2, gather_ids=IDS, num_rows=4)
             TypeError,
             "segment_ids and num_segments must be given",
             lambda: gather_segment_sum(DATA, IDS, IDS),
-        ),
-        (TypeError, "gather_ids must have an integer dtype", lambda: gather_segment_sum(DATA, IDS * 1.0, IDS, 2)),
-        (
-            IndexError,
-            "must have an integer dtype, got bool",
-            lambda: gather_segment_sum(DATA, IDS, IDS == 0, 2),
         ),
         (ValueError, r"one shape \[E\], got \(4,\) and \(5,\)", lambda: gather_segment_sum(DATA, IDS[1:], IDS, 2)),
         (ValueError, "num_segments must be non-negative, got -1", lambda: gather_segment_sum(DATA, IDS, IDS, -1)),
@@ -304,97 +283,52 @@ def test_errors(error: type[Exception], message: str, call: Callable[[], Any]) -
 # The handler.
 
 
-GOOD_CALLS = {
-    f"{make.__name__}{' with order' if has_edge_order else ''}": functools.partial(make, has_edge_order=has_edge_order)
-    for make in (good_call, good_dot_call)
-    for has_edge_order in (False, True)
-} | {
-    "without weights": functools.partial(good_call, has_weights=False),
-    **{
-        f"{target}{' with plan' if has_plan else ''}": functools.partial(good_extremum_call, target, has_plan=has_plan)
-        for target in ("gather_segment_max", "gather_segment_min_with_winner", "gather_segment_max_backward")
-        for has_plan in (False, True)
-        # On GPUs, a separate op sorts the edges.
-        if has_plan or cases.PLATFORM == "cpu" or not target.endswith("_backward")
-    },
-}
-each_call = pytest.mark.parametrize("make", GOOD_CALLS.values(), ids=GOOD_CALLS)
+def good_call(target: str, **attributes: bool) -> GoodCall:
+    """A valid call with these attributes, and its operands."""
+    return next(good for good in direct_calls(target) if attributes.items() <= good[0].attributes.items())
 
 
-@each_call
-def test_valid_calls_succeed(make: Callable[..., Call]) -> None:
-    """The batch may share any of the operands."""
-    num_operands = len(make().operands)
-    for count in range(num_operands + 1) if num_operands < 8 else (0, 1, 2, num_operands - 1, num_operands):
-        for shared in itertools.combinations(range(num_operands), count):
-            call = make(shared=shared)
-            of_cells = [x.shape[0] for x in call.operands if x.name in ("winner", "output")]
-            if len(set(of_cells)) <= 1:  # winner and output are shared together
-                call.run()
+GATHERS = [target for target in NATIVE_MODULES[cases.PLATFORM].targets if target.startswith("gather_")]
 
 
-@each_call
-def test_other_dtypes_are_refused(make: Callable[..., Call]) -> None:
-    good = make()
-    names = [x.name for x in good.arrays()]
-    wide = "transposed_segment_ids" if good.target.endswith("_backward") else "segment_ids"
-    others = ("int8", "float16", "int64", "complex64")
-    for dtype, array, bad in good.with_other(lambda array: with_dtypes(array, others)):
-        if (array.name, dtype) != (wide, "int64"):
-            handlers.assert_refused(bad, f"{array.name} of {dtype}", names)
+@pytest.mark.parametrize("target", sorted(GATHERS))
+def test_other_dtypes_are_refused(target: str) -> None:
+    wide = "transposed_segment_ids" if target.endswith("_backward") else "segment_ids"
+    for good, _ in direct_calls(target)[::3]:
+        names = [x.name for x in good.arrays()] + ["output"]
+        for dtype, array, bad in good.with_other(lambda array: with_dtypes(array, ("int8", "int64", "complex64"))):
+            if (array.name, dtype) != (wide, "int64"):
+                handlers.assert_refused(bad, f"{array.name} of {dtype}", names)
 
 
-@each_call
-def test_batch_dims_count_as_one(rng: np.random.Generator, make: Callable[..., Call]) -> None:
-    good = make()
-    limits = {
-        **{"gather_ids": NODES, "transposed_segment_ids": NODES},
-        **{"segment_ids": SEGMENTS, "transposed_gather_ids": SEGMENTS, "winner": EDGES},
-    }
-    operands = {
-        x.name: rng.integers(0, limits[x.name], x.shape).astype(np.int32)
-        if x.name in limits
-        else rng.permuted(np.tile(np.arange(EDGES, dtype=np.int32), (BATCH, 1)), axis=1)
-        if x.name in ("edge_order", "transposed_order")
-        else rng.normal(size=x.shape).astype(np.float32)
-        for x in good.operands
-    }
-    reduced_to = "transposed_segment_ids" if good.target.endswith("_backward") else "segment_ids"
-    if reduced_to in operands and "gather_segment_dot" != good.target:
-        operands[reduced_to].sort(axis=1)
-    for sizes in ((3, 1), (1, 3, 1)):
-        handlers.assert_batch_dims_count_as_one(good, operands, sizes)
+each_order = pytest.mark.parametrize("is_in_range", [True, False], ids=("one edge", "out of range"))
 
 
-NO_PERMUTATIONS = ([0] * EDGES, [-1, 2**31 - 1, *range(2, EDGES)])
+def no_permutation(edges: int, is_in_range: bool) -> np.ndarray:
+    return np.array([0] * edges if is_in_range else [-1, 2**31 - 1, *range(2, edges)], np.int32)
 
 
-@pytest.mark.parametrize("order", NO_PERMUTATIONS, ids=("one edge", "out of range"))
-def test_products_of_edges_that_no_order_names(rng: np.random.Generator, order: list[int]) -> None:
+@each_order
+def test_products_of_edges_that_no_order_names(is_in_range: bool) -> None:
     """They are 0. Each number of another edge is that of a place that names it. Numbers out of range are clipped."""
-    call = good_dot_call(has_edge_order=True)
-    operands = {x.name: rng.normal(size=x.shape).astype(np.float32) for x in call.operands}
-    operands["gather_ids"] = rng.integers(0, NODES, (BATCH, EDGES)).astype(np.int32)
-    operands["segment_ids"] = rng.integers(0, SEGMENTS, (BATCH, EDGES)).astype(np.int32)
-    operands["edge_order"] = np.tile(np.arange(EDGES, dtype=np.int32), (BATCH, 1))
-    of_places = call.results_of(operands)["output"]
-    operands["edge_order"][:] = order
-    output, named = call.results_of(operands)["output"], np.clip(order, 0, EDGES - 1)
-    for b, edge in np.ndindex(BATCH, EDGES):
+    call, operands = good_call("gather_segment_dot", has_edge_order=True)
+    batch, edges = operands["edge_order"].shape
+    order = no_permutation(edges, is_in_range)
+    of_places = call.results_of({**operands, "edge_order": np.tile(np.arange(edges, dtype=np.int32), (batch, 1))})
+    output = call.results_of({**operands, "edge_order": np.tile(order, (batch, 1))})
+    [of_places], [output], named = of_places.values(), output.values(), np.clip(order, 0, edges - 1)
+    for b, edge in np.ndindex(batch, edges):
         places = of_places[b][named == edge]
-        assert (output[b, edge] == (places if len(places) else np.zeros((1, HEADS)))).any(axis=0).all()
+        assert (output[b, edge] == (places if len(places) else np.zeros_like(output[b, :1]))).any(axis=0).all()
 
 
 @pytest.mark.skipif(cases.PLATFORM != "cpu", reason="on GPUs, no kernel notes what edges won")
-@pytest.mark.parametrize("order", NO_PERMUTATIONS, ids=("one edge", "out of range"))
-def test_edges_that_no_order_names_win_nothing(rng: np.random.Generator, order: list[int]) -> None:
+@each_order
+def test_edges_that_no_order_names_win_nothing(is_in_range: bool) -> None:
     """Their gradient is 0, whatever the scratch memory held before."""
-    call = good_extremum_call("gather_segment_max_backward", has_plan=True)
-    operands = {x.name: np.zeros(x.shape, x.dtype) for x in call.operands}
-    operands["d_winner"] = rng.normal(size=operands["d_winner"].shape).astype(np.float32)
-    operands["winner"][:] = -1
-    operands["transposed_order"][:] = np.arange(EDGES)
-    operands["edge_order"][:] = order
+    call, operands = good_call("gather_segment_max_backward", has_plan=True)
+    order = np.tile(no_permutation(operands["edge_order"].shape[1], is_in_range), (len(operands["edge_order"]), 1))
+    operands = {**operands, "winner": np.full_like(operands["winner"], -1), "edge_order": order}
     libc, m_perturb = ctypes.CDLL(None), -6
     try:
         assert libc.mallopt(m_perturb, 0xAA)  # new memory has the other bits
@@ -405,15 +339,8 @@ def test_edges_that_no_order_names_win_nothing(rng: np.random.Generator, order: 
 
 
 @pytest.mark.skipif(cases.PLATFORM == "cpu", reason="the CPU kernels take edges in any order")
-@pytest.mark.parametrize(
-    "call",
-    [good_call(), *map(good_extremum_call, ("gather_segment_max", "gather_segment_min_with_winner"))],
-    ids=lambda call: call.target,
-)
-def test_unsorted_edges_are_refused(call: Call) -> None:
+@pytest.mark.parametrize("target", ["gather_segment_sum", "gather_segment_max", "gather_segment_min_with_winner"])
+def test_unsorted_edges_are_refused(target: str) -> None:
+    call, _ = good_call(target, indices_are_sorted=True)
     unsorted = dataclasses.replace(call, attributes={**call.attributes, "indices_are_sorted": False})
     handlers.assert_refused(unsorted, "unsorted", ["indices_are_sorted"])
-
-
-def test_public_names() -> None:
-    assert {"gather_segment_sum", "segment_plan", "SegmentPlan"} <= set(jax_baracuda.__all__)

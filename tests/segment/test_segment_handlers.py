@@ -3,138 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.handler_calls import BATCH, FEATURES, ROW_SHAPE, ROWS, SEGMENTS, TARGETS, arrays_of, good_call
 from support import cases, handlers
-from support.cases import Expected
-from support.handlers import Array, Call, with_dtypes
+from support.handlers import Array, with_dtypes
+from support.recorded import BATCH, GoodCall, direct_calls
 
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.op import OPS, OpCall
 
-
-def assert_refused(call: Call, what: str) -> None:
-    handlers.assert_refused(call, what, [*(x.name for x in call.arrays()), "expected"])
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_valid_calls_succeed(target: str) -> None:
-    """The calls that the tests below change are valid, also if the batch shares any of the operands."""
-    good_call(target).run()
-    num_operands = len(TARGETS[target][0])
-    for count in range(1, num_operands + 1):
-        for shared in itertools.combinations(range(num_operands), count):
-            names = {TARGETS[target][0][i].name for i in shared}
-            if target.endswith(("max_backward", "min_backward")) and len(names & {"winner", "output"}) == 1:
-                continue  # one kernel makes winners and maxima, so they are shared together
-            if {"mantissa", "packed"} & names and not {"mantissa", "packed"} <= names:
-                continue  # so are both residuals of a product
-            if count < 3 or count == num_operands:
-                good_call(target, shared).run()
-
-
-def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
-    """Random operands. Winners, orders, counts and residuals of products have values that kernels might make."""
-
-    def random(x: Array) -> np.ndarray:
-        if x.name == "order":
-            return np.broadcast_to(np.arange(ROWS, dtype=np.int32), x.shape).copy()
-        if x.name == "packed":
-            return np.zeros(x.shape, np.int32)
-        highest = {"segment_ids": SEGMENTS, "winner": ROWS, "count": 4}
-        if x.name in highest:
-            return rng.integers(x.name == "count", highest[x.name], x.shape).astype(np.int32)
-        return (rng.integers(2, 5, x.shape) / 4).astype(np.float32)
-
-    return {x.name: random(x) for x in call.operands}
-
-
-def assert_same(target: str, actual: np.ndarray, expected: np.ndarray, what: str) -> None:
-    """Asserts the same bits, except for softmax: sums of at most ROWS terms may be added in another order.
-
-    The largest terms are at most 1; for the gradient, at most ROWS.
-    """
-    magnitude = {
-        "segment_softmax": 1,
-        "segment_sum_of_exponentials": ROWS * math.e**2,
-        "segment_softmax_backward": ROWS,
-    }.get(target, 0)
-    Expected(expected, expected.dtype, ROWS * cases.eps_of(np.float32) * magnitude).check(actual, what)
-
-
-@pytest.mark.parametrize("sizes", handlers.BATCH_DIMS, ids=str)
-@pytest.mark.parametrize("target", TARGETS)
-def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, sizes: tuple[int, ...]) -> None:
-    """Several batch dimensions act as one if no operand is shared, or one, or a pair that comes from one kernel."""
-    names = [x.name for x in TARGETS[target][0]]
-    together = [{"winner", "output"}, {"mantissa", "packed"}]
-    for name in (None, *names):
-        shared = next((group for group in together if name in group), {name})
-        call = good_call(target, tuple(i for i, x in enumerate(names) if x in shared), math.prod(sizes))
-        handlers.assert_batch_dims_count_as_one(
-            call, random_operands(rng, call), sizes, functools.partial(assert_same, target)
-        )
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_bad_batch_dims_are_refused(target: str) -> None:
-    good = good_call(target, batch=6)
-    handlers.assert_bad_batch_dims_refused(good, good.results[0].name)
+TARGETS = sorted(target for target in OPS if target.startswith("segment_"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_bad_dtypes_are_refused(target: str) -> None:
     """An operand or result is refused if its dtype has no kernel or does not match the others."""
-    without_kernel = ("int16", "complex64", "int8", "bool", "uint8")
-
-    def result_dtypes(dtype: str) -> list[str]:
-        return [result.dtype for result in arrays_of(target, dtype)[1]]
+    good, _ = direct_calls(target)[0]
+    names = [*(x.name for x in good.arrays()), "expected"]
+    takes_any_data = all(x.dtype == "int32" for x in good.results)
 
     def with_other_dtypes(array: Array) -> dict[str, Array]:
-        of_kernels = (
-            dtype
-            for dtype in ("float16", "int32", "float32")
-            if array.name != "data" or result_dtypes(dtype) != result_dtypes("float32")
-        )
-        return with_dtypes(array, (*without_kernel, *of_kernels))
+        of_kernels = () if array.name == "data" and takes_any_data else ("float16", "int32", "float32")
+        return with_dtypes(array, ("int16", "complex64", "int8", "bool", "uint8", *of_kernels))
 
-    for dtype, array, call in good_call(target).with_other(with_other_dtypes):
-        assert_refused(call, f"{array.name} {dtype}")
+    for dtype, array, call in good.with_other(with_other_dtypes):
+        handlers.assert_refused(call, f"{array.name} {dtype}", names)
 
 
 @pytest.mark.parametrize("target", ["segment_softmax", "segment_softmax_backward"])
 def test_negative_number_of_segments_is_refused(target: str) -> None:
-    good = good_call(target)
+    good, _ = direct_calls(target)[0]
     call = dataclasses.replace(good, attributes={**good.attributes, "num_segments": -1})
     assert f"{target}: num_segments" in handlers.refusal(call, "num_segments == -1")
 
 
 @pytest.mark.parametrize("target", ["segment_max_with_winner", "segment_min_with_winner"])
-def test_order_without_segments(target: str, rng: np.random.Generator) -> None:
+def test_order_without_segments(target: str) -> None:
     """The order of rows is written also without segments, because the gradient follows it."""
-    call = good_call(target)
-    *cells, order = call.results
-    no_cells = (dataclasses.replace(x, shape=(BATCH, 0, FEATURES)) for x in cells)
-    call = dataclasses.replace(call, results=(*no_cells, order))
-    operands = {"data": rng.normal(size=ROW_SHAPE).astype(np.float32), "segment_ids": np.zeros((BATCH, ROWS), np.int32)}
+    call, operands = direct_calls(target)[0]
+    (output, winner, order), rows = call.results, operands["segment_ids"].shape[1]
+    cells = [dataclasses.replace(x, shape=(BATCH, 0, *x.shape[2:])) for x in (output, winner)]
+    call = dataclasses.replace(call, results=(*cells, dataclasses.replace(order, shape=(BATCH, rows))))
     order_of_rows = call.results_of(operands)["order"]
-    np.testing.assert_array_equal(np.sort(order_of_rows, axis=1), np.tile(np.arange(ROWS), (BATCH, 1)))
+    np.testing.assert_array_equal(np.sort(order_of_rows, axis=1), np.tile(np.arange(rows), (BATCH, 1)))
 
 
-def of_extremum_gradient(rng: np.random.Generator, target: str) -> tuple[Call, dict[str, np.ndarray]]:
-    """A call of an extremum's gradient, and operands whose winners include ties."""
-    call = good_call(target)
-    operands = random_operands(rng, call)
-    return call, operands | {"winner": rng.integers(-3, ROWS, (BATCH, SEGMENTS, FEATURES)).astype(np.int32)}
+def of_extremum_gradient(rng: np.random.Generator, target: str, dtype: str) -> GoodCall:
+    """A call of an extremum's gradient in the order of its rows, and operands whose winners include ties."""
+    call, operands = next(good for good in direct_calls(target) if good[0].operands[0].dtype == dtype)
+    rows = operands["segment_ids"].shape[1]
+    arrays = [dataclasses.replace(x, shape=(BATCH, rows)) if x.name == "order" else x for x in call.operands]
+    order = np.tile(np.arange(rows, dtype=np.int32), (BATCH, 1))
+    winner = rng.integers(-3, rows, operands["winner"].shape).astype(np.int32)
+    return dataclasses.replace(call, operands=tuple(arrays)), {**operands, "order": order, "winner": winner}
 
 
 each_extremum_gradient = pytest.mark.parametrize("target", ["segment_max_backward", "segment_min_backward"])
@@ -143,29 +69,22 @@ each_extremum_gradient = pytest.mark.parametrize("target", ["segment_max_backwar
 @each_extremum_gradient
 def test_tied_winners_without_data_get_nothing(rng: np.random.Generator, target: str) -> None:
     """Without data and output, a kernel cannot find the tied rows, so they get zeros."""
-    call, operands = of_extremum_gradient(rng, target)
+    call, operands = of_extremum_gradient(rng, target, "float32")
     call = dataclasses.replace(call, operands=call.operands[:4])
     winner = np.take_along_axis(operands["winner"], operands["segment_ids"][..., None], axis=1)
     d_output = np.take_along_axis(operands["d_output"], operands["segment_ids"][..., None], axis=1)
-    expected = np.where(winner == np.arange(ROWS)[:, None], d_output, 0)
+    expected = np.where(winner == np.arange(winner.shape[1])[:, None], d_output, 0)
     np.testing.assert_array_equal(call.results_of(operands)["d_data"], expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("order", [[0, 0, 0, 0], [0, 2, 2, 3], [-1, 2**31 - 1, 1, 0], [3, 1, 2, 0]], ids=str)
+@pytest.mark.parametrize("first", [[0, 0, 0, 0], [0, 2, 2, 3], [-1, 2**31 - 1, 1, 0], [3, 1, 2, 0]], ids=str)
 @each_extremum_gradient
-def test_orders_of_rows_change_no_gradient(rng: np.random.Generator, target: str, order: list[int], dtype: str) -> None:
+def test_orders_of_rows_change_no_gradient(rng: np.random.Generator, target: str, first: list[int], dtype: str) -> None:
     """The gradient of each row is right, also if the order is not a permutation."""
-    call, operands = of_extremum_gradient(rng, target)
-    operands = {name: x if x.dtype == np.int32 else x.astype(jnp.dtype(dtype)) for name, x in operands.items()}
-    arrays = ((kind, getattr(call, kind)) for kind in ("operands", "results"))
-    in_dtype = {
-        kind: tuple(x if x.dtype == "int32" else dataclasses.replace(x, dtype=dtype) for x in arrays_of_kind)
-        for kind, arrays_of_kind in arrays
-    }
-    call = dataclasses.replace(call, **in_dtype)
+    call, operands = of_extremum_gradient(rng, target, dtype)
     expected = call.results_of(operands)["d_data"]
-    operands["order"][1] = order
+    operands["order"][1, :4] = first
     np.testing.assert_array_equal(call.results_of(operands)["d_data"], expected)
 
 

@@ -19,7 +19,6 @@ from support import cases
 from support.meshes import COLLECTIVES
 from support.programs import small_floats
 
-import jax_baracuda
 from jax_baracuda import forward_mode, segment_plan, take_rows
 
 # (rows, row_shape, ids_shape)
@@ -441,13 +440,9 @@ DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (TypeError, "data must be an array, got list", lambda: take_rows([1.0], IDS)),
-        (TypeError, "ids must be an array, got list", lambda: take_rows(DATA, [0, 1])),
         (TypeError, "ids must be given, or a plan", lambda: take_rows(DATA, None)),
         (TypeError, "ids must be an array, got slice", lambda: take_rows(DATA, slice(2))),
-        (IndexError, "ids must have an integer dtype, got bool", lambda: take_rows(DATA, IDS == 0)),
         (IndexError, "ids must have an integer dtype, got bool", lambda: take_rows(DATA, True)),
-        (TypeError, "ids must have an integer dtype, got float32", lambda: take_rows(DATA, IDS.astype(np.float32))),
         (ValueError, r"data must have shape \[N, ...\], got a scalar", lambda: take_rows(np.float32(1), IDS)),
         (ValueError, r"must have rows for 5 ids to take, got shape \(0, 3\)", lambda: take_rows(DATA[:0], IDS)),
         (ValueError, "must have rows for 1 ids to take", lambda: take_rows(DATA[:0], 0)),
@@ -457,10 +452,6 @@ def test_errors(error: type[Exception], message: str, call: Callable[[], Any]) -
     with pytest.raises(error, match=message) as raised:
         call()
     assert str(raised.value).startswith("take_rows: ")
-
-
-def test_public_name() -> None:
-    assert "take_rows" in jax_baracuda.__all__ and "take_rows" in forward_mode.__all__
 
 
 # ----------------------------------------------------------------------------------------------------------------------

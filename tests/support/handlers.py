@@ -146,6 +146,17 @@ BATCH_DIMS = ((), (6,), (2, 3), (3, 1, 2))
 """Sizes of batch dimensions to test, including no batch dimensions."""
 
 
+def with_batch(call: Call, size: int, shared: Collection[str | None] = ()) -> Call:
+    """The call with a batch of another size, which shares these operands."""
+
+    def changed(x: Array) -> Array:
+        return dataclasses.replace(x, shape=(1 if x.name in shared else size, *x.shape[1:]))
+
+    operands = tuple(map(changed, call.operands))
+    results = tuple(dataclasses.replace(x, shape=(size, *x.shape[1:])) for x in call.results)
+    return dataclasses.replace(call, operands=operands, results=results)
+
+
 def with_batch_dims(call: Call, sizes: tuple[int, ...]) -> Call:
     """Replaces the call's one batch dimension by dimensions of these sizes; shared arrays get sizes of 1."""
     batch = math.prod(sizes)
@@ -162,43 +173,18 @@ def with_batch_dims(call: Call, sizes: tuple[int, ...]) -> Call:
     )
 
 
-def assert_batch_dims_count_as_one(
-    call: Call,
-    operands: Mapping[str, np.ndarray],
-    sizes: tuple[int, ...],
-    assert_equal: Callable[[np.ndarray, np.ndarray, str], None] = cases.assert_same_memory,
-) -> None:
-    """The call has one batch dimension. Its results are the same with batch dimensions of these sizes."""
-    other = with_batch_dims(call, sizes)
-    expected = call.results_of(operands)
-    reshaped = {x.name: operands[x.name].reshape(x.shape) for x in other.operands}
-    for x, (name, result) in zip(call.results, other.results_of(reshaped).items(), strict=True):
-        assert_equal(result.reshape(x.shape), expected[name], f"{name} of {other}")
-
-
-def assert_bad_batch_dims_refused(call: Call, tells_batch: str) -> None:
-    """Refused: invalid numbers of batch dimensions, and arrays with missing or wrong batch dimensions.
-
-    Args:
-      call: a valid call with a batch of 6.
-      tells_batch: the name of the array whose batch dimensions the others must match.
-    """
-    for number in (-1, -(2**63), 1 + max(len(x.shape) for x in call.arrays()), 2**31, 2**32 + 1, 2**63 - 1):
-        bad = dataclasses.replace(call, attributes={**call.attributes, "num_batch_dims": np.int64(number)})
-        message = refusal(bad, f"num_batch_dims {number}")
-        assert re.search(rf"{call.target}: .*\bnum_batch_dims\b", message), message
-
-    def with_bad_batches(array: Array) -> dict[str, Array]:
-        batches = {"half shared": (1, 3), "shared by the inner": (2, 1), "of other sizes": (3, 2), "without": ()}
-        return {
-            how: dataclasses.replace(array, shape=(*batch, *array.shape[2:]))
-            for how, batch in batches.items()
-            if array.shape[:2] == (2, 3)
-        }
-
-    for how, array, bad in with_batch_dims(call, (2, 3)).with_other(with_bad_batches):
-        names = [x.name for x in call.arrays()] if array.name == tells_batch else [array.name]
-        assert_refused(bad, f"{array.name} {how}", names)
+def recorded_call(call: OpCall) -> Call:
+    """The direct call of a handler that the call of an op becomes."""
+    types = [
+        Array(name, shape, np.dtype(dtype).name)
+        for name, (shape, dtype) in zip(call.resolve(call.op.results), call.result_types(), strict=True)
+    ]
+    operands = [
+        Array(name, x.shape, x.dtype.name)
+        for name, x in zip(call.resolve(call.op.operands), call.operands, strict=False)
+    ]
+    scratch_bytes = call.plan(cases.PLATFORM).scratch_bytes
+    return Call(call.name, tuple(operands), tuple(types), call.attributes(), scratch_bytes)
 
 
 def with_other_shapes(array: Array) -> dict[str, Array]:

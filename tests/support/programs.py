@@ -20,10 +20,19 @@ from jax_baracuda._core.op import OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 
-each_function = pytest.mark.parametrize(
-    "example", {x.function.__name__: x for x in reversed(all_examples())}.values(), ids=lambda example: example.name
-)
+FIRST_EXAMPLES = {x.function.__name__: x for x in reversed(all_examples())}
+"""The simplest example of each public function."""
+
+each_function = pytest.mark.parametrize("example", FIRST_EXAMPLES.values(), ids=lambda example: example.name)
 """A test parameter: the simplest example of each public function."""
+
+
+def differentiable_operands(example: Example) -> list[str]:
+    """The operands to differentiate, also those of a public gradient; none if all results are integers."""
+    results = jax.tree.leaves(jax.eval_shape(example.call("small"), **example.operand_types("float32", "small")))
+    if not any(jnp.issubdtype(y.dtype, jnp.floating) for y in results):
+        return []
+    return [name for name, operand in example.operands.items() if operand.dtype is None and operand.differentiable]
 
 
 @contextlib.contextmanager

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,32 +116,6 @@ def test_dtypes(rng: np.random.Generator, target: str) -> None:
         call = good_call(target, dtypes=(dtype, dtype), start_dtypes=(start_dtype, "int32"), drop=i % 2 == 0)
         with cases.x64_for(dtype, start_dtype):
             check(call, random_operands(rng, call))
-
-
-@each_target
-def test_operands_that_the_batch_shares(rng: np.random.Generator, target: str) -> None:
-    names = ("source 0", "source 1", "start 0", "start 1")
-    for shared in (names[:1], names[2:3], names[:2], names[2:], names):
-        if target == "write_slice_backward":
-            shared = [name for name in shared if "start" in name]
-        for dtypes in (("float32", "bfloat16"),) if target == "write_slice_backward" else (("int4", "uint2"),):
-            call = good_call(target, dtypes=dtypes, shared=shared)
-            check(call, random_operands(rng, call))
-
-
-@pytest.mark.parametrize("dims", handlers.BATCH_DIMS, ids=str)
-@each_target
-def test_batch_dims_count_as_one(rng: np.random.Generator, target: str, dims: tuple[int, ...]) -> None:
-    parts = (Window(0, 0, 0, 9, 3), window(1, 1, 1, 5))
-    names = ("source 0", "start 0", "start 1") if target == "write_slice" else ("start 0", "start 1")
-    for windows, shared in itertools.product((WINDOWS, parts), ((), *((name,) for name in names), names)):
-        call = good_call(target, shared=shared, windows=windows, batch=math.prod(dims))
-        handlers.assert_batch_dims_count_as_one(call, random_operands(rng, call), dims)
-
-
-@each_target
-def test_bad_batch_dims_are_refused(target: str) -> None:
-    handlers.assert_bad_batch_dims_refused(good_call(target, batch=6), "dest 0")
 
 
 @each_batched
@@ -288,25 +259,6 @@ def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
 # Invalid calls.
 
 
-@each_batched
-@each_target
-def test_bad_shapes_are_refused(target: str, batched: bool) -> None:
-    """Each operand and result is refused with another rank, or with another size in any dimension."""
-    good = good_call(target, batched)
-
-    def with_bad_shapes(array: Array) -> dict[str, Array]:
-        shapes = {"of one dimension more": (*array.shape, 1)}
-        if array.shape:
-            shapes["of one dimension less"] = array.shape[1:]
-        for i in range(len(array.shape)):
-            for how, size in (("longer", array.shape[i] + 1), ("shorter", array.shape[i] - 1)):
-                shapes[f"dimension {i} {how}"] = (*array.shape[:i], size, *array.shape[i + 1 :])
-        return {how: dataclasses.replace(array, shape=shape) for how, shape in shapes.items()}
-
-    for how, array, call in good.with_other(with_bad_shapes):
-        assert_refused(call, f"{array.name} {how}")
-
-
 @each_target
 def test_shared_arrays_are_refused(target: str) -> None:
     """The batch cannot share an array that is written."""
@@ -395,12 +347,3 @@ def test_other_parts_are_refused(target: str) -> None:
         ):
             operands = (*good.operands[:i], other, *good.operands[i + 1 :])
             assert_refused(dataclasses.replace(good, operands=operands), str(other), "part")
-
-
-@each_batched
-@each_target
-def test_other_batches_are_refused(target: str, batched: bool) -> None:
-    """Calls are refused if num_batch_dims contradicts their shapes."""
-    good = good_call(target, batched)
-    call: Any = dataclasses.replace(good, attributes={**good.attributes, "num_batch_dims": np.int64(not batched)})
-    assert_refused(call, "the other batch")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -282,11 +282,3 @@ def take_cells(cells: Any, ids: Any, fill: Any = 0) -> Any:
 
 def as_tuple(results: Any) -> tuple[Any, ...]:
     return tuple(jax.tree.leaves(results))
-
-
-def partial_options(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return functools.partial(function, **options)
-
-
-def sequence(*items: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(x for some in items for x in some)
