@@ -680,21 +680,3 @@ class TestSharding:
 
         assert has_kernel(None)
         assert not has_kernel("xla")
-
-    @pytest.mark.parametrize("name", ["rope", "causal_conv1d", "where"])
-    def test_others_in_shard_map(self, rng: np.random.Generator, name: str) -> None:
-        mesh = jax.make_mesh((len(jax.devices()),), ("a",), axis_types=(AxisType.Auto,))
-        x = rng.normal(size=(len(jax.devices()), 3, 8, 16)).astype("f4")
-        calls = {
-            "rope": jb.rope,
-            "causal_conv1d": lambda x, **o: jb.causal_conv1d(x[0], jnp.ones((8, 4)), **o)[None],
-            "where": lambda x, **o: jb.where(x > 0, x, x[:1, :1], **o),
-        }
-
-        def run(asked_for: str) -> list[jax.Array]:
-            call = lambda x: calls[name](x, implementation=asked_for)  # noqa: E731
-            both = lambda x: (call(x), jax.grad(lambda x: (call(x) ** 2).sum())(x))  # noqa: E731
-            return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P("a"), out_specs=P("a")))(x)
-
-        for got, want in zip(run("xla"), run("kernel"), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -127,11 +127,6 @@ class History:
         is_same = (self.ids[:, where] == self.ids[:, width - 1 :])[:, None]
         return np.where(is_same, self.inputs[:, :, where], 0), is_same, where
 
-    def same_sequence(self, width: int) -> np.ndarray:
-        """Bit j of each input says whether the input j steps back is of the same sequence."""
-        bits = [self.back(steps, width)[1][:, 0].astype(np.uint8) << steps for steps in range(width)]
-        return np.bitwise_or.reduce(bits)
-
     def is_kept(self, width: int) -> np.ndarray:
         """Which of the last W - 1 inputs belong to the last input's sequence."""
         return (self.ids[:, self.ids.shape[1] - (width - 1) :] == self.ids[:, -1:])[:, None]
@@ -192,12 +187,6 @@ def _d_linear_part(problem: Problem, history: History, dy: np.ndarray) -> np.nda
         s = _sigmoid(z)
         dz = dz * s * (1 + z * (1 - s))
     return dz
-
-
-def reference_gradients(problem: Problem, dy: np.ndarray, d_final_state: np.ndarray) -> dict[str, np.ndarray]:
-    """The gradients of all differentiable operands, for these cotangents of y and of the final state."""
-    history = History.of(problem)
-    return _linear_gradients(problem, history, _d_linear_part(problem, history, dy), d_final_state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -391,14 +380,12 @@ def good_call(
     sizes: Sizes = SIZES,
     dtype: str = "float32",
     parameter_dtype: str | None = None,
-    is_batched: bool = True,
 ) -> Call:
     """A valid call.
 
     Args:
       optional: the optional operands to pass; None: all of them.
       shared: the operands shared by the batch.
-      is_batched: whether arrays have the batch dimension. Only an update works without it.
     """
     names = TARGETS[target]
     present = [name for name in names.optional_operands if optional is None or name in optional]
@@ -406,10 +393,8 @@ def good_call(
     if target == "causal_conv1d_backward" and "initial_state" in present:
         results.append("d_initial_state")
     arrays = named_arrays(sizes, channels_last, dtype, parameter_dtype or dtype)
-    if not is_batched:
-        arrays = {name: dataclasses.replace(array, shape=array.shape[1:]) for name, array in arrays.items()}
     operands = [arrays[name].shared() if name in shared else arrays[name] for name in (*names.operands, *present)]
-    params = {"channels_last": channels_last, "silu": True, "num_batch_dims": int(is_batched)}
+    params = {"channels_last": channels_last, "silu": True}
     return handlers.good_call(target, operands, [arrays[name] for name in results], params | presence(target, present))
 
 

@@ -70,26 +70,6 @@ def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
                 convolutions.assert_close(result, expected[name], f"{name} for {array.name} {other}, not {dtype}")
 
 
-@each_layout
-def test_update_without_batch_dimension(rng: np.random.Generator, channels_last: bool) -> None:
-    """An update without batch dimension gives the same bits as a batch of one."""
-    for optional in subsets(TARGETS["causal_conv1d_update"].optional_operands, range(2)):
-        batched, call = (
-            good_call(
-                "causal_conv1d_update",
-                channels_last,
-                optional=optional,
-                sizes=dataclasses.replace(SIZES, batch=1),
-                is_batched=is_batched,
-            )
-            for is_batched in (True, False)
-        )
-        operands = random_operands(rng, call)
-        results = call.results_of(operands)
-        for name, expected in batched.results_of({name: x[None] for name, x in operands.items()}).items():
-            assert_same_bits(results[name], expected[0], name)
-
-
 EMPTY_SIZES = (
     *({name: 0} for name in ("batch", "examples", "channels", "length")),
     {"examples": 0, "length": 0},

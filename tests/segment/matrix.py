@@ -529,6 +529,7 @@ def _reduction_problem(
     keywords: tuple[str, ...],
     properties: Callable[[str, Options], dict[str, Any]],
     has_rows: bool,
+    is_selection: bool,
     data_name: str,
     dtype: str,
     options: Options,
@@ -557,7 +558,7 @@ def _reduction_problem(
                 data_name,
                 (row, *features),
                 draw_of(options, sizes),
-                has_sign=majorant_of is not None or _is_selection(reference_of),
+                has_sign=majorant_of is not None or is_selection,
             ),
             _ids(options, sizes),
         ),
@@ -575,18 +576,6 @@ def _reduction_problem(
     )
 
 
-_SELECTIONS: set[Any] = set()
-
-
-def _is_selection(reference_of: Any) -> bool:
-    return reference_of in _SELECTIONS
-
-
-def _selection(reference_of: Any) -> Any:
-    _SELECTIONS.add(reference_of)
-    return reference_of
-
-
 def declare_reduction(
     name: str,
     dtypes: tuple[str, ...],
@@ -597,6 +586,7 @@ def declare_reduction(
     options: Mapping[str, tuple[Any, ...]],
     properties: Callable[[str, Options], dict[str, Any]] = lambda dtype, options: {},
     has_rows: bool = False,
+    is_selection: bool = False,
     rules: tuple[Rule, ...] = (),
 ) -> None:
     keywords = tuple(key for key in options if key != "values")
@@ -615,7 +605,15 @@ def declare_reduction(
             )
             + ({"plan": "of rows"},),
             problem=functools.partial(
-                _reduction_problem, reference_of, majorant_of, draw_of, keywords, properties, has_rows, data_name
+                _reduction_problem,
+                reference_of,
+                majorant_of,
+                draw_of,
+                keywords,
+                properties,
+                has_rows,
+                is_selection,
+                data_name,
             ),
             rules=(*COMMON_RULES, *(BUCKET_RULES if "bucket_size" in options else ()), *rules),
         )
@@ -636,11 +634,10 @@ for _name, _is_max in (("segment_max", True), ("segment_min", False)):
     declare_reduction(
         _name,
         ORDERED,
-        _selection(
-            lambda options, is_max=_is_max: _extremum(is_max, options["tie_break"] == "first", options["bucket_size"])
-        ),
+        lambda options, is_max=_is_max: _extremum(is_max, options["tie_break"] == "first", options["bucket_size"]),
         _ties_or_special,
         options={"bucket_size": (ABSENT, 3), "tie_break": (ABSENT, "first"), **VALUES},
+        is_selection=True,
         properties=lambda dtype, options: {"exact_value": True},
     )
 
@@ -648,9 +645,10 @@ for _name, _is_max in (("segment_argmax", True), ("segment_argmin", False)):
     declare_reduction(
         _name,
         ORDERED,
-        _selection(lambda options, is_max=_is_max: functools.partial(reference_arg, is_max)),
+        lambda options, is_max=_is_max: functools.partial(reference_arg, is_max),
         _ties_or_special,
         options=VALUES,
+        is_selection=True,
         properties=lambda dtype, options: {"exact_value": True},
     )
 
@@ -1029,7 +1027,7 @@ for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", Fals
         _name,
         functools.partial(
             _gather_problem,
-            _selection(lambda options, is_max=_is_max: _extremum(is_max, options["tie_break"] == "first", None)),
+            lambda options, is_max=_is_max: _extremum(is_max, options["tie_break"] == "first", None),
             _ties_or_special,
         ),
         {"tie_break": (ABSENT, "first"), "deterministic": (ABSENT, True), **VALUES},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -208,56 +207,6 @@ def test_ids_of_every_dtype(rng: np.random.Generator, name: str, form: str, ids_
                     expected[row[e]] += weights[i, e] * d_output[i, s]
     np.testing.assert_array_equal(d_data, expected)
     assert d_weights.shape == weights.shape
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner"),
-    [
-        ((None, 0, 0, 0), (None, None, 0, None)),
-        ((None, 0, 0, 0), (0, None, None, 0)),
-        ((0, None, None, 0), (None, 0, 0, 0)),
-        ((0, 0, 0, None), (None, None, 0, None)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["weighted sum", "max"])
-def test_nested_vmap(rng: np.random.Generator, name: str, inner: tuple[Any, ...], outer: tuple[Any, ...]) -> None:
-    """Either of two batches may share the rows. Results equal those of plain JAX."""
-    sizes = [[size for size, axes in ((2, outer), (3, inner)) if axes[i] == 0] for i in range(4)]
-    data = 60 * rng.permutation(int(np.prod(sizes[0])) * NODES * 6).reshape(*sizes[0], NODES, 6).astype(np.float32)
-    _, weights, gather_ids, segment_ids = make_arrays(rng, 2, 3)
-
-    def part(array: np.ndarray, i: int) -> np.ndarray:
-        return array[tuple(slice(None) if axes[i] == 0 else 0 for axes in (outer, inner))]
-
-    arrays = data, *(part(x, i) for i, x in enumerate((weights, gather_ids, segment_ids), 1))
-    d_output = 60 * rng.integers(-9, 9, (2, 3, SEGMENTS, 6)).astype(np.float32)
-    ours, expected = (
-        jax.jit(value_and_gradients(jax.vmap(jax.vmap(function, inner), outer)))(*arrays, d_output)
-        for function in (call_of(name), plain_call(name))
-    )
-    jax.tree.map(np.testing.assert_array_equal, ours, expected)
-
-
-@pytest.mark.parametrize(("batch", "edges", "segments"), [(1, 5, 4), (3, 0, 4), (3, 5, 0)])
-@each_function
-def test_empty_and_single(rng: np.random.Generator, name: str, batch: int, edges: int, segments: int) -> None:
-    """A batch of one graph, graphs without edges, graphs without segments."""
-    data = rng.normal(size=(7, 2)).astype(np.float32)
-    weights = rng.normal(size=(batch, edges)).astype(np.float32)
-    gather_ids, segment_ids = rng.integers(0, 7, (batch, edges)), rng.integers(0, max(segments, 1), (batch, edges))
-    arrays = data, weights, gather_ids, segment_ids, np.ones((batch, segments, 2), np.float32)
-
-    def run(function: Function) -> Any:
-        return jax.jit(value_and_gradients(mapped(lambda *arrays: function(*arrays, segments))))(*arrays)
-
-    actual = run(FUNCTIONS[name])
-    if segments == 0:  # jax.ops fails here
-        expected = arrays[-1], np.zeros_like(data), np.zeros_like(weights)
-    else:
-        expected = run(functools.partial(plain, name))
-    for x, y in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

@@ -514,13 +514,6 @@ def test_values_of_other_dtypes(rng: np.random.Generator, reduction: Reduction, 
         expected.check(reduction(data, ids, 5))
 
 
-@pytest.mark.parametrize("reduction", [SUM, PROD], ids=str)
-def test_no_sums_of_booleans(reduction: Reduction) -> None:
-    for function in (reduction, reduction.by_jax):
-        with pytest.raises(TypeError, match="bool"):
-            function(np.ones(4, bool), np.zeros(4, int), 2)
-
-
 @pytest.mark.parametrize("reduction", [MAX, MIN, SUM, MEAN, PROD], ids=str)
 def test_gradient_of_integers(reduction: Reduction) -> None:
     """Gradients of integer data and of ids are float0."""

@@ -22,7 +22,7 @@ from segment.reference import (
 from support import cases
 from support.cases import FLOATING, TIE_BREAKS, Shape, assert_same_bits
 
-from jax_baracuda import segment_max_backward, unsorted_segment_max_backward
+from jax_baracuda import unsorted_segment_max_backward
 from jax_baracuda._core.op import OPS
 
 each_extremum = pytest.mark.parametrize("extremum", [MAX, MIN], ids=str)
@@ -255,24 +255,6 @@ def test_backward_with_broadcast_data(rng: np.random.Generator, extremum: Reduct
         d_data = extremum.call_backward(d_output, data, ids, 3, **options)
         # All rows are equal. Each segment's cotangent goes to one row, or in quarters to four, and the sum restores it.
         assert_same_bits(d_data, (d_output[0] + d_output[2])[None])
-
-
-@pytest.mark.parametrize("mapped", ["data", "ids", "both"])
-def test_vmap_over_winners_only(rng: np.random.Generator, mapped: str) -> None:
-    """The gradient is right if the batch shares the cotangent, and data or ids are mapped."""
-    data = cases.make_data(rng, (4, 20, 3), "float32")
-    ids = np.stack([cases.make_ids(rng, 20, 5) for _ in range(4)])
-    d_output = cases.cotangent(rng, (5, 3), "float32")
-    axes = (0 if mapped != "ids" else None, 0 if mapped != "data" else None)
-    operands = [x if axis == 0 else x[0] for x, axis in zip((data, ids), axes, strict=True)]
-    for tie_break in TIE_BREAKS:
-        backward = jax.vmap(
-            lambda data, ids, tie_break=tie_break: segment_max_backward(d_output, data, ids, tie_break=tie_break), axes
-        )
-        d_data = backward(*operands)
-        for k in range(4):
-            element = [x[k] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
-            assert_same_bits(d_data[k], cases.reference_max_gradient(d_output, *element, tie_break))
 
 
 @each_extremum

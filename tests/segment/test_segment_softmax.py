@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.matrix import reference_softmax
 from segment.reference import SOFTMAX, Batch
 from support import cases
 from support.cases import FLOATING, Expected, Shape, assert_same_bits
@@ -120,58 +119,6 @@ def test_sum_of_exponentials(rng: np.random.Generator, dtype: str, is_sorted: bo
         batch.add(jax.vmap(sums), (both,), check_both)
     with cases.x64_for(dtype), implementation("kernel"):
         batch.run()
-
-
-def gradient_error(logits: np.ndarray, cotangent: np.ndarray, ids: np.ndarray, segments: int) -> np.ndarray:
-    """A bound of the error of the gradient p (d - sum(p d)) if the probabilities p are rounded to their dtype."""
-    dtype = logits.dtype
-    value = SOFTMAX.value(logits, ids, segments)
-    p, d = value.exact, np.abs(cotangent.astype(np.longdouble))
-    p_error = value.error + float(jnp.finfo(dtype).eps) / 2 * p + float(jnp.finfo(dtype).smallest_subnormal)
-    sums, sums_of_errors = (cases.take_cells(cases.segment_sum(x * d, ids, segments), ids) for x in (p, p_error))
-    of_kernel = SOFTMAX.gradient(cotangent, p.astype(dtype), ids, segments, deterministic=True).error
-    return p_error * (d + sums) + p * sums_of_errors + np.asarray(of_kernel)
-
-
-@each_dtype
-def test_one_segment_equals_jax(rng: np.random.Generator, dtype: str) -> None:
-    """With one segment, value and gradient agree with jax.nn.softmax."""
-    logits, ids = (3 * rng.normal(size=(300, 6))).astype(jnp.dtype(dtype)), np.zeros(300, np.int32)
-    cotangent = rng.normal(size=logits.shape).astype(logits.dtype)
-    with cases.x64_for(dtype):
-        ours = SOFTMAX.pullback(logits, ids, 1, cotangent)
-    with jax.enable_x64(True):
-        by_jax, vjp = jax.vjp(lambda x: jax.nn.softmax(x, axis=0), jnp.asarray(logits.astype(np.float64)))
-        expected = (by_jax, *vjp(jnp.asarray(cotangent.astype(np.float64))))
-    errors = SOFTMAX.value(logits, ids, 1).error, gradient_error(logits, cotangent, ids, 1)
-    for actual, want, error in zip(ours, expected, errors, strict=True):
-        of_jax = 4 * error if dtype == "float64" else error
-        Expected(np.asarray(want), dtype, of_jax.astype(np.float64)).check(actual)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gradient_against_float64(rng: np.random.Generator, dtype: str) -> None:
-    """Value and gradient agree with plain JAX in float64, with masked rows and empty segments."""
-    logits = rng.normal(size=(80, 4)) * 3
-    logits[rng.random(logits.shape) < 0.2] = -np.inf
-    logits[:20] = rng.normal(size=(20, 4))  # every segment has a row that is not masked
-    ids = np.concatenate([np.arange(20) % 10, rng.integers(-1, 11, 60)])
-    ids[ids == 10] = 30
-    cotangent = rng.normal(size=logits.shape)
-    logits, cotangent = (x.astype(dtype) for x in (logits, cotangent))
-    with jax.enable_x64(True):
-        value, vjp = jax.vjp(
-            lambda x: reference_softmax(x, jnp.asarray(ids), 12), jnp.asarray(logits.astype(np.float64))
-        )
-        [expected] = vjp(jnp.asarray(cotangent.astype(np.float64)))
-    with cases.x64_for(dtype):
-        output, d_logits = SOFTMAX.pullback(logits, ids, 12, cotangent)
-    errors = SOFTMAX.value(logits, ids, 12).error, gradient_error(logits, cotangent, ids, 12)
-    for actual, want, error in zip((output, d_logits), (value, np.nan_to_num(expected)), errors, strict=True):
-        Expected(np.asarray(want), dtype, 2 * error.astype(np.float64)).check(actual)
-    # A constant added to a segment's logits changes no result, so the gradients of its rows sum to 0.
-    total = cases.segment_sum(np.asarray(d_logits), ids, 12)
-    assert (np.abs(total) <= cases.segment_sum(2 * errors[1] + np.spacing(np.abs(d_logits)), ids, 12)).all()
 
 
 @each_dtype

@@ -203,19 +203,3 @@ def test_backward_of_any_integer_ids(rng: np.random.Generator, reduction: Reduct
                 d_data = reduction.call_backward(d_output, None, ids, 7, **reduction.options[0])
             expected = reduction.gradient(d_output, np.ones((60, *row_shape)), ids, 7, **reduction.options[0])
             expected.check(d_data, f"{ids_dtype} {row_shape}")
-
-
-@each_sum
-def test_linearity(rng: np.random.Generator, reduction: Reduction) -> None:
-    """A tangent of the result is the reduction of the data's tangent. Its transpose is the backward function."""
-    data = rng.integers(-9, 9, (30, 2)).astype(np.float32)
-    ids = rng.permutation(np.repeat([0, 1, 2, 3, -1, 4], [8, 4, 1, 8, 4, 5]))  # quotients by these counts are exact
-    tangent, cotangent = rng.integers(-9, 9, (30, 2)).astype(np.float32), cases.cotangent(rng, (4, 2), "float32")
-    reduce = lambda x: reduction.in_forward_mode(x, ids, 4)  # noqa: E731
-    _, pushed = jax.jvp(reduce, (data,), (tangent,))
-    np.testing.assert_array_equal(pushed, reduction(tangent, ids, 4))
-    [pulled] = jax.linear_transpose(reduce, data)(cotangent)
-    reduction.gradient(cotangent, data, ids, 4, **reduction.options[0]).check(pulled)
-    backward = lambda d: reduction.call_backward(d, data, ids, 4, **reduction.options[0])  # noqa: E731
-    [back] = jax.linear_transpose(backward, cotangent)(data)
-    np.testing.assert_array_equal(back, reduction(data, ids, 4))

@@ -85,18 +85,6 @@ def test_reductions(rng: np.random.Generator, placement: str, reduction: Reducti
         assert counts == {"reduce-scatter" if reduction in (SUM, MEAN) else "all-to-all": num_arrays}
 
 
-@pytest.mark.parametrize("function", [jb.segment_sum, jb.segment_max], ids=lambda f: f.__name__)
-def test_out_sharding(rng: np.random.Generator, function: Callable[..., jax.Array]) -> None:
-    """In explicit mode, ``out_sharding`` determines the type of the result."""
-    mesh = mesh_of(AxisType.Explicit)
-    data, ids = small_floats(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS).astype(np.int32)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(data, P("x")), jax.device_put(ids, P("x"))
-        cells = jax.jit(lambda data, ids: function(data, ids, SEGMENTS, out_sharding=P("x")))(*placed)
-        assert jax.typeof(cells).sharding.spec == P("x", None)
-    np.testing.assert_array_equal(cells, function(data, ids, SEGMENTS))
-
-
 def test_segments_that_do_not_divide(rng: np.random.Generator) -> None:
     mesh = mesh_of()
     data, ids = small_floats(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import cases, handlers
 from support.cases import FLOATING
-from support.handlers import Call, with_dtypes, with_other_shapes
+from support.handlers import Call, with_dtypes
 from where.reference import (
     GOOD_CALLS,
     GRADIENT_DTYPES,
@@ -74,14 +74,6 @@ def test_sums_over_nothing(rng: np.random.Generator) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Invalid calls.
-
-
-@each_good_call
-def test_other_shapes_are_refused(good: Call) -> None:
-    """Other sizes are refused. They differ by one, so that none becomes 1, which is allowed."""
-    good.run()
-    for how, array, call in good.with_other(with_other_shapes):
-        assert_refused(call, f"{array.name} {how}")
 
 
 @each_good_call

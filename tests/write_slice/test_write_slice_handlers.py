@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -260,25 +259,6 @@ def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
 # Invalid calls.
 
 
-@each_batched
-@each_target
-def test_bad_shapes_are_refused(target: str, batched: bool) -> None:
-    """Each operand and result is refused with another rank, or with another size in any dimension."""
-    good = good_call(target, batched)
-
-    def with_bad_shapes(array: Array) -> dict[str, Array]:
-        shapes = {"of one dimension more": (*array.shape, 1)}
-        if array.shape:
-            shapes["of one dimension less"] = array.shape[1:]
-        for i in range(len(array.shape)):
-            for how, size in (("longer", array.shape[i] + 1), ("shorter", array.shape[i] - 1)):
-                shapes[f"dimension {i} {how}"] = (*array.shape[:i], size, *array.shape[i + 1 :])
-        return {how: dataclasses.replace(array, shape=shape) for how, shape in shapes.items()}
-
-    for how, array, call in good.with_other(with_bad_shapes):
-        assert_refused(call, f"{array.name} {how}")
-
-
 @each_target
 def test_shared_arrays_are_refused(target: str) -> None:
     """The batch cannot share an array that is written."""
@@ -367,12 +347,3 @@ def test_other_parts_are_refused(target: str) -> None:
         ):
             operands = (*good.operands[:i], other, *good.operands[i + 1 :])
             assert_refused(dataclasses.replace(good, operands=operands), str(other), "part")
-
-
-@each_batched
-@each_target
-def test_other_batches_are_refused(target: str, batched: bool) -> None:
-    """Calls are refused if num_batch_dims contradicts their shapes."""
-    good = good_call(target, batched)
-    call: Any = dataclasses.replace(good, attributes={**good.attributes, "num_batch_dims": np.int64(not batched)})
-    assert_refused(call, "the other batch")
