@@ -32,7 +32,7 @@ from segment.reference import (
     Reduction,
     kernels_in,
 )
-from support import cases
+from support import cases, recorded
 from support.cases import (
     BIG_SHAPE,
     FLOATING,
@@ -815,5 +815,10 @@ def test_sorted_unsigned_ids_beyond_the_signed_ones(
     data = reduction.make_data(rng, Shape(rows, (4,), segments), "float32")
     with cases.x64_for(ids_dtype):
         results = jax.jit(jax.vmap(lambda i: reduction(data, i, segments, indices_are_sorted=True)))(ids)
+        with recorded.recording() as calls:
+            reduction(data, ids[0], segments, indices_are_sorted=True)
+    for call in calls:
+        [ids_of_kernel] = [x for name, x in zip(call.op.operands, call.operands, strict=False) if name == "segment_ids"]
+        assert (np.diff(np.asarray(ids_of_kernel)) >= 0).all()
     for result, of_one in zip(results, ids, strict=True):
         reduction.value(data, of_one, segments).check(result)

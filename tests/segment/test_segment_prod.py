@@ -280,16 +280,6 @@ def test_gradient_of_dropped_and_lone_rows() -> None:
     assert_same_bits(segment_prod_backward(cotangent, data, ids), np.asarray(d_data))
 
 
-def test_gradient_equals_jax_where_it_has_one(rng: np.random.Generator) -> None:
-    """jax.ops.segment_prod has a gradient for unique ids."""
-    data, ids = rng.integers(1, 9, (6, 2)).astype(np.float32), rng.permutation(6)
-    gradients = [
-        jax.grad(lambda x, f=f: (f(x, ids, 6, unique_indices=True) ** 2).sum())(data)
-        for f in (segment_prod, jax.ops.segment_prod)
-    ]
-    np.testing.assert_array_equal(*gradients)
-
-
 def test_complex_numbers(rng: np.random.Generator) -> None:
     """Complex products run as plain JAX. A row's gradient is the product of its segment's other rows."""
     data = (rng.normal(size=(6, 3)) + 1j * rng.normal(size=(6, 3))).astype(np.complex64)
