@@ -395,22 +395,6 @@ def test_integers_have_no_gradient(rng: np.random.Generator) -> None:
 # Batches and derivatives of gradients.
 
 
-def test_vmap_of_the_condition_alone(rng: np.random.Generator) -> None:
-    """vmap over the condition alone shares the cotangent. The kernel's gradients are right, with and without sums."""
-    conds, dy = make_condition(rng, (3, 7, 13)), rng.normal(size=(7, 13)).astype(np.float32)
-    batch = Batch()
-    for a_shape, b_shape in itertools.product(((7, 13), (13,), (7, 1)), ((7, 13), ())):
-        backward = functools.partial(where_backward, a_shape=a_shape, b_shape=b_shape, implementation="kernel")
-
-        def check(*results: Any, shapes: Any = (a_shape, b_shape)) -> None:
-            for k, cond in enumerate(conds):
-                for result, expected in zip(results, reference_gradients(cond, dy, *shapes), strict=True):
-                    expected.check(result[k], f"{shapes} [{k}]")
-
-        batch.add(jax.vmap(backward, (None, 0)), (dy, conds), check)
-    batch.run()
-
-
 def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
     """The gradient of 16-bit sums is right, though the sums are accumulated in a wider dtype."""
     cond, dy = make_condition(rng, (5, 1)), rng.normal(size=(5, 40)).astype(jnp.bfloat16)
