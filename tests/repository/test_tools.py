@@ -480,7 +480,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("tool", "arguments", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", " ".join(x)))
+@pytest.mark.parametrize(("tool", "arguments", "message"), REFUSED)
 def test_arguments_out_of_range(
     tool: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

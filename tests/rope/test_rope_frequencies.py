@@ -407,7 +407,7 @@ def test_keys_of_another_scheme() -> None:
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dim is odd": ({"dim": 7}, ValueError, "dim must be even, got 7"),
     "dim is zero": ({"dim": 0}, ValueError, "dim must be 2 or more, got 0"),
-    "dim is a float": ({}, TypeError, "dim must be an integer, got 8.0"),
+    "dim is a float": ({"dim": 8.0}, TypeError, "dim must be an integer, got 8.0"),
     "base is zero": ({"base": 0.0}, ValueError, "base must be finite and positive, got 0.0"),
     "base is infinite": ({"base": math.inf}, ValueError, "base must be finite and positive, got inf"),
     "base is text": ({"base": "10000"}, TypeError, "base must be a real number, got '10000'"),
