@@ -12,7 +12,8 @@ if(JAX_BARACUDA_INSTRUMENTATION STREQUAL "address")
 elseif(JAX_BARACUDA_INSTRUMENTATION STREQUAL "thread")
   set(instrumentation_options -fsanitize=thread)
   target_sources(_cpu PRIVATE tests/sanitizers/thread_memory.cc)
-  set_source_files_properties(tests/sanitizers/thread_memory.cc PROPERTIES COMPILE_OPTIONS "-fno-builtin")
+  set_source_files_properties(tests/sanitizers/thread_memory.cc PROPERTIES
+    COMPILE_OPTIONS "-fno-builtin" SKIP_PRECOMPILE_HEADERS ON)
 elseif(JAX_BARACUDA_INSTRUMENTATION STREQUAL "coverage")
   set(instrumentation_options --coverage -fprofile-update=atomic)
 elseif(NOT JAX_BARACUDA_INSTRUMENTATION STREQUAL "")
@@ -25,6 +26,5 @@ if(JAX_BARACUDA_INSTRUMENTATION)
   target_compile_options(_cpu PRIVATE ${instrumentation_options} -g1 -fno-omit-frame-pointer "-Dtarget_clones(...)=")
   target_link_options(_cpu PRIVATE ${instrumentation_options})
   # Low optimisation, so that accesses and lines of the source are checked before the compiler removes them.
-  set_source_files_properties(${CPU_SOURCES} PROPERTIES COMPILE_OPTIONS
-    "${optimization};-fno-trapping-math;-fno-math-errno")
+  target_compile_options(_cpu PRIVATE ${optimization} -fno-tree-vectorize)
 endif()
