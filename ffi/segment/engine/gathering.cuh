@@ -4,9 +4,9 @@
 // kernels by value. An Input derives from Edges and has
 //
 //   kTakesEdges                         whether Row::Load needs the number of the edge
-//   From(element, rows, features)       the same input, starting at this batch element
-//   At(b, rows, column)                 what a thread computes once, before it loads rows: an int64_t for batch element b
-//                                       and the features from `column` on
+//   From(element, edges, features)      the same input, starting at this batch element
+//   At(b, edges, column)                what a thread computes once, before it loads rows: an int64_t for batch element
+//                                       b and the features from `column` on
 //   template <int kVec> Row             loads in flight: kVec elements of a gathered row and the input of its edge
 //     Load(input, data, source, place)     starts the loads
 //     AddTo(cells, outputs)                folds them into an accumulator (see reduction.cuh)

@@ -551,37 +551,43 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   }
 }
 
-// All blocks run level 1. The last block to finish runs level 2, if any block has an entering run. One block is enough:
-// each step covers kMergeSlots * kMergeSlots slots.
+// The work of one of `blocks` blocks. All run level 1. The last block to finish runs level 2, if any block has an
+// entering run. One block is enough: each step covers kMergeSlots * kMergeSlots slots.
 template <typename Reduction, int kVec>
-__global__ void __launch_bounds__(kMergeThreads)
-    MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
+__device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, int64_t slots, uint32_t block,
+                                           uint32_t blocks) {
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
-  MergeCarries<Reduction, kVec, 1>(a, slots, blockIdx.x, shared);
+  MergeCarries<Reduction, kVec, 1>(a, slots, block, shared);
   if (slots <= kMergeSlots) return;  // a single block has all slots
 
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t first_slot = blockIdx.x / a.features.columns * kMergeSlots;
+    const int64_t first_slot = block / a.features.columns * kMergeSlots;
     const uint32_t* const segments = a.carries.in_segment;
     if (first_slot > 0 && segments[first_slot] != kDropped && segments[first_slot - 1] == segments[first_slot]) {
       atomicAdd(a.merge_counters + 1, 1);
       __threadfence();
     }
-    const bool is_last = atomicAdd(a.merge_counters, 1) == gridDim.x - 1;
+    const bool is_last = atomicAdd(a.merge_counters, 1) == blocks - 1;
     __threadfence();
     has_second_level = is_last && atomicAdd(a.merge_counters + 1, 0) != 0;
   }
   __syncthreads();
   if (!has_second_level) return;
   const int64_t second_level_slots = CeilDivide(slots, kMergeSlots);
-  const int64_t blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
-  for (int64_t block = 0; block < blocks; ++block) {
-    MergeCarries<Reduction, kVec, 2>(a, slots, block, shared);
+  const int64_t second_level_blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
+  for (int64_t i = 0; i < second_level_blocks; ++i) {
+    MergeCarries<Reduction, kVec, 2>(a, slots, i, shared);
     __syncthreads();
   }
+}
+
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
+  MergeBlock<Reduction, kVec>(a, slots, blockIdx.x, gridDim.x);
 }
 
 }  // namespace jax_baracuda::segment
