@@ -22,37 +22,21 @@ inline ReducePlan PlanGathered(const GatheringCall& call, int64_t part_features,
 }
 
 // The edges of a call. Gather ids out of range name the nearest row if `clips`, otherwise no row.
-template <typename T>
-Gathering<T> GatheringOf(const GatheringCall& call, bool clips) {
-  Gathering<T> gathering{};
-  gathering.gather_ids = call.gather_ids;
-  gathering.gather_ids_are_shared = call.gather_ids_are_shared;
-  gathering.clips = clips;
-  gathering.num_rows = call.num_rows;
-  gathering.edge_order = call.edge_order;
-  gathering.edge_order_is_shared = call.edge_order_is_shared;
-  return gathering;
+inline Edges EdgesOf(const GatheringCall& call, bool clips) {
+  return {call.gather_ids, call.gather_ids_are_shared, clips, call.num_rows,
+          call.edge_order, call.edge_order_is_shared};
 }
 
-template <typename Reduction>
-CudaStatus ReduceGathered(const GatheringCall& call, const ReducePlan& plan,
-                          const Gathering<typename Reduction::Element>& gathering,
+template <typename Reduction, typename Input>
+CudaStatus ReduceGathered(const GatheringCall& call, const ReducePlan& plan, const Input& input,
                           const typename Reduction::Outputs& outputs, cudaStream_t stream) {
-  using T = typename Reduction::Element;
   if (plan.strategy == Strategy::kNothing) return {};
   if (!SegmentsFit(call.problem.segments) || !SegmentsFit(call.num_rows) || call.scratch_bytes < plan.scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
-  const Reducer<Reduction, /*kGathers=*/true> reducer{call.problem,
-                                                      plan,
-                                                      static_cast<const T*>(call.data),
-                                                      gathering,
-                                                      call.segment_ids,
-                                                      call.ids_are_64_bit,
-                                                      outputs,
-                                                      call.scratch,
-                                                      /*order=*/nullptr,
-                                                      stream};
+  const auto* const data = static_cast<const typename Reduction::Element*>(call.data);
+  const Reducer<Reduction, Input> reducer{call.problem,        plan,    data,         input, call.segment_ids,
+                                          call.ids_are_64_bit, outputs, call.scratch, stream};
   return reducer.Launch();
 }
 

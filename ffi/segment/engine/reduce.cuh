@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <type_traits>
+
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/plan.h"
 #include "ffi/core/scratch.h"
@@ -168,21 +170,22 @@ inline uint32_t GapBlocks(const Problem& problem, int threads) {
   return GridSize(CeilDivide(problem.batch * GapWarpsPerBatch(problem), threads / 32));
 }
 
-// With `kGathers`, rows come from another array.
-template <typename Reduction, bool kGathers = false>
+// Input is OwnRows, or says how rows are gathered from another array (see gathering.cuh).
+template <typename Reduction, typename Input>
 struct Reducer {
   using T = typename Reduction::Element;
+  static constexpr bool kGathers = !std::is_same_v<Input, OwnRows<T>>;
 
   Problem problem;
   ReducePlan plan;
   const T* data;
-  Gathering<T> gathering;
+  Input input;
   const void* segment_ids;
   bool ids_are_64_bit;
   typename Reduction::Outputs outputs;
   void* scratch;
-  int32_t* order;  // [batch, rows]: receives the sort order, or nullptr
   cudaStream_t stream;
+  int32_t* order = nullptr;  // [batch, rows]: receives the sort order, or nullptr
 
   CudaStatus Launch() const {
     switch (plan.strategy) {
@@ -252,9 +255,10 @@ struct Reducer {
         JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, segment_order, order + first * problem.rows, nullptr, stream));
       }
     }
+    Input of_part = input;
     if constexpr (kGathers) {
-      a.gathering = gathering.From(first, problem.rows, problem.features);
-      a.data = data + (problem.data_is_shared ? 0 : first * gathering.num_rows * problem.features);
+      of_part = input.From(first, problem.rows, problem.features);
+      a.data = data + (problem.data_is_shared ? 0 : first * input.num_rows * problem.features);
     } else {
       a.data = data + problem.DataRow(first, 0) * problem.features;
     }
@@ -267,7 +271,7 @@ struct Reducer {
     a.groups = grid.groups;
     a.blocks_per_batch = grid.blocks_per_batch;
     if constexpr (kGathers) {
-      if (strategy == Strategy::kSmallTiles) return SmallTiles(a, grid);
+      if (strategy == Strategy::kSmallTiles) return SmallTiles(a, of_part, grid);
     } else {
       if (strategy == Strategy::kSmallRows) return SmallRows(a, grid);
     }
@@ -283,15 +287,15 @@ struct Reducer {
     }
     if constexpr (kGathers) {
       return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
-        return Tiles<decltype(vector)::value, RowSource::kGathered>(a, grid);
+        return Tiles<decltype(vector)::value, RowSource::kGathered>(a, of_part, grid);
       });
     } else {
       if (strategy == Strategy::kRuns) return Runs(a, grid);
-      if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, grid);
+      if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, of_part, grid);
       return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
         constexpr int kVec = decltype(vector)::value;
-        return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a, grid)
-                                                    : Tiles<kVec, RowSource::kDirect>(a, grid);
+        return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a, of_part, grid)
+                                                    : Tiles<kVec, RowSource::kDirect>(a, of_part, grid);
       });
     }
   }
@@ -322,11 +326,11 @@ struct Reducer {
   }
 
   template <int kVec, RowSource kSource>
-  CudaStatus Tiles(const TileArguments<Reduction>& a, const RowGrid& grid) const {
-    const int shared_bytes = TileShared<Reduction, kVec, kSource>::Bytes(grid.groups, problem.features);
+  CudaStatus Tiles(const TileArguments<Reduction>& a, const Input& of_part, const RowGrid& grid) const {
+    const int shared_bytes = TileShared<Reduction, Input, kVec, kSource>::Bytes(grid.groups, problem.features);
     const int64_t blocks = a.gap_blocks + grid.row_blocks * grid.features.columns;
     const int threads = TileThreads(grid.features.lanes);
-    TileKernel<Reduction, kVec, kSource><<<GridSize(blocks), threads, shared_bytes, stream>>>(a);
+    TileKernel<Reduction, Input, kVec, kSource><<<GridSize(blocks), threads, shared_bytes, stream>>>({a, of_part});
     JB_RETURN_IF_LAUNCH_ERROR(TileKernel);
     return LaunchMerge<kVec>(a, grid);
   }
@@ -341,12 +345,12 @@ struct Reducer {
     });
   }
 
-  CudaStatus SmallTiles(TileArguments<Reduction> a, const RowGrid& grid) const {
+  CudaStatus SmallTiles(TileArguments<Reduction> a, const Input& of_part, const RowGrid& grid) const {
     a.gap_blocks = GridSize(a.problem.batch * SmallGapBlocks(a.problem.segments));
     const uint32_t blocks = GridSize(a.gap_blocks + grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
-      SmallTileKernel<Reduction, kVec><<<blocks, kSmallTileThreads, 0, stream>>>(a);
+      SmallTileKernel<Reduction, Input, kVec><<<blocks, kSmallTileThreads, 0, stream>>>({a, of_part});
       return JB_LAUNCH_STATUS(SmallTileKernel);
     });
   }
@@ -370,16 +374,9 @@ CudaStatus LaunchReduction(const Call& call, const ReducePlan& plan, const typen
   if (!SegmentsFit(call.problem.segments) || call.scratch_bytes < plan.scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
-  const Reducer<Reduction> reducer{call.problem,
-                                   plan,
-                                   static_cast<const T*>(call.data),
-                                   /*gathering=*/{},
-                                   call.segment_ids,
-                                   call.ids_are_64_bit,
-                                   outputs,
-                                   call.scratch,
-                                   order,
-                                   stream};
+  const T* const data = static_cast<const T*>(call.data);
+  const Reducer<Reduction, OwnRows<T>> reducer{call.problem,        plan,    data,         {},     call.segment_ids,
+                                               call.ids_are_64_bit, outputs, call.scratch, stream, order};
   return reducer.Launch();
 }
 

@@ -95,12 +95,10 @@ __device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>
   }
 }
 
-template <typename Reduction, int kVec>
+template <typename Reduction, typename Input, int kVec>
 __global__ void __launch_bounds__(kSmallTileThreads)
-    SmallTileKernel(const __grid_constant__ TileArguments<Reduction> a) {
-  using T = typename Reduction::Element;
+    SmallTileKernel(const __grid_constant__ InputArguments<Reduction, Input> a) {
   using Cells = typename Reduction::template Accumulator<kVec>;
-  constexpr EdgeInput kInput = kEdgeInput<Reduction>;
   if (blockIdx.x < a.gap_blocks) {
     FillEmptySegments<Reduction, kVec>(a, blockIdx.x);
     return;
@@ -119,7 +117,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   const int64_t column =
       (static_cast<int64_t>(column_block) * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const bool is_active = group < a.groups && column < features;
-  const int64_t head = kInput == EdgeInput::kWeights ? column / a.gathering.features_per_head : 0;
+  const int64_t at = a.input.At(b, rows, column);
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
 
@@ -130,7 +128,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
       const uint32_t segment = row >= 0 && row < rows ? a.ids[ids_offset + row] : kDropped;
       SourceRow source{};
       if (i < block_rows && next_row < rows) {
-        source = a.gathering.template Source<kInput>(b, next_row, rows, a.problem.data_is_shared);
+        source = a.input.template Source<Input::kTakesEdges>(b, next_row, rows, a.problem.data_is_shared);
       }
       segments[i] = segment;
       if (i < block_rows) sources[i] = source;
@@ -141,13 +139,13 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   const auto take_rows = [&](auto&& add) {
 #pragma unroll 1
     for (int i = 0; i < kSmallTileRows; i += kSmallRowsInFlight) {
-      ComingRow<T, kVec, kInput> coming[kSmallRowsInFlight];
+      typename Input::template Row<kVec> coming[kSmallRowsInFlight];
 #pragma unroll
       for (int u = 0; u < kSmallRowsInFlight; ++u) {
         const uint32_t segment = own_segments[i + u];
         if (segment == kDropped) continue;
-        coming[u].Gather(a.gathering, a.data, sources[group * kSmallTileRows + i + u], first_segment + segment,
-                         features, column, head);
+        coming[u].Load(a.input, a.data, sources[group * kSmallTileRows + i + u],
+                       {first_segment + segment, features, column, at});
       }
 #pragma unroll
       for (int u = 0; u < kSmallRowsInFlight; ++u) add(coming[u], own_segments[i + u]);

@@ -53,7 +53,6 @@ struct TileArguments {
   Problem problem;        // with an order: the batch joined into one element
   int64_t batch_rows;     // rows per batch element; below problem.rows only if the batch was joined
   int64_t first_segment;  // first segment of the result; not 0 if batch elements are launched one by one
-  Gathering<typename Reduction::Element> gathering;
   typename Reduction::Outputs outputs;
   Carries carries;
   uint32_t* merge_counters;  // finished blocks of MergeKernel, and blocks with an entering run
@@ -61,6 +60,20 @@ struct TileArguments {
   int groups;                // tiles per block
   int64_t blocks_per_batch;  // blocks along the rows of one batch element
   uint32_t gap_blocks;       // blocks at the start of the grid that fill wide gaps; 0 if FillsFirst
+};
+
+// The Input of rows that are not gathered.
+template <typename T>
+struct OwnRows {
+  static constexpr bool kTakesEdges = false;
+  template <int kVec>
+  using Row = ComingRow<T, kVec>;
+};
+
+// With the Input of the rows (see gathering.cuh).
+template <typename Reduction, typename Input>
+struct InputArguments : TileArguments<Reduction> {
+  Input input;
 };
 
 // The wide gaps of this block, one of the first `gap_blocks`.
@@ -101,7 +114,7 @@ __host__ __device__ __forceinline__ int StagedTileBytes(int features) {
   return kTileRows * features * static_cast<int>(sizeof(T)) + (sizeof(T) < 4 ? 4 : static_cast<int>(sizeof(T)));
 }
 
-template <typename Reduction, int kVec, RowSource kSource>
+template <typename Reduction, typename Input, int kVec, RowSource kSource>
 struct TileShared {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
@@ -116,7 +129,7 @@ struct TileShared {
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered || kSource == RowSource::kGathered;
-  static constexpr bool kWithEdges = kSource == RowSource::kGathered && kTakesNumber<kEdgeInput<Reduction>>;
+  static constexpr bool kWithEdges = Input::kTakesEdges;
   static constexpr int kArrays = 1 + kWithOrder + kWithEdges;
 
   static int Bytes(int groups, int64_t features) {
@@ -209,14 +222,14 @@ inline constexpr int kTileBlocks =
         ? 12
         : Reduction::kTileBlocks;
 
-template <typename Reduction, int kVec, RowSource kSource>
+template <typename Reduction, typename Input, int kVec, RowSource kSource>
 __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSource>))
-    TileKernel(const __grid_constant__ TileArguments<Reduction> a) {
+    TileKernel(const __grid_constant__ InputArguments<Reduction, Input> a) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
   constexpr int kInFlight = Reduction::kRowsInFlight;
   extern __shared__ uint4 shared_memory[];
-  using Shared = TileShared<Reduction, kVec, kSource>;
+  using Shared = TileShared<Reduction, Input, kVec, kSource>;
   const Shared shared(shared_memory, a.groups);
   PrepareMerge(a);
   if (blockIdx.x < a.gap_blocks) {
@@ -249,7 +262,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   };
   FindStarts(shared, a.groups, first_row, rows, segment_of, [&](int64_t row) -> SourceRow {
     if constexpr (kSource == RowSource::kGathered) {
-      return a.gathering.template Source<kEdgeInput<Reduction>>(b, row, rows, a.problem.data_is_shared);
+      return a.input.template Source<Input::kTakesEdges>(b, row, rows, a.problem.data_is_shared);
     }
     const uint32_t joined_row = __ldg(a.order + row);
     return {is_joined && a.problem.data_is_shared ? joined_row % batch_rows : joined_row, 0};
@@ -302,15 +315,15 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     cells.Start();
     uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
     const T* next_row = data + (tile_row + begin) * features + column;
-    constexpr EdgeInput kInput = kSource == RowSource::kGathered ? kEdgeInput<Reduction> : EdgeInput::kNothing;
-    const int64_t head = kInput == EdgeInput::kWeights ? column / a.gathering.features_per_head : 0;
+    int64_t at = 0;
+    if constexpr (kSource == RowSource::kGathered) at = a.input.At(b, rows, column);
 
     for (int i = begin; i < end; i += kInFlight) {
-      ComingRow<T, kVec, kInput> coming[kInFlight];
+      typename Input::template Row<kVec> coming[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int tile_offset = i + u;
-        coming[u].number = static_cast<int32_t>(tile_row) + tile_offset;
+        if constexpr (kSource != RowSource::kGathered) coming[u].number = static_cast<int32_t>(tile_row) + tile_offset;
         if (tile_offset >= end) continue;
         if constexpr (kSource == RowSource::kStaged) {
           const char* tile =
@@ -325,8 +338,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
           const SourceRow source{shared.order[place], Shared::kWithEdges ? shared.edges[place] : 0};
           const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
-          coming[u].Gather(a.gathering, data, source, own == kDropped ? -1 : first_segment + own, features, column,
-                           head);
+          coming[u].Load(a.input, data, source, {own == kDropped ? -1 : first_segment + own, features, column, at});
         } else {
           coming[u].values = LoadPackedStreaming<kVec>(next_row);
           next_row += features;
@@ -539,37 +551,43 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   }
 }
 
-// All blocks run level 1. The last block to finish runs level 2, if any block has an entering run. One block is enough:
-// each step covers kMergeSlots * kMergeSlots slots.
+// The work of one of `blocks` blocks. All run level 1. The last block to finish runs level 2, if any block has an
+// entering run. One block is enough: each step covers kMergeSlots * kMergeSlots slots.
 template <typename Reduction, int kVec>
-__global__ void __launch_bounds__(kMergeThreads)
-    MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
+__device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, int64_t slots, uint32_t block,
+                                           uint32_t blocks) {
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
-  MergeCarries<Reduction, kVec, 1>(a, slots, blockIdx.x, shared);
+  MergeCarries<Reduction, kVec, 1>(a, slots, block, shared);
   if (slots <= kMergeSlots) return;  // a single block has all slots
 
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t first_slot = blockIdx.x / a.features.columns * kMergeSlots;
+    const int64_t first_slot = block / a.features.columns * kMergeSlots;
     const uint32_t* const segments = a.carries.in_segment;
     if (first_slot > 0 && segments[first_slot] != kDropped && segments[first_slot - 1] == segments[first_slot]) {
       atomicAdd(a.merge_counters + 1, 1);
       __threadfence();
     }
-    const bool is_last = atomicAdd(a.merge_counters, 1) == gridDim.x - 1;
+    const bool is_last = atomicAdd(a.merge_counters, 1) == blocks - 1;
     __threadfence();
     has_second_level = is_last && atomicAdd(a.merge_counters + 1, 0) != 0;
   }
   __syncthreads();
   if (!has_second_level) return;
   const int64_t second_level_slots = CeilDivide(slots, kMergeSlots);
-  const int64_t blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
-  for (int64_t block = 0; block < blocks; ++block) {
-    MergeCarries<Reduction, kVec, 2>(a, slots, block, shared);
+  const int64_t second_level_blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
+  for (int64_t i = 0; i < second_level_blocks; ++i) {
+    MergeCarries<Reduction, kVec, 2>(a, slots, i, shared);
     __syncthreads();
   }
+}
+
+template <typename Reduction, int kVec>
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
+  MergeBlock<Reduction, kVec>(a, slots, blockIdx.x, gridDim.x);
 }
 
 }  // namespace jax_baracuda::segment

@@ -5,9 +5,6 @@
 
 namespace jax_baracuda::segment {
 
-template <typename T, bool kFirstWins>
-inline constexpr EdgeInput kEdgeInput<WinnerReduction<T, kFirstWins>> = EdgeInput::kNumber;
-
 namespace {
 
 ReducePlan PlanOf(const GatherExtremumCall& call) {
@@ -20,7 +17,7 @@ CudaStatus GatherMaximum(const GatherExtremumCall& call, const ReducePlan& plan,
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     status = ReduceGathered<MaxReduction<T>>(
-        call, plan, GatheringOf<T>(call, /*clips=*/true),
+        call, plan, GatheredRows<T>{EdgesOf(call, /*clips=*/true)},
         {static_cast<T*>(call.output), FlipWordMask<T>(call.type, call.is_minimum)}, stream);
   });
   return status;
@@ -33,7 +30,7 @@ CudaStatus GatherWithWinner(const GatherExtremumCall& call, const ReducePlan& pl
     const auto reduce = [&](auto first_wins) {
       using Reduction = WinnerReduction<T, decltype(first_wins)::value>;
       status = ReduceGathered<Reduction>(
-          call, plan, GatheringOf<T>(call, /*clips=*/true),
+          call, plan, GatheredRows<T, /*kTakesNumbers=*/true>{EdgesOf(call, /*clips=*/true)},
           {static_cast<T*>(call.output), call.winner, FlipWordMask<T>(call.type, call.is_minimum)}, stream);
     };
     if (call.first_wins) {

@@ -10,22 +10,110 @@ ReducePlan PlanOf(const GatherExtremumBackwardCall& call) {
   return PlanGathered(call, call.problem.features, SumStateBytes(call.type));
 }
 
-template <typename T, EdgeInput kInput>
-CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t stream) {
-  Gathering<T> gathering = GatheringOf<T>(call, /*clips=*/false);
-  gathering.winners = call.winner;
-  gathering.extrema = static_cast<const T*>(call.extrema);
-  gathering.reduced = static_cast<const T*>(call.gathered);
-  return ReduceGathered<GatherSumReduction<T, kInput>>(call, PlanOf(call), gathering, {call.d_data, /*is_wide=*/false},
-                                                       stream);
-}
+// The sum of the elements of each row that its edge won. A row loads and holds twice as much as in other sums. More
+// resident blocks then hide more latency than more rows in flight.
+template <typename T>
+struct WonReduction : GatherSumReduction<T> {
+  static constexpr int kRowsInFlight = sizeof(T) == 4 ? 2 : 1;
+  using typename GatherSumReduction<T>::C;
 
-// With shared ties, an edge won the cells whose extremum equals its row's element. This also holds if only one edge
-// attains the extremum, and a NaN equals nothing.
+  template <int kCount>
+  struct Accumulator : GatherSumReduction<T>::template Accumulator<kCount> {
+    template <typename Wins>
+    __device__ __forceinline__ void AddWon(const Packed<T, kCount>& values, Wins&& wins) {
+      uint32_t won = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) won |= static_cast<uint32_t>(wins(i)) << i;
+      const Vector<C, kCount> wide = Widen(Unpack<T, kCount>(values));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) this->sum.sum[i] += (won >> i & 1) != 0 ? wide.lane[i] : C{0};
+    }
+  };
+};
+
+// The Input if one edge wins a cell: gathered rows have the winners of their cells. The batch shares no winners.
+template <typename T>
+struct RowsWithWinners : Edges {
+  static constexpr bool kTakesEdges = true;
+
+  const int32_t* winners;  // [batch, num_rows, features]
+
+  RowsWithWinners From(int64_t element, int64_t edges, int64_t features) const {
+    RowsWithWinners from = *this;
+    from.Advance(element, edges);
+    from.winners += element * num_rows * features;
+    return from;
+  }
+  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t) const { return 0; }
+
+  template <int kVec>
+  struct Row : ComingRow<T, kVec> {
+    Vector<int32_t, kVec> winners;
+
+    __device__ __forceinline__ void Load(const RowsWithWinners& input, const T* data, const SourceRow& source,
+                                         const RowPlace& place) {
+      this->LoadGathered(data, source, place);
+      this->number = static_cast<int32_t>(source.edge);
+      winners = Repeat<kVec>(int32_t{-1});
+      if (source.row == kDropped) return;
+      winners = LoadVector<kVec>(input.winners + source.row * place.features + place.column);
+    }
+    template <typename Cells, typename Outputs>
+    __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
+      cells.AddWon(this->values, [&](int i) { return winners.lane[i] == this->number; });
+    }
+  };
+};
+
+// The Input if tied edges share a cell: an edge won the cells whose extremum equals the element of its segment in
+// `reduced`, the data of the forward pass. This also holds if only one edge attains the extremum, and a NaN equals
+// nothing. The batch shares neither array.
+template <typename T>
+struct RowsWithExtrema : Edges {
+  static constexpr bool kTakesEdges = false;
+
+  const T* extrema;  // [batch, num_rows, features]
+  const T* reduced;  // [batch, segments, features]
+
+  RowsWithExtrema From(int64_t element, int64_t edges, int64_t features) const {
+    RowsWithExtrema from = *this;
+    from.Advance(element, edges);
+    from.extrema += element * num_rows * features;
+    return from;
+  }
+  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t) const { return 0; }
+
+  template <int kVec>
+  struct Row : ComingRow<T, kVec> {
+    Vector<T, kVec> extrema, reduced;
+
+    __device__ __forceinline__ void Load(const RowsWithExtrema& input, const T* data, const SourceRow& source,
+                                         const RowPlace& place) {
+      this->LoadGathered(data, source, place);
+      extrema = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
+      reduced = Repeat<kVec>(static_cast<T>(ComputeType<T>{1}));
+      if (source.row == kDropped || place.segment < 0) return;
+      extrema = LoadVector<kVec>(input.extrema + source.row * place.features + place.column);
+      reduced = LoadVector<kVec>(input.reduced + place.segment * place.features + place.column);
+    }
+    template <typename Cells, typename Outputs>
+    __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
+      cells.AddWon(this->values, [&](int i) {
+        return static_cast<ComputeType<T>>(extrema.lane[i]) == static_cast<ComputeType<T>>(reduced.lane[i]);
+      });
+    }
+  };
+};
+
 template <typename T>
 CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t stream) {
-  return call.shares_ties ? SumOfWinners<T, EdgeInput::kExtrema>(call, stream)
-                          : SumOfWinners<T, EdgeInput::kWinners>(call, stream);
+  const auto reduce = [&](const auto& input) {
+    return ReduceGathered<WonReduction<T>>(call, PlanOf(call), input, {call.d_data, /*is_wide=*/false}, stream);
+  };
+  const Edges edges = EdgesOf(call, /*clips=*/false);
+  return call.shares_ties ? reduce(RowsWithExtrema<T>{edges, static_cast<const T*>(call.extrema),
+                                                      static_cast<const T*>(call.gathered)})
+                          : reduce(RowsWithWinners<T>{edges, call.winner});
 }
 
 // The call of one batch element.

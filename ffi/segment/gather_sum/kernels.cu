@@ -9,20 +9,43 @@ ReducePlan PlanOf(const GatherSumCall& call) {
                       SumStateBytes(call.type));
 }
 
-template <EdgeInput kInput>
-CudaStatus SumGathered(const GatherSumCall& call, const ReducePlan& plan, cudaStream_t stream) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    Gathering<T> gathering = GatheringOf<T>(call, call.clips_gather_ids);
-    gathering.weights = static_cast<const T*>(call.weights);
-    gathering.weights_are_shared = call.weights_are_shared;
-    gathering.heads = call.heads;
-    gathering.features_per_head = call.FeaturesPerHead();
-    status = ReduceGathered<GatherSumReduction<T, kInput>>(call, plan, gathering, {call.output, call.is_wide}, stream);
-  });
-  return status;
-}
+// The Input of weighted sums: each row is scaled by the weights of its edge, one per head.
+template <typename T>
+struct WeightedRows : Edges {
+  static constexpr bool kTakesEdges = true;
+
+  const T* weights;  // [batch or 1, edges, heads]
+  bool weights_are_shared;
+  int64_t heads, features_per_head;
+
+  WeightedRows From(int64_t element, int64_t edges, int64_t) const {
+    WeightedRows from = *this;
+    from.Advance(element, edges);
+    if (!weights_are_shared) from.weights += element * edges * heads;
+    return from;
+  }
+  // The position of the first edge's weight.
+  __device__ __forceinline__ int64_t At(int64_t b, int64_t edges, int64_t column) const {
+    return (weights_are_shared ? 0 : b * edges * heads) + column / features_per_head;
+  }
+
+  template <int kVec>
+  struct Row : ComingRow<T, kVec> {
+    T weight;
+
+    __device__ __forceinline__ void Load(const WeightedRows& input, const T* data, const SourceRow& source,
+                                         const RowPlace& place) {
+      this->LoadGathered(data, source, place);
+      const bool exists = source.row != kDropped;
+      weight =
+          exists ? __ldg(input.weights + (place.at + source.edge * input.heads)) : static_cast<T>(ComputeType<T>{0});
+    }
+    template <typename Cells, typename Outputs>
+    __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
+      cells.AddScaled(Unpack<T, kVec>(this->values), weight);
+    }
+  };
+};
 
 }  // namespace
 
@@ -30,8 +53,18 @@ Plan GatherSumCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 
 CudaStatus GatherSumCall::LaunchOnCuda(cudaStream_t stream) const {
   const ReducePlan plan = PlanOf(*this);
-  return has_weights ? SumGathered<EdgeInput::kWeights>(*this, plan, stream)
-                     : SumGathered<EdgeInput::kNothing>(*this, plan, stream);
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  DispatchFloating(type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Edges edges = EdgesOf(*this, clips_gather_ids);
+    const auto reduce = [&](const auto& input) {
+      return ReduceGathered<GatherSumReduction<T>>(*this, plan, input, {output, is_wide}, stream);
+    };
+    status = has_weights ? reduce(WeightedRows<T>{edges, static_cast<const T*>(weights), weights_are_shared, heads,
+                                                  FeaturesPerHead()})
+                         : reduce(GatheredRows<T>{edges});
+  });
+  return status;
 }
 
 }  // namespace jax_baracuda::segment

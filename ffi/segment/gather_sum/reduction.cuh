@@ -11,12 +11,10 @@
 namespace jax_baracuda::segment {
 
 // As SumReduction. A weight is applied as its term is accumulated, so that product and sum are rounded once.
-template <typename T, EdgeInput kInput>
+template <typename T>
 struct GatherSumReduction {
   using Element = T;
-  // Selection loads and holds twice as much per row. More resident blocks then hide more latency than more rows in
-  // flight.
-  static constexpr int kRowsInFlight = !kSelects<kInput> ? SumReduction<T>::kRowsInFlight : sizeof(T) == 4 ? 2 : 1;
+  static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight;
   static constexpr int kTileBlocks = SumReduction<T>::kTileBlocks;
   using C = ComputeType<T>;
 
@@ -39,11 +37,6 @@ struct GatherSumReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sum.sum[i] += scale * wide.lane[i];
     }
-    __device__ __forceinline__ void AddSelected(const Vector<T, kCount>& values, uint32_t selected) {
-      const Vector<C, kCount> wide = Widen(values);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) sum.sum[i] += (selected >> i & 1) != 0 ? wide.lane[i] : C{0};
-    }
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) { sum.Merge(other.sum, {}); }
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
                                           int64_t feature) const {
@@ -57,9 +50,6 @@ struct GatherSumReduction {
     }
   };
 };
-
-template <typename T, EdgeInput kInput>
-inline constexpr EdgeInput kEdgeInput<GatherSumReduction<T, kInput>> = kInput;
 
 inline int64_t SumStateBytes(ElementType type) { return ElementBytes(type) == 8 ? 8 : 4; }
 

@@ -15,6 +15,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 enum class Strategy {
+  kNothing,        // no result
   kFill,           // no segments: all rows are dropped
   kSmall,          // few rows in any order, in one launch (see small.cuh)
   kTiles,          // sorted rows (see tiles.cuh)
@@ -54,20 +55,13 @@ int64_t TableBytes(const Problem& problem, int64_t element_bytes) {
 // table of a batch element does not fit in L2 (batch elements are processed one after another). Atomic additions have
 // no fixed order, so deterministic calls sort.
 Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted, bool deterministic) {
+  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return Strategy::kNothing;
   if (problem.segments == 0) return Strategy::kFill;
   if (IsSmall(problem, indices_are_sorted)) return Strategy::kSmall;
   if (indices_are_sorted) return Strategy::kTiles;
   const bool is_far = problem.features * element_bytes >= Tuning::kMinFarRowBytes &&
                       TableBytes(problem, element_bytes) / problem.batch >= Tuning::kMinFarTableBytes;
   return deterministic || is_far ? Strategy::kSortThenTiles : Strategy::kTable;
-}
-
-bool IsEmpty(const Problem& problem) { return problem.batch == 0 || problem.rows == 0 || problem.features == 0; }
-
-// Sorting numbers rows and segments in 32 bits. If the whole batch is too large for that, its elements are processed
-// one by one.
-int64_t ElementsAtOnce(const Problem& problem, Strategy strategy) {
-  return strategy == Strategy::kSortThenTiles && !OrderFits(problem) ? 1 : problem.batch;
 }
 
 // How rows are cut into tiles.
@@ -91,42 +85,6 @@ SoftmaxTileGrid MakeSoftmaxTileGrid(int64_t rows, int64_t features, int64_t elem
   return grid;
 }
 
-int64_t CarryElements(int64_t tiles, int64_t features, bool is_backward) {
-  return tiles * 2 * (is_backward ? 1 : 2) * features;
-}
-
-int64_t ScratchBytes(const Problem& problem, Strategy strategy, int64_t element_bytes, bool is_backward) {
-  ScratchSizes sizes;
-  switch (strategy) {
-    case Strategy::kFill:
-    case Strategy::kSmall:
-      break;
-    case Strategy::kSortThenTiles:
-    case Strategy::kTiles: {
-      Problem at_once = problem;
-      at_once.batch = ElementsAtOnce(problem, strategy);
-      if (strategy == Strategy::kSortThenTiles) sizes.Add(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
-      const SoftmaxTileGrid grid =
-          MakeSoftmaxTileGrid(at_once.batch * at_once.rows, problem.features, element_bytes, is_backward);
-      sizes.Add(grid.tiles * 2 * sizeof(RunCarry));
-      sizes.Add(grid.tiles);
-      sizes.Add(CarryElements(grid.tiles, problem.features, is_backward) * ComputeBytes(element_bytes));
-      break;
-    }
-    case Strategy::kTable: {
-      const int64_t table_bytes = TableBytes(problem, element_bytes);
-      if (!is_backward) {
-        sizes.Add(sizeof(uint32_t));
-        sizes.Add(table_bytes);
-        sizes.Add(table_bytes);
-      }
-      sizes.Add(table_bytes);
-      break;
-    }
-  }
-  return sizes.total;
-}
-
 // The grid that sums rows through a cache of hot cells in shared memory. `slots` is 0 if the cache does not pay.
 struct CacheGrid {
   int64_t blocks_per_batch;
@@ -147,59 +105,107 @@ CacheGrid MakeCacheGrid(const Problem& problem, int vector, int64_t element_byte
   return cache;
 }
 
-// Vector width of the table kernels, in elements.
-int TableVector(const Problem& problem, int64_t element_bytes) {
-  const int widest = static_cast<int>(16 / ComputeBytes(element_bytes));
-  return problem.features % widest == 0 ? widest : 1;
-}
+// How rows are added to a table.
+struct TableGrid {
+  int vector;     // in elements
+  int64_t parts;  // of the segments, whose sums are computed one after another (see Tuning::kPartBytes)
+  CacheGrid cache;
+};
 
-// The number of parts of the segments, whose sums are computed one after another (see Tuning::kPartBytes).
-int64_t TableParts(const Problem& problem, int64_t element_bytes) {
+TableGrid MakeTableGrid(const Problem& problem, int64_t element_bytes, int multiprocessors) {
+  const int widest = static_cast<int>(16 / ComputeBytes(element_bytes));
   const int64_t table_bytes = TableBytes(problem, element_bytes);
   const bool is_split = problem.rows / Tuning::kMinRowsToPartSegment >= problem.segments &&
                         table_bytes <= Tuning::kMaxParts * Tuning::kPartBytes;
-  return is_split ? CeilDivide(table_bytes, Tuning::kPartBytes) : 1;
+  TableGrid table;
+  table.vector = problem.features % widest == 0 ? widest : 1;
+  table.parts = is_split ? CeilDivide(table_bytes, Tuning::kPartBytes) : 1;
+  table.cache = MakeCacheGrid(problem, table.vector, element_bytes, multiprocessors);
+  return table;
 }
 
-const char* NameOf(const Problem& problem, Strategy strategy, int64_t element_bytes) {
-  switch (strategy) {
-    case Strategy::kFill:
-      return "fill";
-    case Strategy::kSmall:
-      return "one_launch";
-    case Strategy::kTiles:
-      return "tiles";
-    case Strategy::kSortThenTiles:
-      return "sort_then_tiles";
-    case Strategy::kTable: {
-      const int multiprocessors = DeviceAttributesForPlan().multiprocessors;
-      const int vector = TableVector(problem, element_bytes);
-      const bool has_cache = MakeCacheGrid(problem, vector, element_bytes, multiprocessors).slots > 0;
-      if (TableParts(problem, element_bytes) > 1) return has_cache ? "cached_atomics_in_parts" : "atomics_in_parts";
-      return has_cache ? "cached_atomics" : "atomics";
-    }
-  }
-  return "";
-}
-
-struct Call : SoftmaxCall {
+// How a call runs. Scratch memory depends on shapes and flags alone, the name also on the number of multiprocessors.
+struct SoftmaxPlan {
   Strategy strategy;
-  cudaStream_t stream;
+  int64_t elements_at_once;  // batch elements per launch of tiles
+  SoftmaxTileGrid tiles;     // of one launch
+  TableGrid table;
+  int64_t scratch_bytes;
+
+  Plan Summary() const { return {Name(), scratch_bytes}; }
+
+ private:
+  const char* Name() const {
+    switch (strategy) {
+      case Strategy::kNothing:
+        return kNothing;
+      case Strategy::kFill:
+        return "fill";
+      case Strategy::kSmall:
+        return "one_launch";
+      case Strategy::kTiles:
+        return "tiles";
+      case Strategy::kSortThenTiles:
+        return "sort_then_tiles";
+      case Strategy::kTable:
+        if (table.parts > 1) return table.cache.slots > 0 ? "cached_atomics_in_parts" : "atomics_in_parts";
+        return table.cache.slots > 0 ? "cached_atomics" : "atomics";
+    }
+    return "";
+  }
 };
+
+SoftmaxPlan PlanOf(const SoftmaxCall& call) {
+  const Problem& problem = call.problem;
+  const int64_t element_bytes = ElementBytes(call.type), compute_bytes = ComputeBytes(element_bytes);
+  const int64_t state_bytes = (call.is_backward ? 1 : 2) * compute_bytes;
+  SoftmaxPlan plan{};
+  plan.strategy = ChooseStrategy(problem, element_bytes, call.indices_are_sorted, call.deterministic);
+  ScratchSizes sizes;
+  if (plan.strategy == Strategy::kTiles || plan.strategy == Strategy::kSortThenTiles) {
+    // Segments of a launch are numbered in 32 bits, and rows if they are sorted. A batch that is too large for that is
+    // processed one by one.
+    const bool sorts = plan.strategy == Strategy::kSortThenTiles;
+    const bool fits = sorts ? OrderFits(problem) : SegmentsFit(problem.batch * problem.segments);
+    Problem at_once = problem;
+    at_once.batch = plan.elements_at_once = fits ? problem.batch : 1;
+    plan.tiles = MakeSoftmaxTileGrid(at_once.batch * at_once.rows, problem.features, element_bytes, call.is_backward);
+    if (sorts) sizes.Add(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
+    sizes.Add(sizeof(LongRunCounters));
+    sizes.Add(plan.tiles.tiles * sizeof(uint32_t));
+    sizes.Add(plan.tiles.tiles * 2 * sizeof(int32_t));
+    sizes.Add(plan.tiles.tiles * problem.features * state_bytes);
+    sizes.Add(plan.tiles.tiles * problem.features * state_bytes);
+    sizes.Add(at_once.batch * problem.segments * problem.features * state_bytes);
+  } else if (plan.strategy == Strategy::kTable) {
+    const int64_t table_bytes = TableBytes(problem, element_bytes);
+    plan.table = MakeTableGrid(problem, element_bytes, DeviceAttributesForPlan().multiprocessors);
+    if (!call.is_backward) {
+      sizes.Add(sizeof(uint32_t));
+      sizes.Add(table_bytes);
+      sizes.Add(table_bytes);
+    }
+    sizes.Add(table_bytes);
+  }
+  plan.scratch_bytes = sizes.total;
+  return plan;
+}
 
 template <typename T, bool kBackward>
 struct Launcher {
   using C = ComputeType<T>;
-  const Call& call;
+  const SoftmaxCall& call;
+  const SoftmaxPlan& plan;
+  cudaStream_t stream;
   const Problem& problem = call.problem;
   const T* inputs[2] = {static_cast<const T*>(call.inputs[0]), static_cast<const T*>(call.inputs[1])};
   T* output = static_cast<T*>(call.output);
 
   CudaStatus Launch() const {
-    switch (call.strategy) {
+    switch (plan.strategy) {
       case Strategy::kFill:
         return JB_CUDA_STATUS(
-            cudaMemsetAsync(output, 0, problem.batch * problem.rows * problem.features * sizeof(T), call.stream));
+            cudaMemsetAsync(output, 0, problem.batch * problem.rows * problem.features * sizeof(T), stream));
       case Strategy::kSmall:
         return SoftmaxTileVector(problem.features, sizeof(T)) > 1 ? Small<SoftmaxTileVector(0, sizeof(T))>()
                                                                   : Small<1>();
@@ -248,38 +254,37 @@ struct Launcher {
     const int64_t block_segments = CeilDivide(a.rows.segments, max_segment_blocks);
     a.block_segments = static_cast<int>(block_segments < kMaxSmallSegments ? block_segments : kMaxSmallSegments);
     const int64_t blocks = CeilDivide(a.rows.segments, a.block_segments) * a.columns;
-    SmallKernel<T, kVec, kBackward><<<GridSize(blocks), kSmallSoftmaxThreads, 0, call.stream>>>(a);
+    SmallKernel<T, kVec, kBackward><<<GridSize(blocks), kSmallSoftmaxThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(SmallKernel);
   }
 
   CudaStatus Tiles() const {
-    const int64_t elements = ElementsAtOnce(problem, call.strategy);
-    for (int64_t b = 0; b < problem.batch; b += elements) {
-      JB_RETURN_IF_CUDA_ERROR(TilesOf(b, elements));
+    for (int64_t b = 0; b < problem.batch; b += plan.elements_at_once) {
+      JB_RETURN_IF_CUDA_ERROR(TilesFrom(b));
     }
     return {};
   }
 
-  // `batch` batch elements from `first` on.
-  CudaStatus TilesOf(int64_t first, int64_t batch) const {
+  // The batch elements of one launch, starting at `first`.
+  CudaStatus TilesFrom(int64_t first) const {
     Problem at_once = problem;
-    at_once.batch = batch;
+    at_once.batch = plan.elements_at_once;
     const int64_t first_row = first * problem.rows;
     ScratchCarver carver(call.scratch);
-    SoftmaxTileArguments<T> a{};
-    a.rows = RowsOf(first, batch);
-    if (call.strategy == Strategy::kSortThenTiles) {
+    SoftmaxTileArguments<T, kBackward> a{};
+    a.rows = RowsOf(first, at_once.batch);
+    if (plan.strategy == Strategy::kSortThenTiles) {
       SegmentOrder order;
       char* const order_scratch = carver.Take<char>(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
       JB_RETURN_IF_CUDA_ERROR(
-          LaunchSegmentOrder(at_once, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, call.stream));
+          LaunchSegmentOrder(at_once, a.rows.ids.ids, call.ids_are_64_bit, order_scratch, &order, stream));
       a.rows.sorted_segments = order.segments;
       a.rows.order = order.rows;
     }
-    const SoftmaxTileGrid grid = MakeSoftmaxTileGrid(a.rows.count, problem.features, sizeof(T), kBackward);
-    a.is_flat = call.strategy == Strategy::kTiles && grid.lanes.columns == 1;
+    const SoftmaxTileGrid& grid = plan.tiles;
+    a.is_flat = plan.strategy == Strategy::kTiles && grid.lanes.columns == 1;
     for (int i = 0; i < (kBackward ? 2 : 1); ++i) {
-      a.is_shared[i] = call.is_shared[i] && batch > 1;
+      a.is_shared[i] = call.is_shared[i] && at_once.batch > 1;
       a.inputs[i] = inputs[i] + (call.is_shared[i] ? 0 : first_row * problem.features);
       a.is_flat = a.is_flat && !a.is_shared[i];
     }
@@ -290,29 +295,40 @@ struct Launcher {
     a.own_rows = grid.own_rows;
     a.tile_rows = grid.tile_rows;
     a.tiles = grid.tiles;
-    a.carries = carver.Take<RunCarry>(2 * grid.tiles);
-    a.has_carries = carver.Take<uint8_t>(grid.tiles);
-    a.carry_states = carver.Take<C>(CarryElements(grid.tiles, problem.features, kBackward));
+    using Total = typename SoftmaxReduction<T, kBackward>::Total;
+    a.counters = carver.Take<LongRunCounters>(1);
+    a.carries.in_segment = carver.Take<uint32_t>(grid.tiles);
+    a.left_rows = carver.Take<int32_t>(2 * grid.tiles);
+    a.carries.in = carver.Take<Total>(grid.tiles * problem.features);
+    a.carries.out = carver.Take<Total>(grid.tiles * problem.features);
+    a.totals = carver.Take<Total>(a.rows.segments * problem.features);
     constexpr int kWidest = SoftmaxTileVector(0, sizeof(T));
     return grid.vector > 1 ? LaunchTiles<kWidest>(a) : LaunchTiles<1>(a);
   }
 
   template <int kVec>
-  CudaStatus LaunchTiles(SoftmaxTileArguments<T> a) const {
+  CudaStatus LaunchTiles(SoftmaxTileArguments<T, kBackward> a) const {
     constexpr int kElementBytes = static_cast<int>(sizeof(C) + (kBackward ? 2 : 1) * sizeof(T));
     const int shared_bytes = a.tile_rows * a.lanes.lanes * kVec * kElementBytes;
     const auto kernel = SoftmaxTileKernel<T, kVec, kBackward>;
     JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
-    kernel<<<GridSize(a.tiles * a.lanes.columns), kSoftmaxTileThreads, shared_bytes, call.stream>>>(a);
+    kernel<<<GridSize(a.tiles * a.lanes.columns), kSoftmaxTileThreads, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(SoftmaxTileKernel);
     if (a.tiles == 1) return {};  // no run is long
-    int multiprocessors = 0;
-    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
     a.lanes = AssignFeatures(a.features / kVec, kMaxLongRunLanes);
-    const int64_t max_blocks = CeilDivide(int64_t{LongRunBlocks(sizeof(T))} * multiprocessors, a.lanes.columns);
-    const int64_t useful = CeilDivide(2 * a.tiles, kLongRunWarps);
-    const int64_t blocks = (useful < max_blocks ? useful : max_blocks) * a.lanes.columns;
-    LongRunsKernel<T, kVec, kBackward><<<GridSize(blocks), kLongRunThreads, 0, call.stream>>>(a);
+    LongRunArguments<T, kBackward> runs{};
+    runs.tiles = a;
+    runs.merge.problem.features = a.features;
+    runs.merge.outputs = {a.totals};
+    runs.merge.carries = a.carries;
+    runs.merge.merge_counters = a.counters->of_merge;
+    runs.merge.features = a.lanes;
+    runs.merge.blocks_per_batch = a.tiles;
+    runs.merge_blocks = GridSize(CeilDivide(a.tiles, kMergeSlots) * a.lanes.columns);
+    const int64_t tiles_per_block = CeilDivide(a.tiles, kBlocksOfFewTiles);
+    runs.tiles_per_block = static_cast<int>(tiles_per_block < kMaxTilesPerBlock ? tiles_per_block : kMaxTilesPerBlock);
+    const int64_t blocks = runs.merge_blocks + CeilDivide(a.tiles, runs.tiles_per_block) * a.lanes.columns;
+    LongRunsKernel<T, kVec, kBackward><<<GridSize(blocks), kLongRunThreads, 0, stream>>>(runs);
     return JB_LAUNCH_STATUS(LongRunsKernel);
   }
 
@@ -336,18 +352,16 @@ struct Launcher {
     a.sums = carver.Take<C>(cells);
     char* const cleared = kBackward ? reinterpret_cast<char*>(a.sums) : reinterpret_cast<char*>(a.needs_max_pass);
     const int64_t cleared_bytes = reinterpret_cast<char*>(a.sums + cells) - cleared;
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(cleared, 0, cleared_bytes, call.stream));
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(cleared, 0, cleared_bytes, stream));
     constexpr int kWidest = 16 / sizeof(C);
-    return TableVector(problem, sizeof(T)) == kWidest ? LaunchTable<kWidest>(a) : LaunchTable<1>(a);
+    return plan.table.vector == kWidest ? LaunchTable<kWidest>(a) : LaunchTable<1>(a);
   }
 
   template <int kVec, bool kIsReadAgain>
   CudaStatus LaunchSumRows(SoftmaxTableArguments<T> a, uint32_t blocks) const {
-    int multiprocessors = 0;
-    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-    const CacheGrid cache = MakeCacheGrid(problem, kVec, sizeof(T), multiprocessors);
+    const CacheGrid& cache = plan.table.cache;
     if (cache.slots == 0) {
-      SumRowsKernel<T, kVec, kBackward, kIsReadAgain><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      SumRowsKernel<T, kVec, kBackward, kIsReadAgain><<<blocks, kSoftmaxTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SumRowsKernel);
     }
     constexpr int kSlotBytes = static_cast<int>(sizeof(Vector<C, kVec>) + sizeof(uint32_t));
@@ -358,7 +372,7 @@ struct Launcher {
     const int shared_bytes = a.cache_slots * kSlotBytes;
     a.blocks_per_batch = cache.blocks_per_batch;
     const int64_t grid = problem.batch * cache.blocks_per_batch;
-    kernel<<<GridSize(grid), kSoftmaxCacheThreads, shared_bytes, call.stream>>>(a);
+    kernel<<<GridSize(grid), kSoftmaxCacheThreads, shared_bytes, stream>>>(a);
     return JB_LAUNCH_STATUS(SumRowsCachedKernel);
   }
 
@@ -374,7 +388,7 @@ struct Launcher {
     };
     uint32_t blocks = blocks_for(kSoftmaxRowsInFlight);
     const bool is_kept = problem.batch * vectors * kVec * static_cast<int64_t>(sizeof(T)) <= Tuning::kKeptBytes;
-    const int64_t part_segments = CeilDivide(problem.segments, TableParts(problem, sizeof(T)));
+    const int64_t part_segments = CeilDivide(problem.segments, plan.table.parts);
     a.part_segments = static_cast<uint32_t>(part_segments);
     for (int64_t first = 0; first < problem.segments; first += part_segments) {
       a.first_segment = static_cast<uint32_t>(first);
@@ -382,10 +396,10 @@ struct Launcher {
     }
     blocks = blocks_for(kSoftmaxGatherRows);
     if constexpr (kBackward) {
-      GradientKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      GradientKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(GradientKernel);
     } else {
-      DivideKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      DivideKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, stream>>>(a);
       JB_RETURN_IF_LAUNCH_ERROR(DivideKernel);
       int multiprocessors = 0;
       JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
@@ -397,41 +411,29 @@ struct Launcher {
         a.blocks_per_batch = max_blocks > row_blocks ? max_blocks : row_blocks;
         blocks = GridSize(problem.batch * a.blocks_per_batch);
       }
-      MaxPassKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      MaxPassKernel<T, kVec, false><<<blocks, kSoftmaxTableThreads, 0, stream>>>(a);
       JB_RETURN_IF_LAUNCH_ERROR(MaxPassKernel);
-      MaxPassKernel<T, kVec, true><<<blocks, kSoftmaxTableThreads, 0, call.stream>>>(a);
+      MaxPassKernel<T, kVec, true><<<blocks, kSoftmaxTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(MaxPassKernel);
     }
   }
 };
 
-template <bool kBackward>
-CudaStatus Launch(const Call& call) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if (call.scratch_bytes < ScratchBytes(call.problem, call.strategy, sizeof(T), kBackward)) return;
-    status = Launcher<T, kBackward>{call}.Launch();
-  });
-  return status;
-}
-
 }  // namespace
 
-// Scratch memory depends on the shapes and flags alone, the name of the strategy also on the number of multiprocessors.
-Plan SoftmaxCall::CudaPlan() const {
-  if (IsEmpty(problem)) return {kNothing};
-  const int64_t element_bytes = ElementBytes(type);
-  const Strategy strategy = ChooseStrategy(problem, element_bytes, indices_are_sorted, deterministic);
-  return {NameOf(problem, strategy, element_bytes), ScratchBytes(problem, strategy, element_bytes, is_backward)};
-}
+Plan SoftmaxCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 
 CudaStatus SoftmaxCall::LaunchOnCuda(cudaStream_t stream) const {
-  if (IsEmpty(problem)) return {};
-  if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  const Strategy strategy = ChooseStrategy(problem, ElementBytes(type), indices_are_sorted, deterministic);
-  const Call call{*this, strategy, stream};
-  return is_backward ? Launch<true>(call) : Launch<false>(call);
+  const SoftmaxPlan plan = PlanOf(*this);
+  if (plan.strategy == Strategy::kNothing) return {};
+  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.scratch_bytes) return status;
+  DispatchFloating(type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    status = is_backward ? Launcher<T, true>{*this, plan, stream}.Launch()
+                         : Launcher<T, false>{*this, plan, stream}.Launch();
+  });
+  return status;
 }
 
 }  // namespace jax_baracuda::segment

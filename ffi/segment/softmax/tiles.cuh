@@ -5,8 +5,7 @@
 // (rows of one segment) that threads have in common. A run belongs to the tile in whose own rows it starts. If it ends
 // within the tile, the block writes it at once. A longer run is cut at the ends of the tiles' own rows. Each tile
 // leaves the state of its own rows of the run: a carry-out in the tile in which the run starts, a carry-in in every
-// tile that it enters. LongRunsKernel merges the carries, in an order that depends on shapes, segments and the GPU, and
-// writes the rows.
+// tile that it enters. LongRunsKernel merges these carries (see engine/tiles.cuh) and writes the rows.
 //
 // A tile first sums exp(x) (see device.cuh). If a sum is out of range, it recomputes its rows with their maxima.
 //
@@ -17,8 +16,10 @@
 #include <cuda_pipeline.h>
 
 #include "ffi/core/warp.cuh"
+#include "ffi/segment/engine/reduction.cuh"
 #include "ffi/segment/extremum/reduction.cuh"
 #include "ffi/segment/softmax/device.cuh"
+#include "ffi/segment/softmax/reduction.cuh"
 
 namespace jax_baracuda::segment {
 
@@ -43,10 +44,11 @@ constexpr int ThreadRows(int vector, int64_t element_bytes, bool is_backward) {
 using RunKey = int64_t;
 inline constexpr RunKey kNoRun = -1;
 
-// The own rows of a tile that belong to a long run: its first ones for a carry-in, its last ones for a carry-out.
-struct alignas(16) RunCarry {
-  RunKey run;  // kNoRun if there is no carry
-  int32_t rows;
+// Of LongRunsKernel; the tiles reset them.
+struct LongRunCounters {
+  uint32_t of_merge[2];  // see MergeBlock
+  uint32_t started;      // blocks
+  uint32_t merged;       // blocks that have finished merging
 };
 
 // The rows of the whole batch, sorted by segment.
@@ -84,9 +86,9 @@ struct OrderedRows {
   }
 };
 
-template <typename T>
+template <typename T, bool kBackward>
 struct SoftmaxTileArguments {
-  using C = ComputeType<T>;
+  using Total = typename SoftmaxReduction<T, kBackward>::Total;
   OrderedRows rows;
   const T* inputs[2];  // logits; or probabilities and their cotangents
   bool is_shared[2];   // by a batch of more than one
@@ -96,10 +98,11 @@ struct SoftmaxTileArguments {
   uint32_t lanes_inverse;   // 2^16 / lanes, rounded up
   int own_rows, tile_rows;  // per tile: its own rows, and all rows that it reaches
   int64_t tiles;
-  bool is_flat;          // a tile is contiguous in every operand, and aligned to 16 bytes
-  RunCarry* carries;     // [tiles, 2]: carry-ins and carry-outs
-  uint8_t* has_carries;  // [tiles]: 1 for a carry-in, plus 2 for a carry-out
-  C* carry_states;       // [tiles, 2, states, features]
+  bool is_flat;  // a tile is contiguous in every operand, and aligned to 16 bytes
+  LongRunCounters* counters;
+  Carries carries;     // of the tiles; accumulators of SoftmaxReduction
+  int32_t* left_rows;  // [tiles, 2]: how many own rows, from the first on and up to the last, are of a long run
+  Total* totals;       // [segments, features]: of long runs
 };
 
 // How a thread's rows relate to those of other threads. A group of `lanes` threads shares its rows.
@@ -239,8 +242,8 @@ __device__ __forceinline__ int LastStart(const uint32_t* words, int row) {
 }
 
 // Finds the starts of runs. The last warp determines whether runs that cross the ends of the tile's own rows are long.
-template <typename T, int kRows>
-__device__ __forceinline__ void ReadTile(const SoftmaxTileArguments<T>& a, int64_t tile, bool writes_carries,
+template <typename T, bool kBackward, int kRows>
+__device__ __forceinline__ void ReadTile(const SoftmaxTileArguments<T, kBackward>& a, int64_t tile, bool writes_carries,
                                          SoftmaxTileShared<kRows>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first_row = tile * a.own_rows;
@@ -310,19 +313,15 @@ __device__ __forceinline__ void ReadTile(const SoftmaxTileArguments<T>& a, int64
     shared.carries_in = carries_in;
     shared.is_cut = is_cut;
     shared.carries_out = is_cut && !is_covered;
-    if (writes_carries) {
-      a.carries[2 * tile].run = carries_in ? head : kNoRun;
-      a.carries[2 * tile + 1].run = is_cut && !is_covered ? tail : kNoRun;
-      a.has_carries[tile] = (carries_in ? 1 : 0) + (is_cut && !is_covered ? 2 : 0);
-    }
+    if (writes_carries) a.carries.in_segment[tile] = carries_in ? static_cast<uint32_t>(head) : kDropped;
   }
 }
 
-// Finds the rows that the block writes, and those that it leaves to LongRunsKernel. Called by one warp. `carries` are
-// the carries of the tile, or nullptr.
+// Finds the rows that the block writes, and those that it leaves to LongRunsKernel. Called by one warp. `left_rows` are
+// those of the tile, or nullptr.
 template <int kRows>
 __device__ __forceinline__ void FindOwnRows(int own_rows, int rows, SoftmaxTileShared<kRows>& shared,
-                                            RunCarry* carries) {
+                                            int32_t* left_rows) {
   const int lane = threadIdx.x % 32;
   int first = rows, last = -1, next = rows;
   for (int word = lane; word * 32 < rows; word += 32) {
@@ -341,15 +340,15 @@ __device__ __forceinline__ void FindOwnRows(int own_rows, int rows, SoftmaxTileS
   if (lane != 0) return;
   shared.end = max(shared.is_cut ? last : next, 0);
   shared.begin = min(first, shared.end);
-  if (carries != nullptr) {
-    carries[0].rows = min(first, own_rows);
-    carries[1].rows = own_rows - max(last, 0);
+  if (left_rows != nullptr) {
+    left_rows[0] = shared.carries_in ? min(first, own_rows) : 0;
+    left_rows[1] = shared.carries_out ? own_rows - max(last, 0) : 0;
   }
 }
 
-template <typename T, int kVec, int kRows>
-__device__ __forceinline__ void StageTile(const SoftmaxTileArguments<T>& a, int input, int64_t first_row, int rows,
-                                          int64_t column, int row_lanes, T* staged) {
+template <int kVec, int kRows, typename T, bool kBackward>
+__device__ __forceinline__ void StageTile(const SoftmaxTileArguments<T, kBackward>& a, int input, int64_t first_row,
+                                          int rows, int64_t column, int row_lanes, T* staged) {
   const T* const source = a.inputs[input];
   if (a.is_flat) {
     const int features = static_cast<int>(a.features);
@@ -388,13 +387,14 @@ __device__ __forceinline__ void StageTile(const SoftmaxTileArguments<T>& a, int 
 
 template <typename T, int kVec, bool kBackward>
 __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmaxTileBlocks / 2 : kSoftmaxTileBlocks)
-    SoftmaxTileKernel(const __grid_constant__ SoftmaxTileArguments<T> a) {
+    SoftmaxTileKernel(const __grid_constant__ SoftmaxTileArguments<T, kBackward> a) {
   using C = ComputeType<T>;
   constexpr int kRows = ThreadRows(kVec, sizeof(T), kBackward), kStates = kBackward ? 1 : 2;
   extern __shared__ uint4 staged_memory[];
   __shared__ SoftmaxTileShared<kRows> shared;
   __shared__ WarpTails<C, kVec> tails[kStates];
 
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.counters = {};
   const int lanes = a.lanes.lanes;
   const uint32_t tile_of_block = a.lanes.columns == 1 ? blockIdx.x : blockIdx.x / a.lanes.columns;
   const int column_block = static_cast<int>(blockIdx.x - tile_of_block * a.lanes.columns);
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
   T* const staged = reinterpret_cast<T*>(table + tile_elements);
   T* const staged_d = staged + tile_elements;
   const auto stage = [&](int input, T* target) {
-    StageTile<T, kVec, kRows>(a, input, first_row, rows, column, row_lanes, target);
+    StageTile<kVec, kRows>(a, input, first_row, rows, column, row_lanes, target);
     __pipeline_commit();
   };
   stage(0, staged);
@@ -450,13 +450,14 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
   const auto load_row = [&](const T* rows_of_thread, int k) {
     return runs.is_left_over ? Repeat<kVec>(static_cast<T>(C{0})) : LoadVector<kVec>(rows_of_thread + k * row_step);
   };
-  // Stores the state of a long run as a carry.
-  const auto store_carry = [&](int state, int run_start, const Vector<C, kVec>& total) {
+  // Calls store(carry) for the carries that the run's state belongs to.
+  const auto for_carries = [&](int run_start, auto&& store) {
     if (!is_active) return;
-    C* const carry_in = a.carry_states + (tile * 2 * kStates + state) * a.features + column + runs.row_lane * kVec;
-    if (run_start == 0 && shared.carries_in) StoreVector(carry_in, total);
+    using Carry = typename SoftmaxReduction<T, kBackward>::template Accumulator<kVec>;
+    const int64_t vector = (tile * a.features + column) / kVec + runs.row_lane;
+    if (run_start == 0 && shared.carries_in) store(static_cast<Carry*>(a.carries.in)[vector]);
     if (runs.first_row == a.own_rows && shared.carries_out && run_start == runs.head_start) {
-      StoreVector(carry_in + kStates * a.features, total);
+      store(static_cast<Carry*>(a.carries.out)[vector]);
     }
   };
   const auto add = [](C x, C y) { return x + y; };
@@ -486,7 +487,7 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
   };
   Vector<C, kVec> values[kRows];
   if (runs.warp == kSoftmaxTileWarps - 1) {
-    FindOwnRows(a.own_rows, rows, shared, column_block == 0 ? a.carries + 2 * tile : nullptr);
+    FindOwnRows(a.own_rows, rows, shared, column_block == 0 ? a.left_rows + 2 * tile : nullptr);
   }
   if constexpr (kBackward) {
 #pragma unroll
@@ -496,7 +497,9 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
       for (int i = 0; i < kVec; ++i) values[k].lane[i] = static_cast<C>(p.lane[i]) * static_cast<C>(d_p.lane[i]);
     }
     TotalRuns(runs, values, C{0}, own_table, row_step, tails[0], shared.warp_has_start, add,
-              [&](int run_start, const Vector<C, kVec>& total) { store_carry(0, run_start, total); });
+              [&](int run_start, const Vector<C, kVec>& total) {
+                for_carries(run_start, [&](auto& carry) { memcpy(carry.sum, total.lane, sizeof(carry.sum)); });
+              });
     for_each_row([&](int k, const Vector<C, kVec>& sum) {
       const Vector<T, kVec> p = load_row(own, k), d_p = load_row(own_d, k);
 #pragma unroll
@@ -514,12 +517,13 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
       for (int i = 0; i < kVec; ++i) values[k].lane[i] = ScaledExp(static_cast<C>(x.lane[i]));
     }
     const auto store_scaled_carry = [&](int run_start, const Vector<C, kVec>& total) {
-      if (!shared.carries_in && !shared.carries_out) return;
-      Vector<C, kVec> sum;
+      for_carries(run_start, [&](auto& carry) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) sum.lane[i] = UnscaledExpSum(total.lane[i]);
-      store_carry(0, run_start, Repeat<kVec>(C{0}));  // as if the maximum were 0
-      store_carry(1, run_start, sum);
+        for (int i = 0; i < kVec; ++i) {
+          carry.maximum[i] = C{0};  // as if it were
+          carry.sum[i] = UnscaledExpSum(total.lane[i]);
+        }
+      });
     };
     TotalRuns(runs, values, C{0}, own_table, row_step, tails[0], shared.warp_has_start, add, store_scaled_carry);
     RangeCheck<C> check;
@@ -546,14 +550,25 @@ __global__ void __launch_bounds__(kSoftmaxTileThreads, sizeof(T) == 8 ? kSoftmax
       TotalRuns(
           runs, values, -std::numeric_limits<C>::infinity(), own_table, row_step, tails[0], shared.warp_has_start,
           [](C x, C y) { return HardwareLarger(x, y); },
-          [&](int run_start, const Vector<C, kVec>& maximum) { store_carry(0, run_start, maximum); });
+          [&](int run_start, const Vector<C, kVec>& maximum) {
+            for_carries(run_start, [&](auto& carry) { memcpy(carry.maximum, maximum.lane, sizeof(carry.maximum)); });
+          });
       for_each_row([&](int k, const Vector<C, kVec>& maximum) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[k].lane[i] = exp(values[k].lane[i] - maximum.lane[i]);
       });
       __syncthreads();
       TotalRuns(runs, values, C{0}, own_table, row_step, tails[1], shared.warp_has_start, add,
-                [&](int run_start, const Vector<C, kVec>& sum) { store_carry(1, run_start, sum); });
+                [&](int run_start, const Vector<C, kVec>& sum) {
+                  for_carries(run_start, [&](auto& carry) {
+        // If all rows are -inf, the sum of the tile is NaN.
+#pragma unroll
+                    for (int i = 0; i < kVec; ++i) {
+                      const bool is_lowest = carry.maximum[i] == -std::numeric_limits<C>::infinity();
+                      carry.sum[i] = is_lowest ? C{0} : sum.lane[i];
+                    }
+                  });
+                });
       for_each_row([&](int k, const Vector<C, kVec>& sum) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) values[k].lane[i] = AtMostOne(values[k].lane[i] * Reciprocal(sum.lane[i]));
