@@ -181,7 +181,8 @@ def test_plain_jax_of_gradients(rng: np.random.Generator, reduction: Reduction, 
     counts = np.bincount(ids[is_member], minlength=segments) if reduction is MEAN else np.ones(segments, int)
     expected = np.zeros((500, 3), np.float32)
     expected[is_member] = (cells / np.maximum(counts, 1)[:, None].astype(np.float32))[ids[is_member]]
-    np.testing.assert_array_equal(vjp(cells)[0], expected)
+    # On GPUs, XLA divides with an error of one unit in the last place.
+    np.testing.assert_array_max_ulp(np.asarray(vjp(cells)[0]), expected, 1 if cases.PLATFORM == "cuda" else 0)
 
 
 @each_sum
