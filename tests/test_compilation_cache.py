@@ -119,7 +119,7 @@ def copy_of_package(tmp_path: Path) -> Path:
 def test_edited_package_is_compiled_again(tmp_path: Path, copy_of_package: Path) -> None:
     """An edit of the Python code or of the native code causes a new compilation, also under the same version."""
     assert _sum_and_entries(tmp_path, tree=copy_of_package)[0] == [16, 16]
-    edited = copy_of_package / "jax_baracuda" / "ops" / "segment" / "shards.py"
+    edited = copy_of_package / "jax_baracuda" / "ops" / "segment" / "definitions.py"
     with edited.open("a") as file:
         file.write("\n_own = sum_over_axes\ndef sum_over_axes(*args):\n    return _own(*args) + 100\n")
     results, num_entries = _sum_and_entries(tmp_path, tree=copy_of_package)
