@@ -9,7 +9,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jraphx.nn import conv
 
 import jax_baracuda as jb
 from jax_baracuda._examples import graph_networks
+from jax_baracuda._tools.command_line import parser_of, run, whole_number
 from jax_baracuda._tools.table import format_table
 
 NODES, EDGES, WIDTH, HEADS = 169_343, 1_166_243, 128, 8
@@ -112,11 +113,11 @@ def milliseconds(programs: list[Callable[[], Any]]) -> list[float]:
     return [statistics.median(times) for times in zip(*rounds[2:], strict=True)]
 
 
-def main(scale: int) -> None:
-    """
-    Args:
-      scale: how many times smaller the graph is than arxiv's.
-    """
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = parser_of("benchmarks.graph_libraries", __doc__, {0: "all layers were measured"})
+    parser.add_argument("--scale", type=whole_number(1), default=1, help="how many times smaller the graph is")
+    scale = parser.parse_args(arguments).scale
     nodes, edges = NODES // scale, EDGES // scale
     h = jax.random.normal(jax.random.key(0), (nodes, WIDTH))
     senders, receivers = make_edges(nodes, edges)
@@ -136,7 +137,8 @@ def main(scale: int) -> None:
         print(f"{name}: {redirect.report}".replace("\n", "; "), file=sys.stderr)
     print(f"{nodes} nodes, {edges} edges, {WIDTH} features, on {jax.devices()[0].device_kind}")
     print(format_table(("layer", "as it is", "redirected", "own functions, plan"), rows))
+    return 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    run(main)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_baracuda as jb
+from jax_baracuda._tools.command_line import parser_of, run
 from jax_baracuda._tools.table import format_table
 
 BATCH, HEADS, SIZE, STEPS, RUNS = 2, 4, 64, 64, 5
@@ -52,7 +53,9 @@ def milliseconds_of_a_step(read: Callable[..., jax.Array], length: int, redirect
     return statistics.median(times[1:]) * 1e3 / STEPS
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser_of("benchmarks.slice_updates", __doc__, {0: "all programs were measured"}).parse_args(arguments)
     table = []
     for what, read in READS.items():
         for length in (2048, 16384):
@@ -60,7 +63,8 @@ def main() -> None:
             table.append((what, str(length), f"{plain:.3f}", f"{redirected:.3f}"))
     print(f"ms a step, jax {jax.__version__} on {jax.devices()[0].device_kind}")
     print(format_table(("a step reads", "positions", "plain JAX", "redirected"), table))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

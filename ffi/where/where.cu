@@ -25,9 +25,8 @@ __device__ __forceinline__ void ForVector(int64_t size, const OfVector& of_vecto
 }
 
 template <typename T, int kVec, typename Values, typename Flags>
-__global__ void __launch_bounds__(kThreads)
-    Select(const __grid_constant__ Values a, const __grid_constant__ Values b, const __grid_constant__ Flags cond,
-           T* output, int64_t size) {
+__global__ void __launch_bounds__(kThreads) Select(const __grid_constant__ Values a, const __grid_constant__ Values b,
+                                                   const __grid_constant__ Flags cond, T* output, int64_t size) {
   ForVector<kVec>(
       size,
       [&](int64_t first) {

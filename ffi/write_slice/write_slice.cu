@@ -79,7 +79,8 @@ inline constexpr int64_t kBytesOfWord = sizeof(WordOfBits);
 
 // Writes aligned word number `word` of those that the row touches. Bytes at the ends of the row may also have elements
 // of other rows.
-__device__ __forceinline__ void WriteWordOfBits(const Update& update, int64_t row_number, const Row& row, int64_t word) {
+__device__ __forceinline__ void WriteWordOfBits(const Update& update, int64_t row_number, const Row& row,
+                                                int64_t word) {
   const int shift = update.bit_width == 4 ? 1 : 2;  // 2 or 4 elements in a byte
   const int64_t row_begin = (row.begin + row.first) >> shift, row_end = ((row.begin + row.last - 1) >> shift) + 1;
   const int64_t misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(update.dest) % kBytesOfWord);

@@ -306,7 +306,7 @@ def test_ids_by_a_power_law(rng: np.random.Generator) -> None:
 
 def test_report_says_what_is_picked_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = [dispatch.Rule(platform, "of this test", ()) for platform in ("cpu", "cuda")]
-    cases.use_rules(monkeypatch, lambda op: rules if op.name == "rope" else ())
+    cases.use_rules(monkeypatch, lambda op: rules if op.name == "where" else ())
     text = report._choices()
     for op in ("rope", "where_backward", "write_slice", "write_slice_backward", "causal_conv1d_update", "segment_max"):
         assert f"\n{op} " in text, op

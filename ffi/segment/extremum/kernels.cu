@@ -66,8 +66,7 @@ ExtremumPlan Choose(const ExtremumCall& call) {
     const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
     return {algorithm, reduce, false, reduce.Summary()};
   }
-  const bool filters_rows =
-      algorithm == Algorithm::kTable && FiltersRows(problem, key_bytes, call.indices_are_sorted);
+  const bool filters_rows = algorithm == Algorithm::kTable && FiltersRows(problem, key_bytes, call.indices_are_sorted);
   const char* const name = algorithm == Algorithm::kSharedTable ? "shared_table"
                            : filters_rows                       ? "filtered_atomics"
                            : problem.features == 1              ? "atomics_single_feature"
