@@ -797,8 +797,9 @@ class Compiled:
             with np.errstate(invalid="ignore", over="ignore"):
                 wide, rounded = _wide(got), _wide(want.astype(dtype))
                 fits = (wide == rounded) | (np.isnan(wide) & np.isnan(rounded))
-                # For plain JAX, XLA's partitioner gathers rows by sums over devices, which lose the sign of -0.
-                keeps_sign = self.case.sharding == "single" or self.case.implementation == "kernel"
+                # XLA's partitioner gathers rows by sums over devices, which lose the sign of -0. take_rows is XLA's.
+                is_split_by_xla = self.case.implementation != "kernel" or self.case.op == "take_rows"
+                keeps_sign = self.case.sharding == "single" or not is_split_by_xla
                 if output.kind == "value" and is_floating(dtype) and keeps_sign:
                     fits &= (np.signbit(wide) == np.signbit(rounded)) | np.isnan(wide)
             _report(where, fits, got, want, None)
