@@ -428,11 +428,8 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, where: str) -> None:
 def test_batches(target: str) -> None:
     """An operand that the batch shares gives the results of a copy for each element, and so do several batch dimensions
     that make up the batch."""
-    op = OPS[target]
     for good, operands in direct_calls(target)[:: max(len(direct_calls(target)) - 1, 1)]:
-        written = [
-            x.name for i, x in enumerate(good.operands) if i in OpCall(op, (), good.attributes).resolve(op.in_place)
-        ]
+        written = [good.operands[i].name for i in good.written]
         shared_by_all = {x.name for x in good.operands if x.shape[0] == 1}
         names = [x.name for x in good.operands if x.name not in {*written, *shared_by_all}]
         for name in (None, *names):

@@ -45,6 +45,8 @@ class Call:
     attributes: Mapping[str, Any]
     scratch_bytes: int = 0
     """Size of the scratch buffer, an additional last result; 0 for none."""
+    written: tuple[int, ...] = ()
+    """The positions of operands that are written in place."""
 
     def arrays(self) -> tuple[Array, ...]:
         return (*self.operands, *self.results)
@@ -184,7 +186,8 @@ def recorded_call(call: OpCall) -> Call:
         for name, x in zip(call.resolve(call.op.operands), call.operands, strict=False)
     ]
     scratch_bytes = call.plan(cases.PLATFORM).scratch_bytes
-    return Call(call.name, tuple(operands), tuple(types), call.attributes(), scratch_bytes)
+    written = tuple(call.resolve(call.op.in_place))
+    return Call(call.name, tuple(operands), tuple(types), call.attributes(), scratch_bytes, written)
 
 
 def with_other_shapes(array: Array) -> dict[str, Array]:
