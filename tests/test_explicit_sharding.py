@@ -117,11 +117,7 @@ def test_second_derivatives(rng: np.random.Generator, example: Example, axis_typ
     operands, names = programs.exact_operands(rng, example), programs.differentiable_operands(example)
     if not names:
         pytest.skip("it has no derivative")
-    if (
-        jax.__version_info__ < (0, 9)
-        and axis_type == AxisType.Auto
-        and example.function is jax_baracuda.segment_attention
-    ):
+    if axis_type == AxisType.Auto and example.function is jax_baracuda.segment_attention:
         pytest.skip("XLA's partitioner fails at a gather")
 
     def gradients(*arrays: jax.Array) -> Any:
