@@ -126,7 +126,7 @@ struct Runs {
 };
 
 template <typename T, typename C>
-JB_AVX2_CLONES void Load(const T* from, Runs runs, C* to) {
+JB_CPU_CLONES void Load(const T* from, Runs runs, C* to) {
   for (int64_t run = 0; run < runs.count; ++run, from += runs.stride, to += runs.length) {
     if constexpr (kIsWidenedAtOnce<T>) {
       Widen(from, runs.length, to);
@@ -138,7 +138,7 @@ JB_AVX2_CLONES void Load(const T* from, Runs runs, C* to) {
 }
 
 template <typename T, typename C>
-JB_AVX2_CLONES void StoreRuns(const C* from, Runs runs, T* to) {
+JB_CPU_CLONES void StoreRuns(const C* from, Runs runs, T* to) {
   for (int64_t run = 0; run < runs.count; ++run, from += runs.length, to += runs.stride) {
     if constexpr (kIsWidenedAtOnce<T>) {
       Narrow(from, runs.length, to);
@@ -181,7 +181,7 @@ struct Lanes {
 // Transposes numbers [begin, begin + times) of each channel's row to [times, channels]. Rows have kLength numbers, or
 // `length` if kLength is 0.
 template <int kLength, typename T, typename C>
-JB_AVX2_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
+JB_CPU_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
   const int64_t stride = kLength == 0 ? length : kLength;
   for (int64_t time = 0; time < times; ++time, to += channels) {
     const T* const from = rows + begin + time;
@@ -192,22 +192,12 @@ JB_AVX2_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, in
 
 // Transposes a tile to the first `times` numbers of rows of `length` numbers. kLength is 0, or equal to both.
 template <int kLength, typename T, typename C>
-JB_AVX2_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, int64_t channels, T* rows) {
+JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, int64_t channels, T* rows) {
   const int64_t stride = kLength == 0 ? length : kLength, count = kLength == 0 ? times : kLength;
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) {
     for (int64_t time = 0; time < count; ++time) Store(from[time * channels + c], rows + c * stride + time);
   }
-}
-
-// The elements as integers: kernels that only move them are compiled once for each width.
-template <typename T>
-BitsOf<T>* BitsAt(T* elements) {
-  return reinterpret_cast<BitsOf<T>*>(elements);
-}
-template <typename T>
-const BitsOf<T>* BitsAt(const T* elements) {
-  return reinterpret_cast<const BitsOf<T>*>(elements);
 }
 
 // Calls body with the length as a compile-time constant if it is small, otherwise with 0.
@@ -222,9 +212,8 @@ void WithLength(int64_t length, const Body& body) {
 
 // Appends one input per channel to states of kLength inputs (`length` if kLength is 0), and drops the oldest.
 // `new_states` may alias `old_states`.
-template <int kLength, typename Bits>
-JB_AVX2_CLONES void ShiftStates(const Bits* old_states, int64_t length, const Bits* x, int64_t channels,
-                                Bits* new_states) {
+template <int kLength, typename T>
+JB_CPU_CLONES void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channels, T* new_states) {
   const int64_t count = kLength == 0 ? length : kLength;
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) {
@@ -291,14 +280,14 @@ JB_CPU_CLONES void CorrelateChannels(const C* __restrict in, int64_t in_stride, 
 }
 
 template <typename C>
-JB_AVX2_CLONES void AddTimes(const C* __restrict in, C weight, int64_t times, C* __restrict out) {
+JB_CPU_CLONES void AddTimes(const C* __restrict in, C weight, int64_t times, C* __restrict out) {
   JB_VECTORIZE
   for (int64_t t = 0; t < times; ++t) out[t] += weight * in[t];
 }
 
 template <typename C>
-JB_AVX2_CLONES void AddMaskedTimes(const C* __restrict in, C weight, const uint8_t* masks, int bit, int64_t times,
-                                   C* __restrict out) {
+JB_CPU_CLONES void AddMaskedTimes(const C* __restrict in, C weight, const uint8_t* masks, int bit, int64_t times,
+                                  C* __restrict out) {
   JB_VECTORIZE
   for (int64_t t = 0; t < times; ++t) out[t] += (masks[t] >> bit & 1) != 0 ? weight * in[t] : C{0};
 }
@@ -379,8 +368,7 @@ JB_CPU_CLONES void SumProductsChannels(const C* in, int64_t in_stride, const C* 
 
 // Adds dz[t] * in[t] over the times whose mask has the bit set.
 template <typename C>
-JB_AVX2_CLONES void SumMaskedTimes(const C* in, const C* dz, const uint8_t* masks, int bit, int64_t times,
-                                   double* sum) {
+JB_CPU_CLONES void SumMaskedTimes(const C* in, const C* dz, const uint8_t* masks, int bit, int64_t times, double* sum) {
   C lanes[Lanes<C>::kCount] = {};
   for (int64_t begin = 0; begin < times; begin += Lanes<C>::kCount) {
     const int64_t count = std::min(Lanes<C>::kCount, times - begin);
@@ -401,12 +389,12 @@ JB_CPU_CLONES void SumProductsOfTime(const C* in, const C* dz, int64_t channels,
 }
 
 template <typename C>
-JB_AVX2_CLONES void SumChannels(const C* dz, int64_t channels, double* sums) {
+JB_CPU_CLONES void SumChannels(const C* dz, int64_t channels, double* sums) {
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(dz[c]);
 }
 
-JB_AVX2_CLONES bool AllEqual(const uint8_t* bytes, int64_t count, int value) {
+JB_CPU_CLONES bool AllEqual(const uint8_t* bytes, int64_t count, int value) {
   int differences = 0;
   for (int64_t i = 0; i < count; ++i) differences |= bytes[i] ^ value;
   return differences == 0;
@@ -1064,8 +1052,7 @@ void WriteNewState(ffi::ThreadPool& pool, const UpdateCall& call, Strategy strat
       if (strategy == Strategy::kOneInput) {
         const int64_t channels = std::min(problem.channels - channel, row_end - row);
         const T* const from = x + convolution.Index(call.x.is_shared, place, 0, channel);
-        WithLength(length,
-                   [&](auto count) { ShiftStates<count>(BitsAt(old), length, BitsAt(from), channels, BitsAt(to)); });
+        WithLength(length, [&](auto count) { ShiftStates<count>(old, length, from, channels, to); });
         row += channels;
         continue;
       }

@@ -2,26 +2,13 @@
 // kernels are function templates, and clang (seen with 14) rejects target_clones on those: "multiversioned functions do
 // not yet support function templates". A clang build uses the instruction set of its flags (CXXFLAGS=-march=...), by
 // default baseline x86-64.
-//
-// Each clone costs build time. Loops that mostly move data have none for AVX-512, because memory bounds them. Functions
-// with a loop for each of several widths exist for AVX2 alone: processors without it (before 2013) take the general path.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define JB_CPU_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define JB_AVX2_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
-// Without clones: call such a function only if HasAvx2().
-#define JB_AVX2 __attribute__((target("arch=x86-64-v3")))
-#define JB_HAS_AVX2 (__builtin_cpu_supports("x86-64-v3") != 0)
+// For rows with too few features to fill AVX-512 vectors.
+#define JB_CPU_CLONES_OF_NARROW __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define JB_CPU_CLONES
-#define JB_AVX2_CLONES
-#define JB_AVX2
-#define JB_HAS_AVX2 true
+#define JB_CPU_CLONES_OF_NARROW
 #endif
-
-namespace jax_baracuda {
-
-inline bool HasAvx2() { return JB_HAS_AVX2; }
-
-}  // namespace jax_baracuda

@@ -107,8 +107,8 @@ JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, const C* sin, 
 
 // Rotates contiguous rows. The angles of the next row are angle_stride numbers further.
 template <bool kInterleaved, typename T, typename C>
-JB_AVX2_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_t pairs, const C* cos, const C* sin,
-                               int64_t angle_stride, T* y) {
+JB_CPU_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_t pairs, const C* cos, const C* sin,
+                              int64_t angle_stride, T* y) {
   const auto rotate = [&](auto pairs_of_row) __attribute__((always_inline)) {
     for (int64_t row = 0; row < rows; ++row) {
       RotateRow<kInterleaved>(x, pairs_of_row, cos, sin, y);

@@ -63,8 +63,8 @@ JB_INLINE Bytes16 Selected(bool condition, Bytes16 a, Bytes16 b) {
 }
 
 template <typename T>
-JB_AVX2_CLONES void SelectBlock(const uint8_t* __restrict cond, const T* __restrict a, const T* __restrict b,
-                                int64_t count, T* __restrict output) {
+JB_CPU_CLONES void SelectBlock(const uint8_t* __restrict cond, const T* __restrict a, const T* __restrict b,
+                               int64_t count, T* __restrict output) {
   JB_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
     const T if_true = a[i], if_false = b[i];
@@ -73,8 +73,8 @@ JB_AVX2_CLONES void SelectBlock(const uint8_t* __restrict cond, const T* __restr
 }
 
 template <typename T>
-JB_AVX2_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restrict dy, int64_t count, T* __restrict da,
-                               T* __restrict db) {
+JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restrict dy, int64_t count, T* __restrict da,
+                              T* __restrict db) {
   JB_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
     const T value = dy[i];
@@ -110,8 +110,8 @@ constexpr int64_t kMinAtOnce = 16, kMaxAtOnce = 256;
 
 // Adds `outer` contiguous arrays [rows, inner], over their rows, to sums[outer, inner]; likewise other_sums.
 template <typename T, bool kBothSummed>
-JB_AVX2_CLONES void AddArrays(const uint8_t* cond, bool inverted, const T* dy, int64_t outer, int64_t rows,
-                              int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums, T* other) {
+JB_CPU_CLONES void AddArrays(const uint8_t* cond, bool inverted, const T* dy, int64_t outer, int64_t rows,
+                             int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums, T* other) {
   using C = ComputeType<T>;
   const int64_t elements = rows * inner, wanted = std::clamp(elements / 8, kMinAtOnce, kMaxAtOnce);
   const int64_t rows_at_once = elements < kMinAtOnce ? 1 : std::clamp<int64_t>(wanted / inner, 1, rows);

@@ -126,7 +126,7 @@ inline constexpr int64_t kConvertedIds = 1024;  // converted at a time
 
 // Ids as 32 bits; -1 if outside [0, segments).
 template <typename Id>
-JB_AVX2_CLONES void ConvertIds(const Id* ids, int64_t count, int64_t segments, int32_t* to) {
+JB_CPU_CLONES void ConvertIds(const Id* ids, int64_t count, int64_t segments, int32_t* to) {
   JB_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
     const bool is_member = static_cast<uint64_t>(ids[i]) < static_cast<uint64_t>(segments);
@@ -197,8 +197,8 @@ JB_INLINE void PrefetchRow(const T* row, int64_t width) {
 
 inline constexpr int64_t kMaxNarrowWidth = 8;
 
-// Whether kernels for narrow rows take rows of this width, which DispatchNarrow knows.
-inline bool IsNarrow(int64_t width) { return width >= 1 && width <= kMaxNarrowWidth && HasAvx2(); }
+// Whether DispatchNarrow takes rows of this width.
+inline bool IsNarrow(int64_t width) { return width >= 1 && width <= kMaxNarrowWidth; }
 
 // Calls body with the width as a constant if rows are narrow; otherwise returns false.
 template <typename Body>
@@ -515,8 +515,8 @@ JB_INLINE void ForEachGroupedRow(const GroupedRows& grouped, int32_t begin, int3
 
 // Reduces the rows of one block; returns false if allocation fails.
 template <typename Reduction, typename Rows>
-JB_AVX2_CLONES bool ReduceGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
-                                  const Rows all_rows, const Reduction reduction, int32_t* row_counts) {
+JB_CPU_CLONES bool ReduceGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
+                                 const Rows all_rows, const Reduction reduction, int32_t* row_counts) {
   const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
   CellMemory<Reduction> memory;
   if (!memory.Allocate(width, reduction.ResultCells())) return false;
@@ -730,8 +730,8 @@ JB_INLINE void ForEachMember(const RowBlock& block, const RowsOfElement& rows, c
 
 // Folds a block of narrow rows; loops over their features are compiled for each width.
 template <typename Reduction, typename RowsOfElement>
-JB_AVX2 void FoldNarrow(const RowBlock block, const RowsOfElement all_rows, const Reduction reduction,
-                        const FoldTarget<Reduction> target) {
+JB_CPU_CLONES_OF_NARROW void FoldNarrow(const RowBlock block, const RowsOfElement all_rows, const Reduction reduction,
+                                        const FoldTarget<Reduction> target) {
   const auto rows = all_rows.From(block.first_row, target.features);
   if (Reduction::kHoldsRuns && target.holds_runs && target.features == 1) {
     HeldCell<Reduction> held(target.cells, target.row_counts);
@@ -826,14 +826,14 @@ void FoldInOrder(const Problem& problem, SegmentIds ids, const Rows& all_rows, c
 }
 
 template <typename Reduction>
-JB_AVX2_CLONES void MergeCells(const Reduction& reduction, int64_t count, CellsOf<Reduction> later,
-                               CellsOf<Reduction> cells) {
+JB_CPU_CLONES void MergeCells(const Reduction& reduction, int64_t count, CellsOf<Reduction> later,
+                              CellsOf<Reduction> cells) {
   reduction.Merge(count, later, cells);
 }
 
 template <typename Reduction>
-JB_AVX2_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_t first_cell, const int32_t* counts,
-                               CellsOf<Reduction> cells) {
+JB_CPU_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_t first_cell, const int32_t* counts,
+                              CellsOf<Reduction> cells) {
   reduction.Write(count, first_cell, counts, cells);
 }
 

@@ -68,41 +68,26 @@ struct ArgExtremum {
   }
 };
 
-// Writes the gradient of those elements of a row that tie for the extremum. Called for few rows, so that all other code
-// needs the type's width only.
 template <typename T>
-JB_AVX2_CLONES void ShareTies(const BitsOf<T>* d_output, const int32_t* winner, const BitsOf<T>* output,
-                              const BitsOf<T>* data, int64_t width, BitsOf<T>* d_row) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) {
-    const bool attains = AreEqual(BitCast<T>(data[i]), BitCast<T>(output[i]));
-    const BitsOf<T> share = BitCast<BitsOf<T>>(TiedShare(winner[i], BitCast<T>(d_output[i])));
-    d_row[i] = IsTie(winner[i]) && attains ? share : d_row[i];
-  }
-}
-
-// Arrays of floating numbers as their bits, because the gradient copies numbers unless they tie.
-template <typename Bits>
 struct BackwardArrays {
   SegmentIds ids;
-  const Bits* d_output;
+  const T* d_output;
   const int32_t* winner;
-  const Bits* data;    // nullptr if ties are not shared
-  const Bits* output;  // likewise
-  Bits* d_data;
+  const T* data;    // nullptr if ties are not shared
+  const T* output;  // likewise
+  T* d_data;
   bool d_output_is_shared;
   bool winner_is_shared;
-  void (*share_ties)(const Bits*, const int32_t*, const Bits*, const Bits*, int64_t, Bits*);
 };
 
 // Winners, cotangents and maxima of a batch element, or of one of its segments.
-template <typename Bits>
+template <typename T>
 struct CellRows {
-  const Bits* d_output;
+  const T* d_output;
   const int32_t* winner;
-  const Bits* output;  // nullptr if ties are not shared
+  const T* output;  // nullptr if ties are not shared
 
-  JB_INLINE static CellRows OfBatch(const Problem& problem, const BackwardArrays<Bits>& arrays, int64_t batch) {
+  JB_INLINE static CellRows OfBatch(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch) {
     const int64_t first = batch * problem.segments * problem.features;
     const int64_t first_winner = arrays.winner_is_shared ? 0 : first;
     return {arrays.d_output + (arrays.d_output_is_shared ? 0 : first), arrays.winner + first_winner,
@@ -115,67 +100,77 @@ struct CellRows {
   }
 };
 
-// Writes the gradient of row `row` of a batch element to d_row.
-template <typename Bits>
-JB_INLINE void GradientOfRow(const Problem& problem, const BackwardArrays<Bits>& arrays, const CellRows<Bits> cells,
-                             int64_t batch, int64_t row, int64_t width, Bits* d_row) {
+// Writes the gradient of one row; `data` is the row itself, or nullptr if ties are not shared.
+template <typename T>
+JB_INLINE void GradientOfRow(const CellRows<T> cells, const T* data, int32_t row, int64_t width, T* d_row) {
   int32_t lowest_winner = 0;
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
-    const Bits d_output = cells.d_output[i];
-    d_row[i] = cells.winner[i] == static_cast<int32_t>(row) ? d_output : Bits{0};
+    // Selects bits, which vectorises for 16-bit types too; all bits zero is +0.
+    const BitsOf<T> d_output = BitCast<BitsOf<T>>(cells.d_output[i]);
+    const BitsOf<T> bits = cells.winner[i] == row ? d_output : BitsOf<T>{0};
+    std::memcpy(static_cast<void*>(d_row + i), &bits, sizeof(T));
     lowest_winner = std::min(lowest_winner, cells.winner[i]);
   }
-  if (!IsTie(lowest_winner) || arrays.data == nullptr) return;
-  const Bits* const data = arrays.data + problem.DataRow(batch, row) * width;
-  arrays.share_ties(cells.d_output, cells.winner, cells.output, data, width, d_row);
+  if (!IsTie(lowest_winner) || data == nullptr) return;
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    const int32_t winner = cells.winner[i];
+    if (IsTie(winner) && AreEqual(data[i], cells.output[i])) d_row[i] = TiedShare(winner, cells.d_output[i]);
+  }
 }
 
-template <typename Bits, typename Width>
+template <typename T>
+JB_INLINE const T* DataOfRow(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch, int64_t row) {
+  return arrays.data == nullptr ? nullptr : arrays.data + problem.DataRow(batch, row) * problem.features;
+}
+
+template <typename T, typename Width>
 JB_INLINE void GradientInOrder(const Problem& problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                               const BackwardArrays<Bits>& arrays, Width width) {
-  const CellRows<Bits> cells = CellRows<Bits>::OfBatch(problem, arrays, batch);
+                               const BackwardArrays<T>& arrays, Width width) {
+  const CellRows<T> cells = CellRows<T>::OfBatch(problem, arrays, batch);
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
     PrefetchRow(cells.d_output + segment * width, width);
     PrefetchRow(cells.winner + segment * width, width);
   };
   WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
-                      [&](int64_t row, int64_t segment, Bits* d_row) __attribute__((always_inline)) {
-                        GradientOfRow(problem, arrays, cells.OfSegment(segment, width), batch, row, width, d_row);
+                      [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
+                        GradientOfRow(cells.OfSegment(segment, width), DataOfRow(problem, arrays, batch, row),
+                                      static_cast<int32_t>(row), width, d_row);
                       });
 }
 
-template <typename Bits>
-JB_AVX2 void GradientOfNarrowRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                  const BackwardArrays<Bits> arrays) {
+template <typename T>
+JB_CPU_CLONES_OF_NARROW void GradientOfNarrowRows(const Problem problem, int64_t batch, int64_t row_begin,
+                                                  int64_t row_end, const BackwardArrays<T> arrays) {
   DispatchNarrow(problem.features, [&](auto width) __attribute__((always_inline)) {
     GradientInOrder(problem, batch, row_begin, row_end, arrays, width);
   });
 }
 
-template <typename Bits>
-JB_AVX2_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                       const BackwardArrays<Bits> arrays) {
+template <typename T>
+JB_CPU_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                      const BackwardArrays<T> arrays) {
   GradientInOrder(problem, batch, row_begin, row_end, arrays, problem.features);
 }
 
 // The gradient of the rows of a block of segments. Returns false if allocation fails.
-template <typename Bits>
-JB_AVX2_CLONES bool GradientGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
-                                    const BackwardArrays<Bits> arrays) {
+template <typename T>
+JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
+                                   const BackwardArrays<T> arrays) {
   const int64_t features = problem.features;
-  const CellRows<Bits> all_cells = CellRows<Bits>::OfBatch(problem, arrays, block.batch);
-  const StreamBuffer<Bits> buffer(features);
-  Bits* const d_rows = arrays.d_data + block.batch * problem.rows * features;
+  const CellRows<T> all_cells = CellRows<T>::OfBatch(problem, arrays, block.batch);
+  const StreamBuffer<T> buffer(features);
+  T* const d_rows = arrays.d_data + block.batch * problem.rows * features;
   if (buffer.At(d_rows) == nullptr) return false;
   for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
-    const CellRows<Bits> cells = all_cells.OfSegment(segment, features);
+    const CellRows<T> cells = all_cells.OfSegment(segment, features);
     const int64_t group = segment - block.segment_begin;
     for (int32_t place = grouped.Begin(group); place < grouped.End(group); ++place) {
       const int32_t row = grouped[place];
-      Bits* const d_row = d_rows + row * features;
-      GradientOfRow(problem, arrays, cells, block.batch, row, features, buffer.At(d_row));
-      StreamLines(d_row, buffer.At(d_row), features * sizeof(Bits));
+      T* const d_row = d_rows + row * features;
+      GradientOfRow(cells, DataOfRow(problem, arrays, block.batch, row), row, features, buffer.At(d_row));
+      StreamLines(d_row, buffer.At(d_row), features * sizeof(T));
     }
   }
   WriteDroppedRows(problem, block, arrays.ids, arrays.d_data);
@@ -193,10 +188,10 @@ Strategy ChooseGradient(const Problem& problem, int64_t element_bytes) {
 }
 
 // Returns false if allocation fails.
-template <typename Bits>
-bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const BackwardArrays<Bits>& arrays) {
-  if (ChooseGradient(problem, sizeof(Bits)) == Strategy::kStreamedGroups && !EachBatchIsSorted(problem, arrays.ids)) {
-    const int64_t total_bytes = problem.batch * problem.rows * problem.features * sizeof(Bits);
+template <typename T>
+bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const BackwardArrays<T>& arrays) {
+  if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !EachBatchIsSorted(problem, arrays.ids)) {
+    const int64_t total_bytes = problem.batch * problem.rows * problem.features * sizeof(T);
     AdviseHugePages(arrays.d_data, total_bytes);
     const Blocking blocking(problem, /*item_size=*/0, std::max<int64_t>(1, pool.num_threads()));
     return ForEachGroupedBlock(pool, problem, blocking, arrays.ids,
@@ -204,14 +199,13 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
                                  return GradientGrouped(problem, block, grouped, arrays);
                                });
   }
-  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(Bits),
-                     [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-                       if (IsNarrow(problem.features)) {
-                         GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays);
-                       } else {
-                         GradientOfWideRows(problem, batch, row_begin, row_end, arrays);
-                       }
-                     });
+  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
+    if (IsNarrow(problem.features)) {
+      GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays);
+    } else {
+      GradientOfWideRows(problem, batch, row_begin, row_end, arrays);
+    }
+  });
   return true;
 }
 
@@ -264,16 +258,14 @@ bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using Bits = BitsOf<T>;
-    const BackwardArrays<Bits> arrays{SegmentIds(call),
-                                      static_cast<const Bits*>(call.d_output),
-                                      call.winner,
-                                      static_cast<const Bits*>(call.data),
-                                      static_cast<const Bits*>(call.output),
-                                      static_cast<Bits*>(call.d_data),
-                                      call.d_output_is_shared,
-                                      call.winner_is_shared,
-                                      ShareTies<T>};
+    const BackwardArrays<T> arrays{SegmentIds(call),
+                                   static_cast<const T*>(call.d_output),
+                                   call.winner,
+                                   static_cast<const T*>(call.data),
+                                   static_cast<const T*>(call.output),
+                                   static_cast<T*>(call.d_data),
+                                   call.d_output_is_shared,
+                                   call.winner_is_shared};
     has_memory = GradientOfAll(pool, call.problem, arrays);
   });
   return has_memory;

@@ -59,8 +59,8 @@ JB_INLINE void GatherNarrow(const T* cells, const int32_t* counts, const int32_t
 }
 
 template <bool kIsMean, typename T>
-JB_AVX2 void GatherNarrowRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                              const GatherArrays<T> arrays) {
+JB_CPU_CLONES_OF_NARROW void GatherNarrowRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                              const GatherArrays<T> arrays) {
   const T* const cells = arrays.Cells(problem, batch);
   const int32_t* const counts = arrays.Counts(problem, batch);
   DispatchNarrow(problem.features, [&](auto width) __attribute__((always_inline)) {
@@ -75,8 +75,8 @@ JB_AVX2 void GatherNarrowRows(const Problem problem, int64_t batch, int64_t row_
 }
 
 template <bool kIsMean, typename T>
-JB_AVX2_CLONES void GatherWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                   const GatherArrays<T> arrays) {
+JB_CPU_CLONES void GatherWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                  const GatherArrays<T> arrays) {
   const int64_t features = problem.features;
   const T* const cells = arrays.Cells(problem, batch);
   const int32_t* const counts = arrays.Counts(problem, batch);

@@ -31,7 +31,7 @@ JB_INLINE C Dot(const X* x, const Y* y, int64_t count) {
 }
 
 template <typename T>
-JB_AVX2_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edge_begin, int64_t edge_end) {
+JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edge_begin, int64_t edge_end) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   const int64_t heads = call.heads, head_features = call.head_features, features = heads * head_features;

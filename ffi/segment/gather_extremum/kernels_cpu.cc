@@ -48,8 +48,8 @@ int64_t SelectionWords(const Problem& problem) { return CeilDivide(problem.featu
 
 // Finds the cells won by the edges at positions [begin, end): one bit per feature.
 template <typename T>
-JB_AVX2_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batch, int64_t begin, int64_t end,
-                              uint32_t* selection) {
+JB_CPU_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batch, int64_t begin, int64_t end,
+                             uint32_t* selection) {
   constexpr int64_t kWordBits = 32;
   const int64_t edges = call.problem.rows, features = call.problem.features, words = SelectionWords(call.problem);
   const int64_t cells = call.num_rows * features;

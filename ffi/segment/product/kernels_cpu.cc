@@ -13,6 +13,15 @@
 namespace jax_baracuda::segment {
 namespace {
 
+// 1 if a number is not normal, or if its exponent field is less than kMargin away from those of zero and infinity;
+// otherwise 0. (An integer, so that a vectorised loop can combine it over many numbers.)
+template <typename C>
+JB_INLINE SignedBits<C> IsUnusual(C value) {
+  constexpr int kMargin = 4;
+  const auto field = FieldOf(value);
+  return field < kMargin || field > FloatingFormat<C>::kExponentMask - kMargin ? 1 : 0;
+}
+
 // The first number of an unfinished cell is the mantissa of a Product, the second its packed part. The mantissa is the
 // product itself, and the second number unset, as long as the product is normal with an exponent field below
 // kFirstShiftedField. Otherwise the cell is shifted: the field of its mantissa starts as kShiftedField. So the field
@@ -33,6 +42,21 @@ template <typename C>
 JB_INLINE SignedBits<C> LeavesSide(C cell, C product) {
   const auto field = FieldOf(product);
   return field == 0 || field == FloatingFormat<C>::kExponentMask || IsShifted(cell) != IsShifted(product) ? 1 : 0;
+}
+
+// The product of all members but `value`, if `value` is not unusual and the product not extreme.
+template <typename C>
+JB_INLINE C WithoutOrdinary(C value, Residual<C> product) {
+  return MantissaOf(product.mantissa) / value * PowerOfTwo<C>(product.Exponent());
+}
+
+// 0 if all members are ordinary numbers, and the product is in the normal range both with and without `value`;
+// otherwise 1.
+template <typename C>
+JB_INLINE SignedBits<C> IsExtreme(Residual<C> product, C value) {
+  constexpr SignedBits<C> kMax = FloatingFormat<C>::kExponentBias - 2;
+  const SignedBits<C> exponent = product.Exponent(), others = exponent - ExponentOf(value);
+  return (product.packed & kCountMask) != 0 || std::abs(exponent) > kMax || std::abs(others) > kMax ? 1 : 0;
 }
 
 template <typename T>
@@ -182,13 +206,43 @@ struct GradientArrays {
 
 // The width is not a constant, so that this is compiled once.
 template <typename T, typename C>
-JB_AVX2_CLONES void GradientOfAnyRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
-                                     int64_t width, T* d_row) {
+JB_CPU_CLONES void GradientOfAnyRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
+                                    int64_t width, T* d_row) {
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
     const Residual<C> product{mantissa[i], packed[i]};
     Store(product.OfOthersTimes(static_cast<C>(data[i]), static_cast<C>(d_output[i])), d_row + i);
   }
+}
+
+template <typename T, typename C, typename Number>
+JB_INLINE void GradientOfPart(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
+                              const Number* d_numbers, const Number* numbers, int64_t width, T* d_row) {
+  SignedBits<C> unusual = 0;
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    const C number = static_cast<C>(numbers[i]);
+    unusual |= IsUnusual(number) | IsExtreme(Residual<C>{mantissa[i], packed[i]}, number);
+  }
+  if (unusual == 0) {
+    StoreEach(width, d_row, [&](int64_t i) __attribute__((always_inline)) {
+      const C others = WithoutOrdinary(static_cast<C>(numbers[i]), Residual<C>{mantissa[i], packed[i]});
+      return static_cast<C>(d_numbers[i]) * others;
+    });
+  } else {
+    GradientOfAnyRow(d_output, mantissa, packed, data, width, d_row);
+  }
+}
+
+template <typename T, typename C>
+JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data, int64_t width,
+                             T* d_row) {
+  ForEachPart(d_output, data, width,
+              [&](int64_t begin, int64_t count, const auto* d_numbers, const auto* numbers)
+                  __attribute__((always_inline)) {
+                    GradientOfPart(d_output + begin, mantissa + begin, packed + begin, data + begin, d_numbers, numbers,
+                                   count, d_row + begin);
+                  });
 }
 
 template <typename T>
@@ -228,11 +282,11 @@ inline constexpr SignedBits<C> kMaxOther = kMaxProduct<C> / 2 - 1;
 
 // The product of each cell of [begin, end) times its cotangent; NaN if the cell needs the general formula.
 template <typename T, typename C>
-JB_AVX2_CLONES void WriteNumerators(const CellsOfGradient<T> cells, int64_t begin, int64_t end, C* to) {
+JB_CPU_CLONES void WriteNumerators(const CellsOfGradient<T> cells, int64_t begin, int64_t end, C* to) {
   JB_VECTORIZE
-  for (int64_t i = 0; i < end - begin; ++i) {
-    const C d_output = static_cast<C>(cells.d_output[begin + i]);
-    const Residual<C> residual{cells.mantissa[begin + i], cells.packed[begin + i]};
+  for (int64_t i = begin; i < end; ++i) {
+    const C d_output = static_cast<C>(cells.d_output[i]);
+    const Residual<C> residual{cells.mantissa[i], cells.packed[i]};
     const SignedBits<C> exponent = residual.Exponent();
     const C product = WithExponent(residual.mantissa, exponent);
     const bool is_enough = (residual.packed & kCountMask) == 0 && std::abs(exponent) <= kMaxProduct<C> &&
@@ -258,7 +312,6 @@ JB_INLINE bool Divide(const C* numerators, const Number* numbers, int64_t width,
 
 // Whether to multiply products and cotangents once per cell, so that each row reads only one scattered array.
 inline bool UsesNumerators(const Problem& problem) {
-  if (problem.segments == 0) return false;
   return problem.features <= kMaxNarrowWidth ? 4 * problem.rows >= problem.segments
                                              : problem.rows >= kMinRowsPerCellRow * problem.segments;
 }
@@ -295,7 +348,7 @@ JB_INLINE bool DivideAll(const C* numerators, const T* data, int64_t count, T* d
 }
 
 template <typename T, typename C>
-JB_AVX2_CLONES bool DivideBlock(const C* numerators, const T* data, int64_t count, T* d_data) {
+JB_CPU_CLONES bool DivideBlock(const C* numerators, const T* data, int64_t count, T* d_data) {
   return DivideAll(numerators, data, count, d_data);
 }
 
@@ -333,32 +386,40 @@ void GradientOfNarrowRows(const Problem& problem, int64_t batch, int64_t row_beg
   ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end, of_ids);
 }
 
-// `numerators` are those of a batch element, or nullptr if they are computed for each row.
 template <typename T, typename C>
-JB_AVX2_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                       const GradientArrays<T> arrays, const C* numerators) {
+JB_CPU_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                                      const GradientArrays<T> arrays, const C* numerators) {
+  const int64_t features = problem.features;
+  const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
+  const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
+  const auto prefetch = [&](int64_t segment)
+                            __attribute__((always_inline)) { PrefetchRow(numerators + segment * features, features); };
+  WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
+                      [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
+                        const int64_t cell = segment * features;
+                        const T* const numbers = data + row * features;
+                        if (DivideAll(numerators + cell, numbers, features, d_row)) return;
+                        GradientOfAnyRow(cells.d_output + cell, cells.mantissa + cell, cells.packed + cell, numbers,
+                                         features, d_row);
+                      });
+}
+
+template <typename T>
+JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
+                            const GradientArrays<T> arrays) {
   const int64_t features = problem.features;
   const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
   const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    if (numerators != nullptr) return PrefetchRow(numerators + segment * features, features);
     PrefetchRow(cells.d_output + segment * features, features);
     PrefetchRow(cells.mantissa + segment * features, features);
     PrefetchRow(cells.packed + segment * features, features);
   };
   WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
                       [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-                        const T* const numbers = data + row * features;
-                        C of_row[kWidenedAtOnce];
-                        for (int64_t begin = 0; begin < features; begin += kWidenedAtOnce) {
-                          const int64_t count = std::min(kWidenedAtOnce, features - begin);
-                          const int64_t cell = segment * features + begin;
-                          if (numerators == nullptr) WriteNumerators(cells, cell, cell + count, of_row);
-                          const C* const from = numerators == nullptr ? of_row : numerators + cell;
-                          if (DivideAll(from, numbers + begin, count, d_row + begin)) continue;
-                          GradientOfAnyRow(cells.d_output + cell, cells.mantissa + cell, cells.packed + cell,
-                                           numbers + begin, count, d_row + begin);
-                        }
+                        const int64_t first = segment * features;
+                        GradientOfRow(cells.d_output + first, cells.mantissa + first, cells.packed + first,
+                                      data + row * features, features, d_row);
                       });
 }
 
@@ -366,22 +427,27 @@ JB_AVX2_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int
 template <typename T>
 bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const GradientArrays<T>& arrays) {
   using C = ComputeType<T>;
-  const int64_t cells_per_batch = problem.segments * problem.features;
-  std::unique_ptr<C[]> numerators;
-  if (UsesNumerators(problem)) {
-    numerators = Allocate<C>(problem.batch * cells_per_batch);
-    if (numerators == nullptr) return false;
-    const int64_t chunks = ChunksFor(pool, cells_per_batch * sizeof(C));
-    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-      const int64_t batch = index / chunks, begin = ChunkBegin(cells_per_batch, chunks, index % chunks);
-      WriteNumerators(CellsOfGradient<T>::OfBatch(problem, arrays, batch), begin,
-                      ChunkBegin(cells_per_batch, chunks, index % chunks + 1),
-                      numerators.get() + batch * cells_per_batch + begin);
+  const auto for_each_chunk = [&](const auto& body) {
+    ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), body);
+  };
+  if (!UsesNumerators(problem) || problem.segments == 0) {
+    for_each_chunk([&](int64_t batch, int64_t row_begin, int64_t row_end) {
+      Gradient(problem, batch, row_begin, row_end, arrays);
     });
+    return true;
   }
-  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-    const C* const of_batch = numerators == nullptr ? nullptr : numerators.get() + batch * cells_per_batch;
-    if (numerators != nullptr && IsNarrow(problem.features)) {
+  const int64_t cells_per_batch = problem.segments * problem.features;
+  const auto numerators = Allocate<C>(problem.batch * cells_per_batch);
+  if (numerators == nullptr) return false;
+  const int64_t chunks = ChunksFor(pool, cells_per_batch * sizeof(C));
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t batch = index / chunks, chunk = index % chunks;
+    WriteNumerators(CellsOfGradient<T>::OfBatch(problem, arrays, batch), ChunkBegin(cells_per_batch, chunks, chunk),
+                    ChunkBegin(cells_per_batch, chunks, chunk + 1), numerators.get() + batch * cells_per_batch);
+  });
+  for_each_chunk([&](int64_t batch, int64_t row_begin, int64_t row_end) {
+    const C* const of_batch = numerators.get() + batch * cells_per_batch;
+    if (IsNarrow(problem.features)) {
       GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays, of_batch);
     } else {
       GradientOfWideRows(problem, batch, row_begin, row_end, arrays, of_batch);

@@ -138,41 +138,31 @@ JB_INLINE C* CellsOfRow(const RowBlock& block, const Problem& problem, int64_t i
   return cells + (IsMember(block, problem, i) ? block.first_segment + block.ids[i] : 0) * width;
 }
 
-// logit - maximum for the narrow rows of a block, one after another; arbitrary for dropped rows.
+// exp(logit - maximum) for the rows of a block, one after another; arbitrary for dropped rows.
 template <typename C>
-JB_AVX2_CLONES void SubtractMaxima(const RowBlock block, const Problem problem, const C* logits, const C* maxima,
-                                   C* differences) {
-  WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
+JB_CPU_CLONES void WeighBlock(const RowBlock block, const Problem problem, const C* logits, const C* maxima,
+                              C* weights) {
+  const int64_t features = problem.features;
+  if (features >= kNarrowFeatures) {
+    for (int64_t i = 0; i < block.count; ++i) {
+      WeighRow(logits + block.offsets[i] * features, CellsOfRow(block, problem, i, features, maxima), features,
+               weights + i * features);
+    }
+    return;
+  }
+  WithWidth(features, [&](auto width) __attribute__((always_inline)) {
     for (int64_t i = 0; i < block.count; ++i) {
       const C* const of_segment = CellsOfRow(block, problem, i, width, maxima);
       const C* const of_row = logits + block.offsets[i] * width;
-      for (int64_t j = 0; j < width; ++j) differences[i * width + j] = of_row[j] - of_segment[j];
+      for (int64_t j = 0; j < width; ++j) weights[i * width + j] = of_row[j] - of_segment[j];
     }
   });
-}
-
-// exp(logit - maximum) for the wide rows of a block, likewise.
-template <typename C>
-JB_CPU_CLONES void WeighWide(const RowBlock block, const Problem problem, const C* logits, const C* maxima,
-                             C* weights) {
-  const int64_t features = problem.features;
-  for (int64_t i = 0; i < block.count; ++i) {
-    WeighRow(logits + block.offsets[i] * features, CellsOfRow(block, problem, i, features, maxima), features,
-             weights + i * features);
-  }
-}
-
-template <typename C>
-void WeighBlock(const RowBlock& block, const Problem& problem, const C* logits, const C* maxima, C* weights) {
-  if (problem.features >= kNarrowFeatures) return WeighWide(block, problem, logits, maxima, weights);
-  SubtractMaxima(block, problem, logits, maxima, weights);
-  ExpAll(block.count * problem.features, weights);
+  ExpAll(block.count * features, weights);
 }
 
 // weight / sum for all rows of a block; 0 for dropped rows.
 template <typename C>
-JB_AVX2_CLONES void NormalizeBlock(const RowBlock block, const Problem problem, const C* sums, const C* weights,
-                                   C* to) {
+JB_CPU_CLONES void NormalizeBlock(const RowBlock block, const Problem problem, const C* sums, const C* weights, C* to) {
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
     for (int64_t i = 0; i < block.count; ++i) {
       if (IsMember(block, problem, i)) {
@@ -334,8 +324,8 @@ JB_INLINE void GradientOfRow(const T* probabilities, const T* d_probabilities, c
 
 // Adds the products of the rows of a block to the cells of their segments.
 template <typename C>
-JB_AVX2_CLONES void SumProductsOfBlock(const RowBlock block, const C* x, const C* y,
-                                       const FoldTarget<ComputedSum<C>> target) {
+JB_CPU_CLONES void SumProductsOfBlock(const RowBlock block, const C* x, const C* y,
+                                      const FoldTarget<ComputedSum<C>> target) {
   WithWidth(target.features, [&](auto width) __attribute__((always_inline)) {
     ForEachMember(
         block, typename DirectRows<C>::Element{}, target, width,
@@ -347,8 +337,8 @@ JB_AVX2_CLONES void SumProductsOfBlock(const RowBlock block, const C* x, const C
 }
 
 template <typename C>
-JB_AVX2_CLONES void GradientOfBlock(const RowBlock block, const Problem problem, const C* probabilities,
-                                    const C* d_probabilities, const C* sums, C* to) {
+JB_CPU_CLONES void GradientOfBlock(const RowBlock block, const Problem problem, const C* probabilities,
+                                   const C* d_probabilities, const C* sums, C* to) {
   WithWidth(problem.features, [&](auto width) __attribute__((always_inline)) {
     for (int64_t i = 0; i < block.count; ++i) {
       if (IsMember(block, problem, i)) {
@@ -399,8 +389,8 @@ bool WriteGradientInOrder(const Problem& problem, const GradientArrays<T>& array
 }
 
 template <typename T>
-JB_AVX2_CLONES bool GradientGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
-                                    const GradientArrays<T> arrays, bool is_streamed) {
+JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
+                                   const GradientArrays<T> arrays, bool is_streamed) {
   using C = ComputeType<T>;
   const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
   const auto sums = Allocate<C>(width);
