@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 import jax_baracuda as jb
+from benchmarks.decoder import Decoder, Functions, Layout, Ours, Plain
 from benchmarks.harness import Case, Contender, Effort, JaxContender
 from benchmarks.record import FORWARD, OURS, PROGRAMS, XLA
-from jax_baracuda._examples.decoding import Decoder, Functions, Layout, Ours, Plain
 
 LAYOUTS: tuple[Layout, ...] = ("BSHD", "BHSD")
 GPU_DECODERS = tuple(Decoder(layout, 16, 4096, 32, 8, 128, 4, 64, "bfloat16") for layout in LAYOUTS)

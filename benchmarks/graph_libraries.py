@@ -20,7 +20,7 @@ from flax import nnx
 from jraphx.nn import conv
 
 import jax_baracuda as jb
-from jax_baracuda._examples import graph_networks
+from benchmarks import graph_networks
 from jax_baracuda._tools.command_line import parser_of, run, whole_number
 from jax_baracuda._tools.table import format_table
 

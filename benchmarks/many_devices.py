@@ -20,9 +20,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_baracuda as jb
+from benchmarks import graph_networks
 from benchmarks.harness import Effort, JaxContender, environment, largest_disagreement, sample, summary_of
 from benchmarks.record import OURS, XLA, milliseconds_text
-from jax_baracuda._examples import causal_conv1d, graph_networks, rope
+from jax_baracuda._examples import causal_conv1d, rope
 from jax_baracuda._examples import segment as plain_segment
 from jax_baracuda._tools.command_line import output_file, parser_of, run
 from jax_baracuda._tools.platforms import default_devices, require_kernels

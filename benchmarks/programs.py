@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 import jax_baracuda as jb
 from benchmarks.graph import Graph, make_edges
+from benchmarks.graph_networks import SLOPE, Model, Ours, Plain, gat, sage, training_step
 from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
 from benchmarks.record import OURS, PROGRAMS, WITH_GRADIENT, XLA
-from jax_baracuda._examples.graph_networks import SLOPE, Model, Ours, Plain, gat, sage, training_step
 
 try:
     import torch_geometric.utils as geometric

@@ -18,9 +18,10 @@ from support import cases
 from support.pages import run_examples
 
 import jax_baracuda as jb
-from jax_baracuda._examples import decoding, graph_networks
-from jax_baracuda._examples.decoding import Decoder
-from jax_baracuda._examples.graph_networks import Model, gat, sage, training_step
+from benchmarks import decoder as decoding
+from benchmarks import graph_networks
+from benchmarks.decoder import Decoder
+from benchmarks.graph_networks import Model, gat, sage, training_step
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Compiled programs, as XLA prints them.

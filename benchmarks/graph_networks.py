@@ -1,6 +1,6 @@
 """Graph neural networks: GraphSAGE and graph attention, with this package's functions or in plain JAX.
 
-The benchmarks time their training steps, and the tests examine what XLA compiles them to.
+Benchmarks time their training steps, and tests examine what XLA compiles them to.
 """
 
 from __future__ import annotations

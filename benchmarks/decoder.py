@@ -1,6 +1,6 @@
 """Decoding steps of a transformer, with a position for each example and a KV cache that a loop carries.
 
-The benchmarks time them, and the tests examine what XLA compiles them to.
+Benchmarks time them, and tests examine what XLA compiles them to.
 """
 
 from __future__ import annotations
