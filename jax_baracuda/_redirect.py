@@ -18,7 +18,7 @@ from jax import Array
 
 from jax_baracuda import forward_mode
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, reshard_like
+from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts, reshard_like
 from jax_baracuda._core.dispatch import Site, decide
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import (
@@ -31,7 +31,6 @@ from jax_baracuda._core.selection import (
     redirected,
     set_process_scope,
 )
-from jax_baracuda.ops.segment.arguments import broadcasts
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
 from jax_baracuda.ops.write_slice import MAX_AXES, WRITE_SLICE

@@ -66,6 +66,12 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     return array
 
 
+def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether an array of this shape broadcasts to the target."""
+    offset = len(target) - len(shape)
+    return offset >= 0 and all(size in (1, target[offset + i]) for i, size in enumerate(shape))
+
+
 def real_number(function: str, argument: str, value: Any, *, positive: bool = False) -> float:
     """A finite real number, as a Python float."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):

@@ -16,6 +16,7 @@ from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
+from jax_baracuda._core.docstrings import extend_section
 from jax_baracuda._core.rules import jvp_of_nonzero
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
@@ -227,12 +228,19 @@ def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
     return function_in_both_modes
 
 
-def with_twin(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes the error of a public function without forward mode name its twin in ``forward_mode``.
+_TWIN = """\
+Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
+:mod:`jax_baracuda.forward_mode`."""
 
-    This works where the function is called with tangents. If the function was traced into a program before, JAX raises
-    its own error when the program runs.
+
+def with_twin(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes the docstring and the error of a public function without forward mode name its twin in ``forward_mode``.
+
+    The error does so where the function is called with tangents. If the function was traced into a program before, JAX
+    raises its own error when the program runs.
     """
+    if "forward_mode" not in (function.__doc__ or ""):
+        extend_section(function, "Gradient", _TWIN)
 
     @functools.wraps(function)
     def function_with_twin(*args: P.args, **kwargs: P.kwargs) -> R:

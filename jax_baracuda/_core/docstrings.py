@@ -31,6 +31,14 @@ def add_descriptions(function: Callable[..., Any], docstring: str | None) -> Non
     function.__doc__ = "\n\n".join((added | own).values())
 
 
+def extend_section(function: Callable[..., Any], title: str, text: str) -> None:
+    """Adds text to a section of a docstring, if it has this section."""
+    sections = _sections(inspect.cleandoc(function.__doc__ or ""))
+    if title in sections:
+        sections[title] += f"\n{text}"
+        function.__doc__ = "\n\n".join(sections.values())
+
+
 def _sections(docstring: str) -> dict[str, str]:
     """The sections by title. The title of the text before the first section is empty."""
     first, *sections = re.split(r"\n\n(?=[A-Z][a-z ]*:\s)", docstring.rstrip())

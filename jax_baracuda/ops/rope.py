@@ -101,8 +101,6 @@ def rope(
     from run to run.
 
     Gradient: :func:`rope_backward`, a kernel as well. No features are kept for the backward pass.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -118,8 +116,8 @@ def rope(
     return y
 
 
-@described_like(rope)
 @selectable
+@described_like(rope)
 def rope_backward(
     d_output: ArrayLike,
     positions: ArrayLike | None = None,
@@ -156,9 +154,9 @@ def rope_backward(
     return dx
 
 
-@described_like(rope)
 @selectable
 @with_twin
+@described_like(rope)
 def rope_qk(
     q: ArrayLike,
     k: ArrayLike,
@@ -184,8 +182,6 @@ def rope_qk(
       If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
 
     Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -201,8 +197,8 @@ def rope_qk(
     return q, k
 
 
-@described_like(rope)
 @selectable
+@described_like(rope)
 def rope_qk_backward(
     d_q_output: ArrayLike,
     d_k_output: ArrayLike,

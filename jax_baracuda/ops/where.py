@@ -10,7 +10,7 @@ canonicalisation of arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
     as_bits,
+    broadcasts,
     of_bits,
     reshard_like,
 )
@@ -36,6 +37,10 @@ from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
+
+Axes = tuple[int, ...]
+"""Axes, counted from the end."""
 
 
 @selectable
@@ -64,8 +69,7 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
     Numerical guarantees: every element is copied bit by bit, payloads of NaN and signs of zeros included.
 
     Gradient: as in :func:`where_backward`, with respect to `a` and `b`, each only if it is differentiated. Only `cond`
-    is kept for the backward pass. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need
-    its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+    is kept for the backward pass.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -137,7 +141,7 @@ def where_backward(
     shapes = []
     for argument, shape in (("cond", cond.shape), ("a_shape", a_shape), ("b_shape", b_shape)):
         shapes.append(d_output.shape if shape is None else tuple(shape))
-        if not _broadcasts_to(shapes[-1], d_output.shape):
+        if not broadcasts(shapes[-1], d_output.shape):
             raise ValueError(
                 f"{name}: {argument} must broadcast to the shape of d_output, {d_output.shape}, got {shapes[-1]}"
             )
@@ -149,7 +153,7 @@ def where_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX. From here on, arrays have equal ranks. Axes are counted from the end.
+# Reference in plain JAX. From here on, arrays have equal ranks.
 
 
 def _reference_where(a: Array, b: Array, cond: Array) -> tuple[Array]:
@@ -160,9 +164,7 @@ def _select(cond: Array, a: Array, b: Array) -> Array:
     return of_bits(jnp.where(cond, as_bits(a), as_bits(b)), a.dtype)
 
 
-def _reference_backward(
-    d_output: Array, cond: Array, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
-) -> tuple[Array, Array]:
+def _reference_backward(d_output: Array, cond: Array, *, a_axes: Axes, b_axes: Axes) -> tuple[Array, Array]:
     zero = jnp.zeros((), d_output.dtype)
     pairs = (_select(cond, d_output, zero), a_axes), (_select(cond, zero, d_output), b_axes)
     da, db = (jnp.sum(x, axes, accumulation_dtype(x.dtype), keepdims=True) if axes else x for x, axes in pairs)
@@ -189,16 +191,14 @@ def _limit_of_rank(*operands: Any) -> str | None:
     return f"there are more than {MAX_DIMENSIONS} dimensions" if operands[0].ndim > MAX_DIMENSIONS else None
 
 
-def _limit_of_backward(d_output: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]) -> str | None:
+def _limit_of_backward(d_output: Any, cond: Any, *, a_axes: Axes, b_axes: Axes) -> str | None:
     if (a_axes or b_axes) and np.dtype(d_output.dtype).name not in FLOATING_DTYPES:
         return f"there is no kernel for sums of {d_output.dtype}"
     return _limit_of_rank(d_output)
 
 
-def _backward_types(
-    d_output: Any, cond: Any, *, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
-) -> list[ShapeAndDtype]:
-    def of_one(axes: tuple[int, ...]) -> ShapeAndDtype:
+def _backward_types(d_output: Any, cond: Any, *, a_axes: Axes, b_axes: Axes) -> list[ShapeAndDtype]:
+    def of_one(axes: Axes) -> ShapeAndDtype:
         shape = list(d_output.shape)
         for axis in axes:
             shape[axis] = 1
@@ -218,7 +218,7 @@ def _plan_parameters(a: Any, b: Any, cond: Any) -> dict[str, int]:
     return _shape_parameters(a.dtype, output=_joint_shape(a, b, cond), a=a.shape, b=b.shape, cond=cond.shape)
 
 
-def _backward_plan_parameters(d_output: Any, cond: Any, **axes: tuple[int, ...]) -> dict[str, int]:
+def _backward_plan_parameters(d_output: Any, cond: Any, **axes: Axes) -> dict[str, int]:
     (da, da_dtype), (db, db_dtype) = _backward_types(d_output, cond, **axes)
     whole = d_output.shape, d_output.dtype
     return {
@@ -229,16 +229,12 @@ def _backward_plan_parameters(d_output: Any, cond: Any, **axes: tuple[int, ...])
 
 
 def _shard_backward(
-    kernel: Callable[..., Sequence[Array]],
-    mesh_axes: Mapping[str, tuple[str, ...]],
-    *operands: Array,
-    a_axes: tuple[int, ...],
-    b_axes: tuple[int, ...],
+    kernel: ShardKernel, mesh_axes: ShardAxes, *operands: Array, a_axes: Axes, b_axes: Axes
 ) -> Sequence[Array]:
     """Where summed axes are split over devices, the shards' sums are added up."""
     rank = operands[0].ndim
 
-    def total(cotangent: Array, axes: tuple[int, ...]) -> Array:
+    def total(cotangent: Array, axes: Axes) -> Array:
         split = tuple(name for axis in axes for name in mesh_axes.get(f"...{rank + axis}", ()))
         return jax.lax.psum(cotangent, split) if split else cotangent
 
@@ -252,12 +248,7 @@ def _transpose_where(avals: Sequence[Any], cotangents: Sequence[Array], cond: Ar
 
 
 def _transpose_backward(
-    avals: Sequence[Any],
-    cotangents: Sequence[Array],
-    cond: Array,
-    *,
-    a_axes: tuple[int, ...],
-    b_axes: tuple[int, ...],
+    avals: Sequence[Any], cotangents: Sequence[Array], cond: Array, *, a_axes: Axes, b_axes: Axes
 ) -> Sequence[Array]:
     [d_output] = avals
     [result] = WHERE(*(x.astype(d_output.dtype) for x in cotangents), cond)
@@ -346,7 +337,7 @@ def _cotangents(d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Sh
     ]
 
 
-def _one_cotangent(d_output: Array, cond: Array, axes: tuple[int, ...], k: int) -> Array:
+def _one_cotangent(d_output: Array, cond: Array, axes: Axes, k: int) -> Array:
     """The cotangent of `a` (k = 0) or `b` (k = 1), without writing the other one."""
     if axes:
         return WHERE_BACKWARD(d_output, cond, a_axes=axes, b_axes=axes)[k]
@@ -355,21 +346,21 @@ def _one_cotangent(d_output: Array, cond: Array, axes: tuple[int, ...], k: int) 
     return selected
 
 
-def _summed(gradient: Array, axes: tuple[int, ...]) -> Array:
+def _summed(gradient: Array, axes: Axes) -> Array:
     """Completes a kernel's sum over some of these axes to the sum over all of them."""
     rest = [axis for axis in axes if gradient.shape[axis] != 1]
     return jnp.sum(gradient, rest, keepdims=True) if rest else gradient
 
 
-def _repeated_axes(shape: Shape, whole: Shape) -> tuple[int, ...]:
-    """The axes along which `shape` is broadcast to `whole`, counted from the end."""
+def _repeated_axes(shape: Shape, whole: Shape) -> Axes:
+    """The axes along which `shape` is broadcast to `whole`."""
     rank = len(whole)
     return tuple(axis - rank for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] == 1 != sizes[1])
 
 
-def _largest_contiguous_axes(axes: tuple[int, ...], shape: Shape) -> tuple[int, ...]:
+def _largest_contiguous_axes(axes: Axes, shape: Shape) -> Axes:
     """The group of adjacent axes with the most elements: a kernel sums one such group."""
-    groups: list[tuple[int, ...]] = [()]
+    groups: list[Axes] = [()]
     for axis in axes:
         last = groups[-1]
         are_neighbours = last and all(size == 1 for size in shape[last[-1] + 1 : axis])
@@ -390,9 +381,3 @@ def _as_condition(name: str, cond: ArrayLike) -> Array:
     """The condition as bool or uint8."""
     cond = as_array(name, "cond", cond)
     return cond if cond.dtype in (np.bool_, np.uint8) else cond != 0
-
-
-def _broadcasts_to(shape: Shape, whole: Shape) -> bool:
-    return len(shape) <= len(whole) and all(
-        own in (1, size) for own, size in zip(reversed(shape), reversed(whole), strict=False)
-    )

@@ -89,8 +89,6 @@ def write_slice(
 
     Gradient: ``dest`` gets the cotangent with zeros in the window. ``source`` gets the window of the cotangent, with
     zeros for elements that were dropped. Integer arrays have none. Only the starts are kept for the backward pass.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -107,9 +105,9 @@ def write_slice(
     return result
 
 
-@described_like(write_slice)
 @selectable
 @with_twin
+@described_like(write_slice)
 def write_slices(
     dests: Sequence[ArrayLike],
     sources: Sequence[ArrayLike],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, reshard_as, reshard_like
+from jax_baracuda._core.arrays import as_array, broadcasts, reshard_as, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.selection import may_run_kernel
 from jax_baracuda.ops.segment.definitions import Params
@@ -241,11 +241,6 @@ def check_like(name: str, argument: str, value: Array, like_name: str, like: Arr
         )
     if value.shape != shape:
         raise ValueError(f"{name}: {argument} must have shape {shape} to fit {like_name}, got {value.shape}")
-
-
-def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
-    offset = len(target) - len(shape)
-    return offset >= 0 and all(size in (1, target[offset + i]) for i, size in enumerate(shape))
 
 
 def _canonical_num_segments(name: str, ids: Array, num_segments: int | None) -> int:

@@ -65,8 +65,7 @@ def segment_attention(
 
     Gradient: that of `logits` is the gradient of the softmax, applied to the gradient of the weights: products of
     cotangents and gathered rows. That of `data` is the weighted sum over the edges of each row, also under ``jax.vmap``
-    as in :func:`gather_segment_sum`. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function
-    need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+    as in :func:`gather_segment_sum`.
 
     Source: Veličković et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903, equations 3 and 6.
 

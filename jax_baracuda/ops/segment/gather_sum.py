@@ -95,8 +95,7 @@ def gather_segment_sum(
     the edges of each row, and ``d_weights[e] = sum(data[gather_ids[e]] * d_out[segment_ids[e]])`` over the features
     that a weight scales. No gradient of data goes through gather ids that are out of range. If ``jax.vmap`` maps ids or
     weights but not `data`, the gradient of `data` is one sum over the edges of the whole batch, and plans do not save
-    its sort. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same
-    name in :mod:`jax_baracuda.forward_mode`.
+    its sort.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -144,8 +143,7 @@ def gather_segment_mean(
 
     Gradient: the cotangent is divided by the number of edges and rounded to the dtype; then it is the gradient of
     :func:`gather_segment_sum`, also under ``jax.vmap``. No gradient of data goes through gather ids that are out of
-    range. Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same
-    name in :mod:`jax_baracuda.forward_mode`.
+    range.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
