@@ -11,26 +11,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jax_baracuda._core.identity import digest
-
-if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Primitive
-
-
-def new_primitive(name: str) -> Primitive:
-    """A primitive of this name. Importing the public class, from ``jax.extend``, is slow: it imports Pallas."""
-    try:
-        from jax._src.core import Primitive
-    except ImportError:
-        from jax.extend.core import Primitive
-
-    return Primitive(name)
 
 
 def primitive_of(
@@ -43,7 +31,7 @@ def primitive_of(
     transpose: Callable[..., Any],
 ) -> Primitive:
     """A primitive for a function in plain JAX, with these rules. `run` and `types` return lists."""
-    primitive = new_primitive(name)
+    primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(run)
     primitive.def_abstract_eval(types)
@@ -61,13 +49,6 @@ def program_primitive(name: str, **rules: Callable[..., Any]) -> Primitive:
         return jaxpr_as_fun(jaxpr)(*operands)
 
     return primitive_of(name, run, lambda *_, jaxpr, **__: jaxpr.out_avals, **rules)
-
-
-def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """A traced program as a function. ``jax.extend`` is imported here, for the reason above."""
-    from jax.extend.core import jaxpr_as_fun
-
-    return jaxpr_as_fun(jaxpr)
 
 
 def apply_primitive(primitive: Primitive, *operands: Any, **params: Any) -> Any:
@@ -152,13 +133,6 @@ def is_static_shape(shape: Sequence[Any]) -> bool:
     return core.is_constant_shape(tuple(shape))
 
 
-def is_symbolic(size: Any) -> bool:
-    """Whether a size is symbolic."""
-    from jax._src import core
-
-    return core.is_symbolic_dim(size)
-
-
 def keeps_barriers() -> bool:
     """Whether XLA's CPU back end keeps fusions apart at an ``optimization_barrier``."""
     return jax.__version_info__ >= (0, 11)
@@ -203,9 +177,7 @@ def partitioner_splits(axis_context: Any) -> bool:
 
     False inside ``shard_map``: see :func:`automatic_axis`.
     """
-    from jax._src.sharding_impls import ShardingContext
-
-    return isinstance(axis_context, ShardingContext) and axis_context.num_devices > 1
+    return isinstance(axis_context, mlir.ShardingContext) and axis_context.num_devices > 1
 
 
 def automatic_axis(axis_context: Any) -> Mesh | None:
@@ -319,9 +291,7 @@ def _register_partitioner() -> None:
 
 def is_in_shard_map(axis_context: Any) -> bool:
     """Whether a lowering is inside ``shard_map``."""
-    from jax._src.sharding_impls import SPMDAxisContext
-
-    return isinstance(axis_context, SPMDAxisContext)
+    return isinstance(axis_context, mlir.SPMDAxisContext)
 
 
 def without_abstract_mesh() -> contextlib.AbstractContextManager[Any]:
@@ -330,18 +300,12 @@ def without_abstract_mesh() -> contextlib.AbstractContextManager[Any]:
     With a mesh with explicit axes in context, the types of collectives refer to it, and the partitioner refuses them
     ("Unsupported reduction computation", jax 0.11).
     """
-    from jax._src import mesh
-
-    return mesh.use_abstract_mesh(mesh.empty_abstract_mesh)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def zero_tangent(primal: jax.Array) -> Any:
     """The symbolic zero tangent of a value."""
-    from jax._src import ad_util
-
-    if hasattr(ad_util, "p2tz"):  # jax >= 0.11
-        return ad_util.p2tz(primal)
-    return ad_util.Zero.from_primal_value(primal)
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]

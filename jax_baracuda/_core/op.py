@@ -8,12 +8,13 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions, rules
@@ -25,9 +26,6 @@ from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, current_selection, selecting
 from jax_baracuda._core.sharding import NamedShapes, spec_entries
-
-if TYPE_CHECKING:
-    from jax.extend.core import Primitive
 
 Shape = tuple[int, ...]
 ShapeAndDtype = tuple[Shape, Any]
@@ -186,7 +184,7 @@ class Op:
         return primitive
 
     def _primitive(self, name: str) -> Primitive:
-        primitive = jax_versions.new_primitive(name)
+        primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_abstract_eval(lambda *types, **params: OpCall(self, types, params).result_avals())
 
@@ -450,7 +448,7 @@ class OpCall:
 
     def has_static_shapes(self) -> bool:
         """Whether no size in the operands or the params is symbolic."""
-        is_symbolic = any(map(jax_versions.is_symbolic, self.params.values()))
+        is_symbolic = any(map(jax.export.is_symbolic_dim, self.params.values()))
         return not is_symbolic and all(jax_versions.is_static_shape(x.shape) for x in self.operands)
 
     def missing_target(self, platform: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -29,13 +30,11 @@ def clamps(name: str, mode: Mode) -> bool:
     """Whether ids out of range are clamped rather than dropped."""
     try:
         return jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.CLIP
-    except ValueError:
-        if mode == "one_hot":  # a mode that older versions of JAX do not know
-            return False
-    raise ValueError(
-        f"{name}: mode must be None, 'fill', 'drop', 'clip', 'promise_in_bounds', 'one_hot' or a "
-        f"jax.lax.GatherScatterMode, got {mode!r}"
-    )
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: mode must be None, 'fill', 'drop', 'clip', 'promise_in_bounds', 'one_hot' or a "
+            f"jax.lax.GatherScatterMode, got {mode!r}"
+        ) from error
 
 
 def canonical_edges(
@@ -107,7 +106,7 @@ def wrapped_ids(ids: Array, num_rows: int) -> Array:
 
 def static_size(name: str, argument: str, size: int) -> int:
     """A checked number of rows or segments. It may be symbolic, under :mod:`jax.export`."""
-    if not hasattr(size, "__index__") and not jax_versions.is_symbolic(size):
+    if not hasattr(size, "__index__") and not jax.export.is_symbolic_dim(size):
         raise TypeError(f"{name}: {argument} must be an integer, got {size!r}")
     size = jax_versions.concrete_or_error(size, f"{name}: {argument} must be static.")
     if size < 0:

@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
@@ -146,10 +147,10 @@ def _gather(
     """Rows of `data` by ids counted from the front. Ids out of range give zeros if `fills`, else the nearest row."""
     params = {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic, "fills": fills}
     params["implementation"] = current_selection()  # for the transpose, a segment sum
-    return _gather_p.bind(*jax_versions.unify_varying(data, ids, *order), **params, num_batch_dims=0)
+    return _gather_p.bind(*jax_versions.unify_varying(data, ids, *order), **params, num_batch_dims=0)[0]
 
 
-def _gathered_type(data: Any, ids: Any, *_: Any, num_batch_dims: int, **__: Any) -> Any:
+def _gathered_type(data: Any, ids: Any, *_: Any, num_batch_dims: int, **__: Any) -> list[Any]:
     """Under explicit sharding, sharded like the ids and like the features of `data`, unless an axis occurs twice."""
     num = num_batch_dims
     shape = (*data.shape[:num], *ids.shape[num:], *data.shape[num + 1 :])
@@ -160,7 +161,7 @@ def _gathered_type(data: Any, ids: Any, *_: Any, num_batch_dims: int, **__: Any)
         data_spec, ids_spec = (spec or (None,) * x.ndim for spec, x in zip(specs, (data, ids), strict=True))
         batch_spec = (a or b for a, b in zip(data_spec[:num], ids_spec[:num], strict=True))
         spec = _each_axis_once((*batch_spec, *ids_spec[num:], *data_spec[num + 1 :]))
-    return jax_versions.result_aval(like, shape, data.dtype, spec).update(weak_type=data.weak_type)
+    return [jax_versions.result_aval(like, shape, data.dtype, spec).update(weak_type=data.weak_type)]
 
 
 def _each_axis_once(spec: Sequence[Any]) -> tuple[Any, ...]:
@@ -173,33 +174,32 @@ def _each_axis_once(spec: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-def _lower_gather(
-    ctx: mlir.LoweringRuleContext, *operands: Any, num_batch_dims: int, indices_are_sorted: bool, fills: bool, **_: Any
-) -> Any:
-    """Lowers to an XLA gather, which XLA fuses and partitions."""
+def _gather_by_xla(
+    data: Array, ids: Array, *_: Array, num_batch_dims: int, indices_are_sorted: bool, fills: bool, **__: Any
+) -> Sequence[Array]:
+    """An XLA gather, which XLA fuses and partitions."""
     mode: Any = {"mode": "fill", "fill_value": 0} if fills else {"mode": "promise_in_bounds"}
-    mapped = mapped_dims(ctx.avals_in[:2], num_batch_dims)
+    mapped = mapped_dims((data, ids), num_batch_dims)
 
     def take_one(data: Array, ids: Array) -> Array:
         return data.at[ids].get(wrap_negative_indices=False, indices_are_sorted=indices_are_sorted, **mode)
 
-    def take(data: Array, ids: Array, *_: Array) -> tuple[Array]:
+    def take(data: Array, ids: Array) -> tuple[Array]:
         return (map_over_batch(take_one, mapped, data, ids),)
 
-    taken_type: Any = ctx.avals_out[0]
+    [taken_type] = _gathered_type(jax.typeof(data), jax.typeof(ids), num_batch_dims=num_batch_dims)
     spec = jax_versions.explicit_spec(taken_type)
-    call = take if spec is None else in_automatic_mode(take, taken_type, spec)
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    return (take if spec is None else in_automatic_mode(take, taken_type, spec))(data, ids)
 
 
 def _batch_gather(
     operands: Sequence[Array], axes: Sequence[int | None], *, num_batch_dims: int, **params: Any
-) -> tuple[Array, int | None]:
+) -> tuple[list[Array], list[int | None]]:
     """If data is mapped, its batch dimension goes first. If only ids are, it is one more dimension of the ids, so that
     data gets a single gradient."""
     if axes[0] is not None:
         mapped = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-        return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), 0
+        return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), [0]
     data, ids = operands[:2]  # plans of different batch elements cannot be merged
     joined_axis = None if axes[1] is None else num_batch_dims
     if axes[1] is not None:
@@ -207,18 +207,18 @@ def _batch_gather(
     # Sorted ids do not stay sorted across the batch, but their sums must stay deterministic, unless XLA computes them.
     deterministic = params["indices_are_sorted"] and params["implementation"] != "xla"
     params |= {"indices_are_sorted": False, "deterministic": params["deterministic"] or deterministic}
-    return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), joined_axis
+    return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), [joined_axis]
 
 
-def _jvp_of_gather(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
-    taken = _gather_p.bind(*primals, **params)
+def _jvp_of_gather(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[list[Array], list[Any]]:
+    [taken] = _gather_p.bind(*primals, **params)
     if isinstance(tangents[0], ad.Zero):
-        return taken, jax_versions.zero_tangent(taken)
-    return taken, _gather_p.bind(tangents[0], *primals[1:], **params)
+        return [taken], [jax_versions.zero_tangent(taken)]
+    return [taken], _gather_p.bind(tangents[0], *primals[1:], **params)
 
 
 def _transpose_gather(
-    d_taken: Any,
+    cotangents: Sequence[Any],
     data: Any,
     ids: Array,
     *order: Array,
@@ -234,19 +234,15 @@ def _transpose_gather(
             return sum_by_plan(d_taken, *order, num_rows)
         return sum_taken_rows(d_taken, ids, num_rows=num_rows, **params)
 
-    arrays = ad.instantiate_zeros(d_taken), ids, *order
+    arrays = ad.instantiate_zeros(cotangents[0]), ids, *order
     with selecting(implementation):
         d_data = map_over_batch(transpose, mapped_dims(arrays, num_batch_dims), *arrays)
     return [reshard_like(d_data, data.aval), *(None for _ in arrays[1:])]
 
 
-_gather_p = jax_versions.new_primitive("baracuda_take_rows")
-_gather_p.def_impl(functools.partial(jax_versions.apply_primitive, _gather_p))
-_gather_p.def_abstract_eval(_gathered_type)
-batching.primitive_batchers[_gather_p] = _batch_gather
-ad.primitive_jvps[_gather_p] = _jvp_of_gather
-ad.primitive_transposes[_gather_p] = _transpose_gather
-mlir.register_lowering(_gather_p, _lower_gather)
+_rules = {"batch": _batch_gather, "jvp": _jvp_of_gather, "transpose": _transpose_gather}
+_gather_p = jax_versions.primitive_of("baracuda_take_rows", _gather_by_xla, _gathered_type, **_rules)
+_gather_p.def_impl(functools.partial(jax_versions.apply_primitive, _gather_p))  # compiled also outside of ``jax.jit``
 
 
 # ----------------------------------------------------------------------------------------------------------------------
