@@ -294,6 +294,18 @@ def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str)
     assert not runs_kernel(deterministic, ROWS, IDS_OF_ROWS, platform="cpu")
 
 
+@pytest.mark.parametrize("name", ["segment_sum", "segment_mean"])
+def test_gradients_that_add_nothing_need_no_order(users_rules: None, cuda_module: None, name: str) -> None:
+    """With deterministic=True, kernels add up rows on GPUs. Gradients that only gather follow the rules of their op."""
+
+    def pull_back(data: Any, ids: Any, d_output: Any) -> Any:
+        value, vjp = jax.vjp(lambda x: getattr(jb, name)(x, ids, num_segments=3, deterministic=True), data)
+        return value, vjp(d_output)
+
+    text = lowered(pull_back, ROWS, IDS_OF_ROWS, jax.ShapeDtypeStruct((3, 2), np.float32), platform="cuda")
+    assert f"@jax_baracuda.{name}(" in text and f"@jax_baracuda.{name}_backward(" not in text
+
+
 EDGES = np.array([1, 0, 2, 1]), np.array([0, 1, 1, 2]), 3
 
 

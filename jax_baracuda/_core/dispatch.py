@@ -8,6 +8,7 @@ comment beside it gives the measurement.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,7 +51,7 @@ def decide(call: OpCall, site: Site) -> Decision:
       ValueError: a kernel is asked for, and there is none. Or plain JAX and ``deterministic=True`` are asked for on a
         GPU, where XLA adds up rows in an order that varies from run to run.
     """
-    is_deterministic = site.platform == "cuda" and bool(call.params.get("deterministic"))
+    is_deterministic = site.platform == "cuda" and call.params.get("deterministic") and _adds_up(call.op)
     if call.selection == "xla":
         if is_deterministic:
             raise ValueError(
@@ -78,6 +79,11 @@ def decide(call: OpCall, site: Site) -> Decision:
             if rule.holds_for(call, site):
                 return Decision("xla", rule.reason)
     return Decision("kernel", "no rule of the op says that plain JAX is faster")
+
+
+def _adds_up(op: Op) -> bool:
+    """Whether the op's guarantee depends on the param `deterministic`. Gradients that gather only pass the param on."""
+    return callable(op.guarantee) and "deterministic" in inspect.signature(op.guarantee).parameters
 
 
 def program_of(call: OpCall, platform: str) -> Callable[..., Any] | None:
