@@ -16,7 +16,7 @@ import numpy as np
 import jax_baracuda
 from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
-from jax_baracuda._examples.segment import PLAIN_JAX
+from jax_baracuda._examples import examples_of
 
 try:
     import torch_scatter
@@ -205,7 +205,7 @@ Formulation = tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]
 def xla_formulations(op: str, problem: Problem, dtype: str, is_sorted: bool) -> Iterator[Formulation]:
     """Ways to write the op with JAX's own functions; the fastest is the one to beat."""
     num_segments = problem.segments
-    plain = functools.partial(PLAIN_JAX[op], num_segments=num_segments)
+    plain = functools.partial(examples_of(op)[0].plain_jax, num_segments=num_segments)
     formulations = [("plain", plain)]
     if is_sorted:
         sorted_function = functools.partial(plain, indices_are_sorted=True)
@@ -230,7 +230,7 @@ def _in_float32(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 def _sort_first(op: str, num_segments: int, data: jax.Array, ids: jax.Array) -> jax.Array:
     order = jnp.argsort(ids)
     rows = data.at[order].get(unique_indices=True, mode="promise_in_bounds")
-    result = PLAIN_JAX[op](rows, ids[order], num_segments, indices_are_sorted=True)
+    result = examples_of(op)[0].plain_jax(rows, ids[order], num_segments, indices_are_sorted=True)
     if op == "segment_softmax":
         return jnp.zeros_like(result).at[order].set(result, unique_indices=True, mode="promise_in_bounds")
     if op == "segment_argmax":
