@@ -11,32 +11,24 @@ from jax_baracuda._redirect import RedirectReport, redirect
 from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope_qk_backward
 from jax_baracuda.ops.rope_frequencies import rope_frequencies
-from jax_baracuda.ops.segment import (
-    SegmentPlan,
-    TieBreak,
-    gather_segment_max,
-    gather_segment_mean,
-    gather_segment_min,
-    gather_segment_sum,
-    segment_argmax,
-    segment_argmin,
-    segment_attention,
+from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
+from jax_baracuda.ops.segment.arguments import TieBreak
+from jax_baracuda.ops.segment.attention import segment_attention
+from jax_baracuda.ops.segment.extremum import (
     segment_max,
     segment_max_backward,
-    segment_mean,
-    segment_mean_backward,
     segment_min,
     segment_min_backward,
-    segment_plan,
-    segment_prod,
-    segment_prod_backward,
-    segment_softmax,
-    segment_softmax_backward,
-    segment_sum,
-    segment_sum_backward,
-    take_rows,
     unsorted_segment_max_backward,
 )
+from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
+from jax_baracuda.ops.segment.gather_sum import gather_segment_mean, gather_segment_sum
+from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
+from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
+from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
+from jax_baracuda.ops.segment.softmax import segment_softmax, segment_softmax_backward
+from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.take_rows import take_rows
 from jax_baracuda.ops.where import where, where_backward
 from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
