@@ -55,7 +55,7 @@ LOSS_TOLERANCE = 1e-3
 
 
 class Graph(NamedTuple):
-    """N nodes with features and labels, and E directed edges, sorted by receiver.
+    """N nodes with features and labels, and directed edges.
 
     Every node receives at least one edge: the maximum over no neighbours would be -inf.
     """
@@ -63,9 +63,7 @@ class Graph(NamedTuple):
     features: jax.Array  # (N, 64) float32: the pixels of each image, between 0 and 1
     labels: jax.Array  # (N,) int32: the digit that each image shows
     is_train: jax.Array  # (N,) bool: the nodes whose labels the training may see
-    senders: jax.Array  # (E,) int32
-    receivers: jax.Array  # (E,) int32, ascending
-    plan: jax_baracuda.SegmentPlan  # of the edges
+    plan: jax_baracuda.SegmentPlan  # of the edges: senders are its gather_ids, receivers its segment_ids, ascending
 
 
 def fused_maximum(x: jax.Array, graph: Graph) -> jax.Array:
@@ -75,20 +73,13 @@ def fused_maximum(x: jax.Array, graph: Graph) -> jax.Array:
 
 def maximum_of_messages(x: jax.Array, graph: Graph) -> jax.Array:
     """The same in plain JAX, which gathers the messages (E, P) first."""
-    return jax.ops.segment_max(x[graph.senders], graph.receivers, num_segments=x.shape[0], indices_are_sorted=True)
+    senders, receivers = graph.plan.gather_ids, graph.plan.segment_ids
+    return jax.ops.segment_max(x[senders], receivers, num_segments=x.shape[0], indices_are_sorted=True)
 
 
 Aggregate = Callable[[jax.Array, Graph], jax.Array]
-
-
-class SageLayer(NamedTuple):
-    """Parameters of one GraphSAGE layer from I input to O output channels, with P pooled channels."""
-
-    pool_weight: jax.Array  # (I, P)
-    pool_bias: jax.Array  # (P,)
-    self_weight: jax.Array  # (I, O)
-    neighbour_weight: jax.Array  # (P, O)
-    bias: jax.Array  # (O,)
+Layer = dict[str, jax.Array]
+"""The parameters of one GraphSAGE layer."""
 
 
 @dataclass
@@ -124,41 +115,31 @@ def load_digits_graph(seed: int) -> Graph:
     images, labels = load_digits(return_X_y=True)
     nearest = kneighbors_graph(images, NEIGHBOURS)
     # Being a nearest neighbour is not mutual. Edges in both directions give nodes neighbourhoods of different sizes.
-    edges = nearest.maximum(nearest.T).tocsr()
-    edges.sort_indices()
-    senders = jnp.asarray(edges.indices, jnp.int32)
-    receivers = jnp.asarray(np.repeat(np.arange(len(labels)), np.diff(edges.indptr)), jnp.int32)
+    receivers, senders = nearest.maximum(nearest.T).nonzero()
     return Graph(
         features=jnp.asarray(images / 16, jnp.float32),
         labels=jnp.asarray(labels, jnp.int32),
         is_train=jnp.asarray(np.random.default_rng(seed).random(len(labels)) < LABELLED_FRACTION),
-        senders=senders,
-        receivers=receivers,
         plan=jax_baracuda.segment_plan(receivers, len(labels), senders, len(labels)),
     )
 
 
-def initial_layer(key: jax.Array, inputs: int, outputs: int) -> SageLayer:
-    """Random parameters."""
-    scaled_normal = jax.nn.initializers.he_normal()
-    pool_key, self_key, neighbour_key = jax.random.split(key, 3)
-    return SageLayer(
-        pool_weight=scaled_normal(pool_key, (inputs, HIDDEN_CHANNELS), jnp.float32),
-        pool_bias=jnp.zeros(HIDDEN_CHANNELS, jnp.float32),
-        self_weight=scaled_normal(self_key, (inputs, outputs), jnp.float32),
-        neighbour_weight=scaled_normal(neighbour_key, (HIDDEN_CHANNELS, outputs), jnp.float32),
-        bias=jnp.zeros(outputs, jnp.float32),
-    )
+def initial_layer(key: jax.Array, inputs: int, outputs: int) -> Layer:
+    """Random parameters from I input to O output channels, with P pooled channels."""
+    shapes = {"pool": (inputs, HIDDEN_CHANNELS), "self": (inputs, outputs), "neighbour": (HIDDEN_CHANNELS, outputs)}
+    keys = jax.random.split(key, len(shapes))
+    weights = {name: jax.nn.initializers.he_normal()(k, shapes[name]) for k, name in zip(keys, shapes, strict=True)}
+    return weights | {"pool_bias": jnp.zeros(HIDDEN_CHANNELS), "bias": jnp.zeros(outputs)}
 
 
-def sage_layer(layer: SageLayer, x: jax.Array, graph: Graph, aggregate: Aggregate) -> jax.Array:
+def sage_layer(layer: Layer, x: jax.Array, graph: Graph, aggregate: Aggregate) -> jax.Array:
     """Maps node features of shape (N, I) to (N, O): each node sees itself and the maximum over its neighbours."""
-    pooled = jax.nn.relu(x @ layer.pool_weight + layer.pool_bias)  # (N, P)
+    pooled = jax.nn.relu(x @ layer["pool"] + layer["pool_bias"])  # (N, P)
     strongest = aggregate(pooled, graph)  # (N, P)
-    return x @ layer.self_weight + strongest @ layer.neighbour_weight + layer.bias
+    return x @ layer["self"] + strongest @ layer["neighbour"] + layer["bias"]
 
 
-def loss_and_accuracy(layers: list[SageLayer], graph: Graph, aggregate: Aggregate) -> tuple[jax.Array, jax.Array]:
+def loss_and_accuracy(layers: list[Layer], graph: Graph, aggregate: Aggregate) -> tuple[jax.Array, jax.Array]:
     """Mean cross-entropy over the training nodes, and the fraction of the other nodes that are labelled correctly."""
     hidden, output = layers
     x = jax.nn.relu(sage_layer(hidden, graph.features, graph, aggregate))
@@ -194,17 +175,10 @@ def train_side_by_side(runs: Sequence[Run], graph: Graph, steps: int) -> None:
 
 def gradient_difference(graph: Graph, run: Run, expected: Run) -> float:
     """Largest difference between the current gradients of two runs, relative to each array's largest entry."""
-
-    def relative_difference(a: jax.Array, b: jax.Array) -> float:
-        return float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
-
-    gradients = [
-        jax.jit(jax.grad(functools.partial(loss_and_accuracy, aggregate=run.aggregate), has_aux=True))(
-            parameters_of(run.state), graph
-        )[0]
-        for run in (run, expected)
-    ]
-    return max(jax.tree.leaves(jax.tree.map(relative_difference, *gradients)))
+    differentiate = jax.jit(jax.grad(loss_and_accuracy, has_aux=True), static_argnames="aggregate")
+    gradients = (differentiate(parameters_of(x.state), graph, aggregate=x.aggregate)[0] for x in (run, expected))
+    differences = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))), *gradients)
+    return max(jax.tree.leaves(differences))
 
 
 def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -283,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours, reference = start_runs(options.seed)
     print(f"device:    {device.device_kind}")
     print(
-        f"graph:     {len(graph.labels)} nodes, {len(graph.senders)} edges; "
+        f"graph:     {len(graph.labels)} nodes, {len(graph.plan.edge_order)} edges; "
         f"{int(graph.is_train.sum())} nodes are labelled for training, the others are the test"
     )
     # By default, some devices round the factors of float32 matrix products to fewer bits, which would amplify the

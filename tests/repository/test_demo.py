@@ -32,7 +32,7 @@ def test_both_runs_learn_the_same():
 
 def test_graph_gives_every_node_neighbours_in_ascending_order():
     graph = demo.load_digits_graph(seed=0)
-    receivers = np.asarray(graph.receivers)
+    receivers = np.asarray(graph.plan.segment_ids)
     assert np.all(np.diff(receivers) >= 0)
     assert np.bincount(receivers, minlength=len(graph.labels)).min() >= demo.NEIGHBOURS
 
