@@ -173,8 +173,7 @@ def rope_qk(
     """:func:`rope` of queries and keys in one launch, which computes each sine and cosine once for both.
 
     Args:
-      q: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
-        float64 have kernels; other dtypes run as plain JAX.
+      q: as `x` of :func:`rope`.
       k: as `q`, with the same dtype, B, S and D; the number of heads may differ.
 
     Returns:
@@ -219,8 +218,7 @@ def rope_qk_backward(
       d_k_output: the cotangent of the rotated keys, with the shape and dtype of `k`.
 
     Returns:
-      The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and
-      `d_k_output`.
+      The cotangents of `q` and `k`, with the shapes and the dtype of `d_q_output` and `d_k_output`.
 
     Gradient: :func:`rope_qk`. Derivatives of any order and in either mode exist.
 
@@ -369,7 +367,7 @@ def _rotate(
     x: Array, cos: Array, sin: Array, *, inverse: bool, heads_first: bool, interleaved: bool, rotary_dim: int
 ) -> Array:
     """The features with their pairs rotated by the angles of a table, or by the negative angles if `inverse`."""
-    head_axis = _sequence_axis(not heads_first)
+    head_axis = _sequence_axis(not heads_first)  # the other one
     cos, sin = jnp.expand_dims(cos, head_axis), (-1 if inverse else 1) * jnp.expand_dims(sin, head_axis)
     rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
     if interleaved:
@@ -384,13 +382,12 @@ def _rotate(
 def _reference(
     *operands: Array,
     num_arrays: int,
-    inverse: bool,
     heads_first: bool,
     interleaved: bool,
-    rotary_dim: int,
     scale: float,
     has_positions: bool,
     constant_angles: ConstantAngles | None,
+    **rotation: Any,
 ) -> list[Array]:
     features, (frequencies, *positions) = operands[:num_arrays], operands[num_arrays:]
     length = features[0].shape[_sequence_axis(heads_first)]
@@ -400,10 +397,7 @@ def _reference(
         [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None]]
         cos, sin = _cos_and_sin_of_product(positions, frequencies)
         cos, sin = _table(jnp, scale * cos, scale * sin, interleaved)
-    rotate = functools.partial(
-        _rotate, inverse=inverse, heads_first=heads_first, interleaved=interleaved, rotary_dim=rotary_dim
-    )
-    return [rotate(x, cos, sin) for x in features]
+    return [_rotate(x, cos, sin, heads_first=heads_first, interleaved=interleaved, **rotation) for x in features]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

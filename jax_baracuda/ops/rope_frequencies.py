@@ -6,7 +6,6 @@ Everything is NumPy in float64, because these are constants of a model. The sche
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -99,16 +98,15 @@ def rope_frequencies(
     seq_len = None if seq_len is None else _length("seq_len", seq_len, minimum=0)
     if max_position_embeddings is not None:
         max_position_embeddings = _length("max_position_embeddings", max_position_embeddings, minimum=1)
-    parameters = _Parameters.of({} if scaling is None else scaling, max_position_embeddings)
-    theta = parameters.number("rope_theta", DEFAULT_BASE if base is None else base)
+    scheme, keys = _checked_keys({} if scaling is None else scaling, max_position_embeddings)
+    model = _Model(dim, DEFAULT_BASE if base is None else base, seq_len, max_position_embeddings, keys)
+    theta = model.number("rope_theta", model.base)
     if base not in (None, theta):
         raise ValueError(f"{NAME}: base is {base}, but scaling has the key 'rope_theta' with another value, {theta}")
-    rotating = parameters.number("partial_rotary_factor", 1.0)
-    if rotating > 1:
-        raise ValueError(f"{NAME}: scaling['partial_rotary_factor'] must be at most 1, got {rotating}")
-    model = _Model(dim, theta, rotating, seq_len, max_position_embeddings)
+    if model.rotated_part > 1:
+        raise ValueError(f"{NAME}: scaling['partial_rotary_factor'] must be at most 1, got {model.rotated_part}")
     with np.errstate(over="ignore", under="ignore"):
-        inv_freq, scale = parameters.scheme.compute(model, parameters)
+        inv_freq, scale = scheme.compute(model._replace(base=theta))
     if not np.isfinite(inv_freq).all():
         raise ValueError(f"{NAME}: base and scaling must give finite frequencies, got base = {theta} and {scaling!r}")
     return inv_freq, float(scale)
@@ -120,87 +118,51 @@ def _length(argument: str, value: Any, *, minimum: int) -> int:
     return whole_number(NAME, argument, int(value) if is_whole_float else value, minimum=minimum)
 
 
+def _checked_keys(scaling: Mapping[str, Any], max_position_embeddings: int | None) -> tuple[_Scheme, Mapping[str, Any]]:
+    """The scheme, and the keys that are given: all that it requires, and none that it does not know."""
+    if not isinstance(scaling, Mapping):
+        raise TypeError(f"{NAME}: scaling must be a dict or None, got {type(scaling).__name__}")
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    scheme = SCHEMES.get(rope_type) if isinstance(rope_type, str) else None
+    if scheme is None:
+        raise ValueError(f"{NAME}: scaling['rope_type'] must be one of {sorted(SCHEMES)}, got {rope_type!r}")
+    if rope_type == "dynamic" and scaling.get("alpha") is not None:
+        scheme = DYNAMIC_OF_ALPHA
+    known = dict(scaling)
+    if scaling.get("factor") is not None and max_position_embeddings is not None:
+        known.setdefault(ORIGINAL_LENGTH, max_position_embeddings)
+    if missing := [key for key in scheme.required if key not in known]:
+        raise ValueError(f"{NAME}: scaling of rope_type {rope_type!r} lacks the keys {missing}")
+    allowed = (*scheme.required, *scheme.optional, *COMMON_KEYS)
+    if unknown := [key for key in scaling if key not in allowed]:
+        raise ValueError(
+            f"{NAME}: scaling of rope_type {rope_type!r} has unknown keys {unknown}; it takes {sorted(allowed)}"
+        )
+    return scheme, {key: value for key, value in known.items() if value is not None}
+
+
 class _Model(NamedTuple):
-    """The inputs that all schemes share."""
+    """The arguments of :func:`rope_frequencies`, whose values are checked when a scheme asks for them."""
 
     head_dim: int
     base: float
-    partial_rotary_factor: float
     seq_len: int | None
     max_position_embeddings: int | None
-
-    @property
-    def rotary_dim(self) -> int:
-        dim = int(self.head_dim * self.partial_rotary_factor)
-        if dim < 1:
-            raise ValueError(
-                f"{NAME}: scaling['partial_rotary_factor'] must leave something of dim = {self.head_dim} to rotate, "
-                f"got {self.partial_rotary_factor}"
-            )
-        return dim
-
-    def inv_freq(self, base: float | None = None) -> np.ndarray:
-        """The frequencies without scaling. If the number of dimensions is odd, the last one gets a frequency, too."""
-        dim = self.rotary_dim
-        return 1 / (self.base if base is None else base) ** (np.arange(0, dim, 2) / dim)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parameters:
-    """The checked parameters of a scheme: all required keys and no unknown keys."""
-
-    scheme: _Scheme
-    values: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, scaling: Mapping[str, Any], max_position_embeddings: int | None) -> _Parameters:
-        if not isinstance(scaling, Mapping):
-            raise TypeError(f"{NAME}: scaling must be a dict or None, got {type(scaling).__name__}")
-        rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-        scheme = SCHEMES.get(rope_type) if isinstance(rope_type, str) else None
-        if scheme is None:
-            raise ValueError(f"{NAME}: scaling['rope_type'] must be one of {sorted(SCHEMES)}, got {rope_type!r}")
-        if rope_type == "dynamic" and scaling.get("alpha") is not None:
-            scheme = DYNAMIC_OF_ALPHA
-        known = dict(scaling)
-        if scaling.get("factor") is not None and max_position_embeddings is not None:
-            known.setdefault(ORIGINAL_LENGTH, max_position_embeddings)
-        if missing := [key for key in scheme.required if key not in known]:
-            raise ValueError(f"{NAME}: scaling of rope_type {rope_type!r} lacks the keys {missing}")
-        allowed = (*scheme.required, *scheme.optional, *COMMON_KEYS)
-        if unknown := [key for key in scaling if key not in allowed]:
-            raise ValueError(
-                f"{NAME}: scaling of rope_type {rope_type!r} has unknown keys {unknown}; it takes {sorted(allowed)}"
-            )
-        return cls(scheme, {key: value for key, value in known.items() if value is not None})
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.values
+    keys: Mapping[str, Any]
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
-        return real_number(NAME, f"scaling[{key!r}]", self.values.get(key, default), positive=True)
-
-    def original_length(self) -> int:
-        """The length that the model was originally trained for."""
-        # At least 2, because its logarithm may be a divisor.
-        return _length(f"scaling[{ORIGINAL_LENGTH!r}]", self.values.get(ORIGINAL_LENGTH), minimum=2)
-
-    def factor(self, model: _Model) -> float:
-        """The growth of the context; if the key is missing, the ratio of the lengths."""
-        if "factor" in self or model.max_position_embeddings is None:
-            return self.number("factor")
-        return model.max_position_embeddings / self.original_length()
+        return real_number(NAME, f"scaling[{key!r}]", self.keys.get(key, default), positive=True)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
+        value = self.keys.get(key, default)
         if not isinstance(value, bool | np.bool_):
             raise TypeError(f"{NAME}: scaling[{key!r}] must be a bool, got {value!r}")
         return bool(value)
 
     def numbers(self, key: str, count: int) -> np.ndarray:
         """A positive number for each frequency."""
-        value = self.values.get(key)
+        value = self.keys.get(key)
         if not isinstance(value, list | tuple | np.ndarray):
             raise TypeError(f"{NAME}: scaling[{key!r}] must be a list of numbers, got {value!r}")
         if len(value) != count:
@@ -209,27 +171,60 @@ class _Parameters:
             [real_number(NAME, f"scaling[{key!r}][{i}]", number, positive=True) for i, number in enumerate(value)]
         )
 
+    def original_length(self) -> int:
+        """The length that the model was originally trained for."""
+        # At least 2, because its logarithm may be a divisor.
+        return _length(f"scaling[{ORIGINAL_LENGTH!r}]", self.keys.get(ORIGINAL_LENGTH), minimum=2)
+
+    def factor(self) -> float:
+        """The growth of the context; if the key is missing, the ratio of the lengths."""
+        if "factor" in self.keys or self.max_position_embeddings is None:
+            return self.number("factor")
+        return self.max_position_embeddings / self.original_length()
+
+    @property
+    def rotated_part(self) -> float:
+        return self.number("partial_rotary_factor", 1.0)
+
+    @property
+    def rotary_dim(self) -> int:
+        dim = int(self.head_dim * self.rotated_part)
+        if dim < 1:
+            raise ValueError(
+                f"{NAME}: scaling['partial_rotary_factor'] must leave something of dim = {self.head_dim} to rotate, "
+                f"got {self.rotated_part}"
+            )
+        return dim
+
+    def inv_freq(self, base: float | None = None) -> np.ndarray:
+        """The frequencies without scaling. If the number of dimensions is odd, the last one gets a frequency, too."""
+        return _inv_freq(self.rotary_dim, self.base if base is None else base)
+
+
+def _inv_freq(dim: int, base: float) -> np.ndarray:
+    return 1 / base ** (np.arange(0, dim, 2) / dim)
+
 
 Frequencies = tuple[np.ndarray, float]
 """inv_freq and scale"""
 
 
-def _default(model: _Model, _: _Parameters) -> Frequencies:
+def _default(model: _Model) -> Frequencies:
     return model.inv_freq(), 1.0
 
 
-def _linear(model: _Model, parameters: _Parameters) -> Frequencies:
-    return model.inv_freq() / parameters.number("factor"), 1.0
+def _linear(model: _Model) -> Frequencies:
+    return model.inv_freq() / model.number("factor"), 1.0
 
 
-def _dynamic(model: _Model, parameters: _Parameters) -> Frequencies:
+def _dynamic(model: _Model) -> Frequencies:
     """Increases the base, so that the slowest pair turns no further in `seq_len` positions than it did in training."""
-    factor, dim = parameters.number("factor"), model.rotary_dim
+    factor, dim = model.number("factor"), model.rotary_dim
     if model.seq_len is None or dim <= 2:
         return model.inv_freq(), 1.0
     trained = model.max_position_embeddings
-    if trained is None and ORIGINAL_LENGTH in parameters:
-        trained = parameters.original_length()
+    if trained is None and ORIGINAL_LENGTH in model.keys:
+        trained = model.original_length()
     if trained is None:
         raise ValueError(
             f"{NAME}: max_position_embeddings must be given for a seq_len with rope_type 'dynamic', got None"
@@ -238,14 +233,14 @@ def _dynamic(model: _Model, parameters: _Parameters) -> Frequencies:
     return model.inv_freq(model.base * growth ** (dim / (dim - 2))), 1.0
 
 
-def _dynamic_of_alpha(model: _Model, parameters: _Parameters) -> Frequencies:
-    alpha, dim = parameters.number("alpha"), model.rotary_dim
+def _dynamic_of_alpha(model: _Model) -> Frequencies:
+    alpha, dim = model.number("alpha"), model.rotary_dim
     return model.inv_freq(model.base * alpha ** (dim / (dim - 2)) if dim > 2 else None), 1.0
 
 
-def _yarn(model: _Model, parameters: _Parameters) -> Frequencies:
+def _yarn(model: _Model) -> Frequencies:
     """Keeps pairs with many turns within the trained length, interpolates pairs with few turns, and blends between."""
-    factor, trained, dim = parameters.factor(model), parameters.original_length(), model.rotary_dim
+    factor, trained, dim = model.factor(), model.original_length(), model.rotary_dim
     if model.base == 1:
         raise ValueError(f"{NAME}: base must not be 1 with rope_type 'yarn'")
 
@@ -253,30 +248,30 @@ def _yarn(model: _Model, parameters: _Parameters) -> Frequencies:
         """The (fractional) index of the pair that makes this many turns within the trained length."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(model.base))
 
-    low, high = (pair_with_turns(parameters.number(*beta)) for beta in (("beta_fast", 32.0), ("beta_slow", 1.0)))
-    if parameters.flag("truncate", True):
+    low, high = (pair_with_turns(model.number(*beta)) for beta in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    if model.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     high += 0.001 if low == high else 0
     inv_freq = model.inv_freq()
     interpolated = np.clip((np.arange(len(inv_freq)) - low) / (high - low), 0, 1)
     inv_freq = inv_freq / factor * interpolated + inv_freq * (1 - interpolated)
-    if "attention_factor" in parameters:
-        return inv_freq, parameters.number("attention_factor")
+    if "attention_factor" in model.keys:
+        return inv_freq, model.number("attention_factor")
 
     def logarithmic(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
     # In configurations, zero means that the key is not used.
-    weights = [real_number(NAME, f"scaling[{k!r}]", parameters.values.get(k, 0)) for k in ("mscale", "mscale_all_dim")]
+    weights = [real_number(NAME, f"scaling[{k!r}]", model.keys.get(k, 0)) for k in ("mscale", "mscale_all_dim")]
     scale = logarithmic(weights[0]) / logarithmic(weights[1]) if all(weights) else logarithmic(1.0)
-    return inv_freq, scale * parameters.number("attn_factor", 1.0)
+    return inv_freq, scale * model.number("attn_factor", 1.0)
 
 
-def _llama3(model: _Model, parameters: _Parameters) -> Frequencies:
+def _llama3(model: _Model) -> Frequencies:
     """Keeps pairs with many turns within the trained length and divides those with few turns by the factor."""
-    trained, factor = parameters.original_length(), parameters.number("factor")
-    few, many = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
+    trained, factor = model.original_length(), model.number("factor")
+    few, many = model.number("low_freq_factor"), model.number("high_freq_factor")
     if many < few:
         raise ValueError(
             f"{NAME}: scaling['high_freq_factor'] must not be less than scaling['low_freq_factor'], got {many} and "
@@ -288,32 +283,32 @@ def _llama3(model: _Model, parameters: _Parameters) -> Frequencies:
     return (1 - kept) * inv_freq / factor + kept * inv_freq, 1.0
 
 
-def _longrope(model: _Model, parameters: _Parameters) -> Frequencies:
-    trained, inv_freq = parameters.original_length(), model.inv_freq()
-    short, long = (parameters.numbers(key, len(inv_freq)) for key in ("short_factor", "long_factor"))
+def _longrope(model: _Model) -> Frequencies:
+    trained, inv_freq = model.original_length(), model.inv_freq()
+    short, long = (model.numbers(key, len(inv_freq)) for key in ("short_factor", "long_factor"))
     is_long = model.seq_len is not None and model.seq_len > trained
     inv_freq = inv_freq / (long if is_long else short)
     for key in ("long_mscale" if is_long else "short_mscale", "attention_factor"):
-        if key in parameters:
-            return inv_freq, parameters.number(key)
-    if "factor" not in parameters and model.max_position_embeddings is None:
+        if key in model.keys:
+            return inv_freq, model.number(key)
+    if "factor" not in model.keys and model.max_position_embeddings is None:
         raise ValueError(
             f"{NAME}: rope_type 'longrope' needs the key 'factor' or 'attention_factor' in scaling, or the argument "
             "max_position_embeddings"
         )
-    factor = parameters.factor(model)
+    factor = model.factor()
     return inv_freq, math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
 
-def _proportional(model: _Model, parameters: _Parameters) -> Frequencies:
-    whole = model._replace(partial_rotary_factor=1.0).inv_freq()
-    num_turning = int(model.partial_rotary_factor * model.head_dim // 2)
+def _proportional(model: _Model) -> Frequencies:
+    whole = _inv_freq(model.head_dim, model.base)
+    num_turning = int(model.rotated_part * model.head_dim // 2)
     turns = np.arange(len(whole)) < num_turning
-    return np.where(turns, whole / parameters.number("factor", 1.0), 0.0), 1.0
+    return np.where(turns, whole / model.number("factor", 1.0), 0.0), 1.0
 
 
 class _Scheme(NamedTuple):
-    compute: Callable[[_Model, _Parameters], Frequencies]
+    compute: Callable[[_Model], Frequencies]
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 

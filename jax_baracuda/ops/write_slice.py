@@ -185,31 +185,29 @@ def _index_dtype() -> Any:
     return jax.dtypes.canonicalize_dtype(jnp.int64)
 
 
-def _placement(start: Array, size: int, dim: int, drop: bool) -> Placement:
+def _placement(start: Array, window: Window, part: Array | None, dim: int, drop: bool) -> Placement:
+    """The placement within an array or, if its axis is split over devices, within one part, of `dim` elements."""
     info, bounds = jnp.iinfo(start.dtype), jnp.iinfo(_index_dtype())
     index = jnp.clip(start, max(info.min, bounds.min), min(info.max, bounds.max)).astype(_index_dtype())
-    if not drop:
+    if part is None and not drop:
         return Placement(index, 0)
-    index = jnp.clip(index, -size, dim)  # beyond these bounds, the window is entirely outside
+    size, whole_dim = window.size, dim * window.num_shards
+    # Beyond these bounds, a window that is not moved is entirely outside.
+    index = jnp.clip(index, -size, whole_dim) if drop else _clamped(index, size, whole_dim)
+    cut: Array | int = 0
+    if part is not None:
+        index -= part.astype(_index_dtype()) * dim
+        cut = jnp.clip(-index, 0, max(size - dim, 0))
+        size = min(size, dim)
+        index = jnp.clip(index + cut, -size, dim)
     inside = jnp.clip(index, 0, dim - size)
-    return Placement(inside, inside - index)
+    return Placement(inside, inside - index, cut)
 
 
 def _clamped(start: Array, size: int, dim: int) -> Array:
     if jax_versions.is_static_shape((dim,)) and dim > jnp.iinfo(start.dtype).max:
         return start  # JAX cannot index the whole axis with this dtype either
     return jnp.clip(jnp.where(start < 0, start + dim, start), 0, dim - size)
-
-
-def _of_part(placement: Placement, part: Array, window: Window, dim: int) -> Placement:
-    """The placement within one part, of `dim` elements, of a split axis."""
-    start = _clamped(placement.start, window.size, dim * window.num_shards)
-    index = start - placement.moved - part.astype(_index_dtype()) * dim
-    cut = jnp.clip(-index, 0, max(window.size - dim, 0))
-    size = min(window.size, dim)
-    index = jnp.clip(index + cut, -size, dim)
-    inside = jnp.clip(index, 0, dim - size)
-    return Placement(inside, inside - index, cut)
 
 
 def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple[Array, Array | bool]:
@@ -224,27 +222,22 @@ def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple
     return window, is_known
 
 
-WindowOfPart = tuple[Window, Array | None]
-"""A window and, if its axis is split over devices, the index of this device's part."""
+OwnWindows = Sequence[tuple[Window, Array, Array | None]]
+"""The windows of an array, with their starts and, for axes split over devices, the index of this device's part."""
 
 
-def _placements(
-    dest: Array, starts: Sequence[Array], windows: Sequence[WindowOfPart], drop: bool
-) -> tuple[list[Placement], list[int]]:
+def _placements(dest: Array, windows: OwnWindows, drop: bool) -> tuple[list[Placement], list[int]]:
     """The placements along all axes of an array, and the sizes of the part of its window that fits inside."""
     placements, sizes = [Placement(jnp.zeros((), _index_dtype()), 0)] * dest.ndim, list(dest.shape)
-    for window, part in windows:
+    for window, start, part in windows:
         dim = dest.shape[window.axis]
-        placement = _placement(starts[window.start_operand], window.size, dim * window.num_shards, drop)
-        placements[window.axis] = placement if part is None else _of_part(placement, part, window, dim)
+        placements[window.axis] = _placement(start, window, part, dim, drop)
         sizes[window.axis] = min(window.size, dim)
     return placements, sizes
 
 
-def _write_one(
-    dest: Array, source: Array, starts: Sequence[Array], windows: Sequence[WindowOfPart], drop: bool
-) -> Array:
-    placements, sizes = _placements(dest, starts, windows, drop)
+def _write_one(dest: Array, source: Array, windows: OwnWindows, drop: bool) -> Array:
+    placements, sizes = _placements(dest, windows, drop)
     corner = [placement.start for placement in placements]
     if tuple(sizes) != source.shape:
         source = jax.lax.dynamic_slice(source, [placement.cut for placement in placements], sizes)
@@ -254,49 +247,44 @@ def _write_one(
     return jax.lax.dynamic_update_slice(dest, source, corner)
 
 
-def _extract_one(
-    cotangent: Array, starts: Sequence[Array], windows: Sequence[WindowOfPart], drop: bool
-) -> tuple[Array, Array]:
+def _extract_one(cotangent: Array, windows: OwnWindows, drop: bool) -> tuple[Array, Array]:
     """The array with zeros in the window, and the window."""
-    placements, sizes = _placements(cotangent, starts, windows, drop)
+    placements, sizes = _placements(cotangent, windows, drop)
     # Clamped here, because XLA merges a slice of a slice by adding their starts, which is wrong if XLA clamps them.
     starts_inside = [_clamped(*of) for of in zip((p.start for p in placements), sizes, cotangent.shape, strict=True)]
     extracted = jax.lax.dynamic_slice(cotangent, starts_inside, sizes)
     extracted, is_known = _shifted(extracted, placements, sign=-1)
     extracted = extracted if is_known is True else jnp.where(is_known, extracted, 0)
     whole_sizes = list(cotangent.shape)
-    for window, _ in windows:
+    for window, *_ in windows:
         whole_sizes[window.axis] = window.size
     if sizes != whole_sizes:
         nothing = jnp.zeros(whole_sizes, extracted.dtype)
         extracted = jax.lax.dynamic_update_slice(nothing, extracted, [placement.cut for placement in placements])
-    return _write_one(cotangent, jnp.zeros_like(extracted), starts, windows, drop), extracted
+    return _write_one(cotangent, jnp.zeros_like(extracted), windows, drop), extracted
 
 
-def _windows_of_each(
-    ranks: Sequence[int], windows: Sequence[Window], positions: Sequence[Array]
-) -> list[list[WindowOfPart]]:
+def _windows_of_each(num_arrays: int, windows: Sequence[Window], positions: Sequence[Array]) -> list[OwnWindows]:
     """The windows of each array. `positions`: the operands after the arrays, which are starts and then parts."""
     parts = iter(positions[_num_starts(windows) :])
-    windows_of_parts = [(window, next(parts) if window.num_shards > 1 else None) for window in windows]
-    return [[pair for pair in windows_of_parts if pair[0].array == i] for i in range(len(ranks))]
+    bound = [(w, positions[w.start_operand], next(parts) if w.num_shards > 1 else None) for w in windows]
+    return [[of_one for of_one in bound if of_one[0].array == i] for i in range(num_arrays)]
 
 
 def _reference_write(*operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> list[Array]:
     num = len(ranks)
-    dests, sources, starts = operands[:num], operands[num : 2 * num], operands[2 * num :]
+    windows_of_each = _windows_of_each(num, windows, operands[2 * num :])
     return [
-        of_bits(_write_one(as_bits(dest), as_bits(source), starts, own_windows, drop), dest.dtype)
-        for dest, source, own_windows in zip(dests, sources, _windows_of_each(ranks, windows, starts), strict=True)
+        of_bits(_write_one(as_bits(dest), as_bits(source), own_windows, drop), dest.dtype)
+        for dest, source, own_windows in zip(operands[:num], operands[num : 2 * num], windows_of_each, strict=True)
     ]
 
 
 def _reference_extract(*operands: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool) -> list[Array]:
-    cotangents, starts = operands[: len(ranks)], operands[len(ranks) :]
-    windows_of_each = _windows_of_each(ranks, windows, starts)
-    pairs = [_extract_one(as_bits(x), starts, own, drop) for x, own in zip(cotangents, windows_of_each, strict=True)]
-    results = [*(rest for rest, _ in pairs), *(extracted for _, extracted in pairs)]
-    return [of_bits(x, of.dtype) for x, of in zip(results, [*cotangents, *cotangents], strict=True)]
+    num = len(ranks)
+    arrays = zip(operands[:num], _windows_of_each(num, windows, operands[num:]), strict=True)
+    pairs = [[of_bits(part, x.dtype) for part in _extract_one(as_bits(x), own, drop)] for x, own in arrays]
+    return [*(rest for rest, _ in pairs), *(extracted for _, extracted in pairs)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -398,30 +386,22 @@ def _shard_extract(
     return [*rest, *extracted]
 
 
-def _selected(
-    chosen: Sequence[int], starts: Sequence[Array], ranks: Sequence[int], windows: Sequence[Window]
-) -> tuple[list[Array], dict[str, Any]]:
-    """The start operands and the params of a call with only the chosen arrays."""
-    windows = [window for window in windows if window.array in chosen]
-    used = sorted({window.start_operand for window in windows})
-    renumbered = (
-        window._replace(array=chosen.index(window.array), start_operand=used.index(window.start_operand))
-        for window in windows
-    )
-    return [starts[i] for i in used], {"ranks": tuple(ranks[i] for i in chosen), "windows": tuple(renumbered)}
-
-
 def _cotangents(
     cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool
 ) -> list[Array | None]:
     """The cotangents of all dests, then of all sources. None for integer arrays, which have no derivatives."""
     chosen = [i for i, cotangent in enumerate(cotangents) if jnp.issubdtype(cotangent.dtype, jnp.inexact)]
-    starts, of_chosen = _selected(chosen, starts, ranks, windows)
-    gradients = WRITE_SLICE_BACKWARD(*(cotangents[i] for i in chosen), *starts, **of_chosen, drop=drop)
-    num = len(ranks)
-    positions = [*chosen, *(num + i for i in chosen)]
-    by_position = dict(zip(positions, gradients, strict=True))
-    return [by_position.get(i) for i in range(2 * num)]
+    own = [window for window in windows if window.array in chosen]
+    used = sorted({window.start_operand for window in own})
+    gradients = WRITE_SLICE_BACKWARD(
+        *(cotangents[i] for i in chosen),
+        *(starts[i] for i in used),
+        ranks=tuple(ranks[i] for i in chosen),
+        windows=tuple(w._replace(array=chosen.index(w.array), start_operand=used.index(w.start_operand)) for w in own),
+        drop=drop,
+    )
+    by_position = dict(zip([*chosen, *(len(ranks) + i for i in chosen)], gradients, strict=True))
+    return [by_position.get(i) for i in range(2 * len(ranks))]
 
 
 _common = {
