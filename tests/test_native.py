@@ -72,11 +72,11 @@ def test_device_problem() -> None:
     answers = ["the GPU is too old; buy another", "", "never asked for"]
     module = SimpleNamespace(device_problem=lambda: answers.pop(0))
     bad, good = (native.NativeModule("cuda", module, frozenset(), None) for _ in range(2))
-    assert bad.device_problem() == bad.device_problem() == "the GPU is too old; buy another"
-    assert good.device_problem() is good.device_problem() is None
+    assert bad.device_problem == bad.device_problem == "the GPU is too old; buy another"
+    assert good.device_problem is good.device_problem is None
     assert answers == ["never asked for"]
-    assert native.NativeModule("cpu", module, frozenset(), None).device_problem() is None
-    assert native.NativeModule("cuda", None, frozenset(), "was not built").device_problem() is None
+    assert native.NativeModule("cpu", module, frozenset(), None).device_problem is None
+    assert native.NativeModule("cuda", None, frozenset(), "was not built").device_problem is None
 
 
 ASK_FOR_PROBLEMS = """
@@ -84,7 +84,7 @@ ASK_FOR_PROBLEMS = """
     from jax_baracuda._core.native import NATIVE_MODULES
     module = NATIVE_MODULES["cuda"].module
     print([module.device_problem(x) for x in ("", "20", "10-virtual", "75-real", "native")])
-    print(NATIVE_MODULES["cuda"].device_problem())
+    print(NATIVE_MODULES["cuda"].device_problem)
     cuda, count, flags, is_active = ctypes.CDLL("libcuda.so.1"), *(ctypes.c_int() for _ in range(3))
     assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
     for device in range(count.value):

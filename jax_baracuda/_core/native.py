@@ -34,15 +34,12 @@ class NativeModule:
     problem: str | None
     """Why `module` is None, and what to do about it."""
 
+    @functools.cached_property
     def device_problem(self) -> str | None:
         """Why a local device of the platform cannot run the kernels, and what to do about it; None if all can.
 
-        Creates no CUDA context. Returns None if there is no GPU at all: programs may be exported for one.
+        Creates no CUDA context. None if there is no GPU at all: programs may be exported for one.
         """
-        return self._device_problem
-
-    @functools.cached_property
-    def _device_problem(self) -> str | None:
         return None if self.module is None or self.platform == "cpu" else self.module.device_problem() or None
 
     def plan(self, target: str, parameters: dict[str, int]) -> Plan:
@@ -114,7 +111,7 @@ def missing_target(platform: str, target: str | None) -> str | None:
         return native.problem
     if target is not None and target not in native.targets:
         return f"the {platform} module has no target of this name"
-    return native.device_problem()
+    return native.device_problem
 
 
 KERNEL_PLATFORMS = ("cpu", "cuda")

@@ -81,7 +81,7 @@ def _module_state(native: NativeModule) -> str:
     state = f"loaded, built for XLA FFI API {major}.{minor}"
     if native.platform == "cuda":
         state += f", CUDA {native.module.compiler_version}, GPU architectures {native.module.architectures}"
-    if (problem := native.device_problem()) is not None:
+    if (problem := native.device_problem) is not None:
         state += f", but not used: {problem}"
     return state
 

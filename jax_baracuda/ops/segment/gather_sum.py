@@ -135,9 +135,6 @@ def gather_segment_mean(
     its gradient writes or reads an array of edges times features. The divisor is the number of edges, whatever their
     weights.
 
-    Returns:
-      ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
-
     Numerical guarantees: terms are added in float32 (float64 for float64), the sum is divided there by the exact number
     of edges, and rounded once to the dtype. Bit-equal from run to run, except on GPUs (see `deterministic`).
 

@@ -122,14 +122,10 @@ def segment_softmax_backward(
     Returns:
       ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.
 
-    Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_softmax`.
-
     Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype. Bit-equal from run to
     run, except on GPUs (see `deterministic`).
 
-    Gradient: linear in `d_output`, quadratic in `probabilities`. Derivatives of any order and in either mode
-    exist.
+    Gradient: linear in `d_output`, quadratic in `probabilities`. Derivatives of any order and in either mode exist.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -257,21 +253,6 @@ def _shard_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivatives of the ops, by kernels.
-
-
-def _tangent(d_logits: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any) -> Sequence[Array]:
-    """The Jacobian is symmetric, so the backward op also maps tangents."""
-    return SEGMENT_SOFTMAX_BACKWARD(*results, d_logits, operands[1], **params)
-
-
-def _transpose_backward(
-    _: Any, d_results: Sequence[Array], probabilities: Array, ids: Array, **params: Any
-) -> Sequence[Array]:
-    return SEGMENT_SOFTMAX_BACKWARD(probabilities, *d_results, ids, **params)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
 # H100, time of plain JAX / kernel: 0.8 up to 256 KB (2 of 13 loops), gradients up to 32 MB 0.8 (26 loops). Two cores:
@@ -304,7 +285,10 @@ SEGMENT_SOFTMAX = Op(
     reference=_reference,
     xla_rules=(on_gpu("launch-bound", at_most(bytes=256 * KB)), _CPU_RULE),
     shard_program=_shard_program,
-    tangent=_tangent,
+    # The Jacobian is symmetric, so the backward op also maps tangents.
+    tangent=lambda d_logits, operands, results, **params: SEGMENT_SOFTMAX_BACKWARD(
+        *results, d_logits, operands[1], **params
+    ),
     **_COMMON,
 )
 
@@ -316,7 +300,9 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
     xla_rules=(on_gpu("launch-bound: three launches", unordered, at_most(bytes=32 * MB)), _CPU_RULE),
     shard_program=_shard_backward,
     linear=("d_output",),
-    transpose=_transpose_backward,
+    transpose=lambda _, d_results, probabilities, ids, **params: SEGMENT_SOFTMAX_BACKWARD(
+        probabilities, *d_results, ids, **params
+    ),
     **_COMMON,
 )
 
