@@ -286,34 +286,30 @@ def _start(start: Any, size: int, counts_from_end: bool, dtype: Any) -> Any:
     return jnp.maximum(start, 0)
 
 
-def _or_else(name: str, own: Callable[..., Any], function: Callable[..., Array], *args: Any, **kwargs: Any) -> Any:
-    """Calls our function. If it does not serve the call, calls JAX's function `own`."""
-    try:
-        with not_redirected():
-            result = function(*args, **kwargs)
-    except _Unserved as reason:
-        _count(lambda report: report.kept, (name, str(reason)))
-    else:
-        _count(lambda report: report.redirected, name)
-        return result
-    with not_redirected():  # JAX's functions call each other
-        return own(*args, **kwargs)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The places in JAX that are replaced. Each replacement checks whether to redirect a call.
 
-_Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+def _wrap(kind: str, name_of: Callable[..., str | None], function: Callable[..., Array]) -> jax_versions.Wrap:
+    """Replaces JAX's function by ours where calls are redirected and ours serves them.
 
-def _wrap(kind: str, name_of: Callable[..., str | None], function: Callable[..., Array]) -> _Wrap:
-    """Replaces JAX's function by ours where calls are redirected. `name_of`: ``(*args)`` -> the call's name, if any."""
+    Args:
+      name_of: ``(*args)`` -> the call's name, if any.
+    """
 
     def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             name = name_of(*args) if kind in redirected() else None
-            return own(*args, **kwargs) if name is None else _or_else(name, own, function, *args, **kwargs)
+            if name is None:
+                return own(*args, **kwargs)
+            with not_redirected():  # JAX's functions call each other
+                try:
+                    result, unserved = function(*args, **kwargs), None
+                except _Unserved as reason:
+                    unserved = str(reason)
+                _count(name, unserved)
+                return result if unserved is None else own(*args, **kwargs)
 
         return replacement
 
@@ -385,11 +381,14 @@ def _release_places(kinds: Iterable[str]) -> None:
 # The reports that count a call: those of the contexts of this thread or, if there are none, of the process.
 
 
-def _count(counter: Callable[[RedirectReport], collections.Counter[Any]], key: Any) -> None:
+def _count(name: str, unserved: str | None) -> None:
     scopes: list[Any] = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)] or [process_scope()]
     for report in {id(scope): scope.report for scope in scopes if scope is not None}.values():
         with _lock:
-            counter(report)[key] += 1
+            if unserved is None:
+                report.redirected[name] += 1
+            else:
+                report.kept[name, unserved] += 1
 
 
 class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 (used as a function)
