@@ -298,21 +298,20 @@ DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
+    ("error", "call"),
     [
-        (TypeError, r"floating dtype, got \(5,\) of int32", lambda f: f(IDS, IDS, IDS, 2)),
-        (TypeError, "segment_ids and num_segments must be given", lambda f: f(DATA, IDS, IDS)),
-        (ValueError, "must have rows for 5 edges", lambda f: f(DATA[:0], IDS, IDS, 2)),
-        (ValueError, "num_segments must be non-negative, got -1", lambda f: f(DATA, IDS, IDS, -1)),
-        (ValueError, "belong to the plan", lambda f: f(DATA, IDS, plan=segment_plan(IDS, 2, IDS, 4))),
-        (ValueError, "for 4 rows, got data.shape", lambda f: f(DATA[:3], plan=segment_plan(IDS, 2, IDS, 4))),
+        (r"TypeError: floating dtype, got \(5,\) of int32", lambda f: f(IDS, IDS, IDS, 2)),
+        ("TypeError: segment_ids and num_segments must be given", lambda f: f(DATA, IDS, IDS)),
+        ("ValueError: must have rows for 5 edges", lambda f: f(DATA[:0], IDS, IDS, 2)),
+        ("ValueError: num_segments must be non-negative, got -1", lambda f: f(DATA, IDS, IDS, -1)),
+        ("ValueError: belong to the plan", lambda f: f(DATA, IDS, plan=segment_plan(IDS, 2, IDS, 4))),
+        ("ValueError: for 4 rows, got data.shape", lambda f: f(DATA[:3], plan=segment_plan(IDS, 2, IDS, 4))),
     ],
 )
 @pytest.mark.parametrize("kind", ["max", "min", "mean"])
-def test_errors(kind: str, error: type[Exception], message: str, call: Callable[..., Any]) -> None:
-    with pytest.raises(error, match=message) as raised:
+def test_errors(kind: str, error: str, call: Callable[..., Any]) -> None:
+    with cases.raises(error, f"^gather_segment_{kind}: .*"):
         call(function_of(kind))
-    assert str(raised.value).startswith(f"gather_segment_{kind}: ")
 
 
 def test_tie_break_is_checked() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -226,57 +225,41 @@ PLAN = dict(segment_ids=IDS, num_segments=2, gather_ids=IDS, num_rows=4)
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
+    ("error", "call"),
     [
+        (r"TypeError: floating dtype, got \(4,\) of int32", lambda: gather_segment_sum(COUNTS, IDS, IDS, 2)),
+        ("TypeError: segment_ids and num_segments must be given", lambda: gather_segment_sum(DATA, IDS, IDS)),
+        (r"ValueError: one shape \[E\], got \(4,\) and \(5,\)", lambda: gather_segment_sum(DATA, IDS[1:], IDS, 2)),
+        ("ValueError: num_segments must be non-negative, got -1", lambda: gather_segment_sum(DATA, IDS, IDS, -1)),
         (
-            TypeError,
-            r"floating dtype, got \(4,\) of int32",
-            lambda: gather_segment_sum(COUNTS, IDS, IDS, 2),
-        ),
-        (
-            TypeError,
-            "segment_ids and num_segments must be given",
-            lambda: gather_segment_sum(DATA, IDS, IDS),
-        ),
-        (ValueError, r"one shape \[E\], got \(4,\) and \(5,\)", lambda: gather_segment_sum(DATA, IDS[1:], IDS, 2)),
-        (ValueError, "num_segments must be non-negative, got -1", lambda: gather_segment_sum(DATA, IDS, IDS, -1)),
-        (
-            ValueError,
-            r"num_segments must be at most 2\^31 - 1, got 2147483648",
+            r"ValueError: num_segments must be at most 2\^31 - 1, got 2147483648",
             lambda: gather_segment_sum(DATA, IDS, IDS, 2**31),
         ),
         (
-            ValueError,
-            r"at most 2\^31 - 1 rows can be gathered from, got 2147483648",
+            r"ValueError: at most 2\^31 - 1 rows can be gathered from, got 2147483648",
             lambda: jax.eval_shape(
                 lambda data: gather_segment_sum(data, IDS, IDS, 2), jax.ShapeDtypeStruct((2**31,), np.float32)
             ),
         ),
-        (ValueError, "must have rows for 5 edges", lambda: gather_segment_sum(DATA[:0], IDS, IDS, 2)),
-        (ValueError, r"weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones(4))),
-        (ValueError, r"weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones((5, 2)))),
-        (ValueError, "mode must be None", lambda: gather_segment_sum(DATA, IDS, IDS, 2, mode="wrong")),
-        (TypeError, "plan must be a SegmentPlan, got dict", lambda: gather_segment_sum(DATA, plan={})),
-        (ValueError, "belong to the plan", lambda: gather_segment_sum(DATA, IDS, plan=segment_plan(**PLAN))),
-        (ValueError, "for 4 rows, got data.shape", lambda: gather_segment_sum(DATA[:3], plan=segment_plan(**PLAN))),
+        ("ValueError: must have rows for 5 edges", lambda: gather_segment_sum(DATA[:0], IDS, IDS, 2)),
+        (r"ValueError: weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones(4))),
+        (r"ValueError: weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones((5, 2)))),
+        ("ValueError: mode must be None", lambda: gather_segment_sum(DATA, IDS, IDS, 2, mode="wrong")),
+        ("TypeError: plan must be a SegmentPlan, got dict", lambda: gather_segment_sum(DATA, plan={})),
+        ("ValueError: belong to the plan", lambda: gather_segment_sum(DATA, IDS, plan=segment_plan(**PLAN))),
+        ("ValueError: for 4 rows, got data.shape", lambda: gather_segment_sum(DATA[:3], plan=segment_plan(**PLAN))),
         (
-            ValueError,
-            r"segment_plan: num_segments must be at most 2\^31 - 1",
+            r"ValueError: segment_plan: num_segments must be at most 2\^31 - 1",
             lambda: segment_plan(**PLAN | {"num_segments": 2**40}),
         ),
-        (ValueError, "segment_plan: num_rows must be non-negative", lambda: segment_plan(**PLAN | {"num_rows": -2})),
-        (
-            TypeError,
-            "num_segments must be an integer",
-            lambda: segment_plan(**PLAN | {"num_segments": 2.0}),
-        ),
-        (ValueError, "one shape", lambda: segment_plan(**PLAN | {"gather_ids": IDS[:3]})),
+        ("ValueError: segment_plan: num_rows must be non-negative", lambda: segment_plan(**PLAN | {"num_rows": -2})),
+        ("TypeError: num_segments must be an integer", lambda: segment_plan(**PLAN | {"num_segments": 2.0})),
+        ("ValueError: one shape", lambda: segment_plan(**PLAN | {"gather_ids": IDS[:3]})),
     ],
 )
-def test_errors(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=message) as raised:
+def test_errors(error: str, call: Callable[[], Any]) -> None:
+    with cases.raises(error, "^(?=gather_segment_sum: |segment_plan: ).*"):
         call()
-    assert re.match("(gather_segment_sum|segment_plan): ", str(raised.value))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -679,44 +679,38 @@ ROWS = np.ones((4, 2), np.float32)
 IDS = np.array([0, 1, 1, 0])
 CELLS = np.ones((2, 2), np.float32)
 
-# The call, the exception, and the message after the function's name.
-ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "data is None": (lambda f: f(None, IDS, 2), TypeError, "(data|logits) must be an array, got NoneType"),
+# The call, and the error after the function's name.
+ERRORS: dict[str, tuple[Callable[..., Any], str]] = {
+    "data is None": (lambda f: f(None, IDS, 2), "TypeError: (data|logits) must be an array, got NoneType"),
     "rows do not fit": (
         lambda f: f(ROWS[:3], IDS, 2),
-        ValueError,
-        r"(data|logits) must have one row per id.*shape = \(3, 2\).*segment_ids.shape = \(4,\)",
+        r"ValueError: (data|logits) must have one row per id.*shape = \(3, 2\).*segment_ids.shape = \(4,\)",
     ),
-    "num_segments negative": (lambda f: f(ROWS, IDS, -1), ValueError, "num_segments must be non-negative, got -1"),
-    "num_segments float": (lambda f: f(ROWS, IDS, 2.0), TypeError, "num_segments must be an integer, got 2.0"),
+    "num_segments negative": (lambda f: f(ROWS, IDS, -1), "ValueError: num_segments must be non-negative, got -1"),
+    "num_segments float": (lambda f: f(ROWS, IDS, 2.0), "TypeError: num_segments must be an integer, got 2.0"),
     "num_segments missing and no ids": (
         lambda f: f(ROWS[:0], IDS[:0]),
-        ValueError,
-        "num_segments is None, but segment_ids is empty",
+        "ValueError: num_segments is None, but segment_ids is empty",
     ),
     "num_segments missing under jit": (
         lambda f: jax.jit(lambda ids: f(ROWS, ids))(IDS),
-        jax.errors.ConcretizationTypeError,
-        "num_segments must be static",
+        "ConcretizationTypeError: num_segments must be static",
     ),
     "num_segments traced": (
         lambda f: jax.jit(lambda s: f(ROWS, IDS, s))(2),
-        jax.errors.ConcretizationTypeError,
-        "num_segments must be static",
+        "ConcretizationTypeError: num_segments must be static",
     ),
-    "unknown mode": (lambda f: f(ROWS, IDS, 2, mode="wrap"), ValueError, "mode must be None, 'fill'.*got 'wrap'"),
-    "bucket_size zero": (lambda f: f(ROWS, IDS, 2, bucket_size=0), ZeroDivisionError, "bucket_size .*got 0"),
-    "bucket_size negative": (lambda f: f(ROWS, IDS, 2, bucket_size=-2), TypeError, "bucket_size .*got -2"),
-    "bucket_size float": (lambda f: f(ROWS, IDS, 2, bucket_size=2.0), TypeError, "bucket_size .*got 2.0"),
+    "unknown mode": (lambda f: f(ROWS, IDS, 2, mode="wrap"), "ValueError: mode must be None, 'fill'.*got 'wrap'"),
+    "bucket_size zero": (lambda f: f(ROWS, IDS, 2, bucket_size=0), "ZeroDivisionError: bucket_size .*got 0"),
+    "bucket_size negative": (lambda f: f(ROWS, IDS, 2, bucket_size=-2), "TypeError: bucket_size .*got -2"),
+    "bucket_size float": (lambda f: f(ROWS, IDS, 2, bucket_size=2.0), "TypeError: bucket_size .*got 2.0"),
     "bucket_size of ids of two dimensions": (
         lambda f: f(np.ones(3, np.float32), np.zeros((2, 3), np.int32), 2, bucket_size=2),
-        ValueError,
-        r"bucket_size needs segment_ids of shape \[N\], got shape \(2, 3\)",
+        r"ValueError: bucket_size needs segment_ids of shape \[N\], got shape \(2, 3\)",
     ),
     "bucket_size without rows": (
         lambda f: f(ROWS[:0], IDS[:0], 2, bucket_size=2),
-        ValueError,
-        r"bucket_size needs .*got shape \(0,\)",
+        r"ValueError: bucket_size needs .*got shape \(0,\)",
     ),
 }
 
@@ -724,7 +718,7 @@ ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case: str) -> None:
     """The exception type is that of jax.ops. The message names the function, the argument and its value."""
-    call, exception, message = ERRORS[case]
+    call, error = ERRORS[case]
     for reduction in REDUCTIONS:
         if "without rows" in case and reduction in (SUM, PROD):
             continue  # no error in jax.ops, which reduces no buckets
@@ -733,65 +727,55 @@ def test_errors(case: str) -> None:
                 call(reduction)
             continue
         for function in (reduction, reduction.in_forward_mode):
-            with pytest.raises(exception, match=f"(?s){reduction.name}: {message}"):
+            with cases.raises(error, f"{reduction.name}: "):
                 call(function)
         if reduction.by_jax is not None:
-            with pytest.raises(exception):
+            with pytest.raises(Exception) as by_jax:
                 call(reduction.by_jax)
+            assert by_jax.type.__name__ == error.partition(":")[0]
 
 
-BACKWARD_ERRORS: dict[str, tuple[Callable[..., Any], type[Exception], str, tuple[Reduction, ...]]] = {
+BACKWARD_ERRORS: dict[str, tuple[Callable[..., Any], str, tuple[Reduction, ...]]] = {
     "cotangent is a scalar": (
         lambda f: f(np.float32(1), ROWS, IDS, 2),
-        ValueError,
-        "d_output must have shape .*scalar",
+        "ValueError: d_output must have shape .*scalar",
         (MAX, MIN, SUM, MEAN, PROD),
     ),
     "cotangent is an integer": (
         lambda f: f(CELLS.astype(np.int32), ROWS, IDS, 2),
-        TypeError,
-        "d_(output|probabilities) .*floating dtype, got int32",
+        "TypeError: d_(output|probabilities) .*floating dtype, got int32",
         DIFFERENTIABLE,
     ),
     "dtypes differ": (
         lambda f: f(ROWS.astype(np.float16), ROWS, IDS, 2),
-        TypeError,
-        "d_(output|probabilities) and (data|probabilities) must have the same floating dtype, got float16 and float32",
+        "TypeError: d_output and (data|probabilities) must have the same floating dtype, got float16 and float32",
         (MAX, MIN, PROD, SOFTMAX),
     ),
     "features differ": (
         lambda f: f(np.ones((4, 3), np.float32), ROWS, IDS, 2),
-        ValueError,
-        r"d_(output|probabilities) must have .*shape.* got .*\(4, 3\)",
+        r"ValueError: d_(output|probabilities) must have .*shape.* got .*\(4, 3\)",
         (MAX, MIN, PROD, SOFTMAX),
     ),
     "ranks differ": (
         lambda f: f(np.ones(4, np.float32), ROWS, IDS, 2),
-        ValueError,
-        r"d_(output|probabilities) must have .*shape.* got .*\(4,\)",
+        r"ValueError: d_(output|probabilities) must have .*shape.* got .*\(4,\)",
         (MAX, MIN, PROD, SOFTMAX),
     ),
     "rows do not fit": (
         lambda f: f(CELLS, ROWS[:3], IDS, 2),
-        ValueError,
-        "(data|probabilities) must have one row per id",
+        "ValueError: (data|probabilities) must have one row per id",
         (MAX, MIN, PROD),
     ),
-    "unknown mode": (
-        lambda f: f(ROWS, ROWS, IDS, 2, mode="wrap"),
-        ValueError,
-        "mode must be None",
-        DIFFERENTIABLE,
-    ),
+    "unknown mode": (lambda f: f(ROWS, ROWS, IDS, 2, mode="wrap"), "ValueError: mode must be None", DIFFERENTIABLE),
 }
 
 
 @pytest.mark.parametrize("case", BACKWARD_ERRORS)
 def test_backward_errors(case: str) -> None:
-    call, exception, message, reductions = BACKWARD_ERRORS[case]
+    call, error, reductions = BACKWARD_ERRORS[case]
     for reduction in reductions:
         backward = functools.partial(reduction.call_backward, **reduction.options[0])
-        with pytest.raises(exception, match=f"(?s){reduction.name}_backward: {message}"):
+        with cases.raises(error, f"{reduction.name}_backward: "):
             call(backward)
 
 

@@ -105,22 +105,21 @@ DATA, LOGITS, IDS = np.ones((4, 2, 3), np.float32), np.ones((5, 2), np.float32),
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
+    ("error", "call"),
     [
-        (TypeError, "logits must be an array, got list", lambda: segment_attention([1.0], DATA, IDS, IDS, 2)),
-        (TypeError, "logits must be .* floating", lambda: segment_attention(IDS, DATA, IDS, IDS, 2)),
-        (TypeError, "data must be .* floating", lambda: segment_attention(LOGITS, IDS, IDS, IDS, 2)),
-        (ValueError, r"logits must be \[E\]", lambda: segment_attention(LOGITS[:3], DATA, IDS, IDS, 2)),
-        (ValueError, r"logits must be \[E\]", lambda: segment_attention(np.ones((5, 3)), DATA, IDS, IDS, 2)),
-        (TypeError, "num_segments must be given, or a plan", lambda: segment_attention(LOGITS, DATA, IDS, IDS)),
-        (TypeError, "plan must be a SegmentPlan, got dict", lambda: segment_attention(LOGITS, DATA, plan={})),
+        ("TypeError: logits must be an array, got list", lambda: segment_attention([1.0], DATA, IDS, IDS, 2)),
+        ("TypeError: logits must be .* floating", lambda: segment_attention(IDS, DATA, IDS, IDS, 2)),
+        ("TypeError: data must be .* floating", lambda: segment_attention(LOGITS, IDS, IDS, IDS, 2)),
+        (r"ValueError: logits must be \[E\]", lambda: segment_attention(LOGITS[:3], DATA, IDS, IDS, 2)),
+        (r"ValueError: logits must be \[E\]", lambda: segment_attention(np.ones((5, 3)), DATA, IDS, IDS, 2)),
+        ("TypeError: num_segments must be given, or a plan", lambda: segment_attention(LOGITS, DATA, IDS, IDS)),
+        ("TypeError: plan must be a SegmentPlan, got dict", lambda: segment_attention(LOGITS, DATA, plan={})),
         (
-            ValueError,
-            "belong to the plan; pass none of them, got gather_ids",
+            "ValueError: belong to the plan; pass none of them, got gather_ids",
             lambda: segment_attention(LOGITS, DATA, IDS, plan=segment_plan(IDS, 2, IDS, 4)),
         ),
     ],
 )
-def test_errors(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=f"segment_attention: .*{message}"):
+def test_errors(error: str, call: Callable[[], Any]) -> None:
+    with cases.raises(error, "segment_attention: .*"):
         call()

@@ -159,68 +159,61 @@ def test_plans_are_printed_by_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
+    ("error", "call"),
     [
-        (ValueError, "segment_ids, num_segments, mode belong to the plan", {"segment_ids": jnp.zeros(6, int)}),
-        (ValueError, "belong to the plan; pass none of them, got num_segments", {"num_segments": 3}),
-        (ValueError, "got mode", {"mode": "clip"}),
-        (TypeError, "plan must be a SegmentPlan, got dict", {"plan": {}}),
-        (TypeError, "segment_ids must be given, or a plan", {"plan": None}),
+        ("ValueError: segment_ids, num_segments, mode belong to the plan", {"segment_ids": jnp.zeros(6, int)}),
+        ("ValueError: belong to the plan; pass none of them, got num_segments", {"num_segments": 3}),
+        ("ValueError: got mode", {"mode": "clip"}),
+        ("TypeError: plan must be a SegmentPlan, got dict", {"plan": {}}),
+        ("TypeError: segment_ids must be given, or a plan", {"plan": None}),
     ],
 )
 @each_reduction
-def test_errors_of_arguments(reduction: Reduction, error: type[Exception], message: str, call: dict[str, Any]) -> None:
-    with pytest.raises(error, match=f"^{reduction.name}: .*{re.escape(message)}"):
+def test_errors_of_arguments(reduction: Reduction, error: str, call: dict[str, Any]) -> None:
+    with cases.raises(error, f"^{reduction.name}: .*"):
         reduction(DATA, **{"plan": PLAN, **call})
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
+    ("error", "call"),
     [
         (
-            ValueError,
-            r"got data.shape = \(7, 2\), segment_ids.shape = \(6,\)",
+            r"ValueError: got data.shape = \(7, 2\), segment_ids.shape = \(6,\)",
             lambda jb: jb.segment_sum(jnp.ones((7, 2)), plan=PLAN),
         ),
-        (ValueError, "bucket_size cannot be combined", lambda jb: jb.segment_max(DATA, bucket_size=2, plan=PLAN)),
+        ("ValueError: bucket_size cannot be combined", lambda jb: jb.segment_max(DATA, bucket_size=2, plan=PLAN)),
         (
-            ValueError,
-            "the plan is for 3 segments, got d_output.shape = ",
+            "ValueError: the plan is for 3 segments, got d_output.shape = ",
             lambda jb: jb.segment_max_backward(jnp.ones((4, 2)), DATA, plan=PLAN),
         ),
-        (ValueError, "the plan is for 3 segments", lambda jb: jb.segment_sum_backward(jnp.ones((4, 2)), plan=PLAN)),
-        (ValueError, "the plan has no gather_ids; pass", lambda jb: jb.gather_segment_sum(DATA, plan=PLAN)),
-        (ValueError, "the plan has no gather_ids", lambda jb: jb.gather_segment_max(DATA, plan=PLAN)),
-        (ValueError, "the plan has no gather_ids", lambda jb: jb.segment_attention(jnp.ones(6), DATA, plan=PLAN)),
-        (ValueError, "SegmentPlan.transposed: the plan has no gather_ids", lambda jb: PLAN.transposed),
+        ("ValueError: the plan is for 3 segments", lambda jb: jb.segment_sum_backward(jnp.ones((4, 2)), plan=PLAN)),
+        ("ValueError: the plan has no gather_ids; pass", lambda jb: jb.gather_segment_sum(DATA, plan=PLAN)),
+        ("ValueError: the plan has no gather_ids", lambda jb: jb.gather_segment_max(DATA, plan=PLAN)),
+        ("ValueError: the plan has no gather_ids", lambda jb: jb.segment_attention(jnp.ones(6), DATA, plan=PLAN)),
+        ("ValueError: SegmentPlan.transposed: the plan has no gather_ids", lambda jb: PLAN.transposed),
         (
-            ValueError,
-            "SegmentPlan.validate: the plan has no gather_ids",
+            "ValueError: SegmentPlan.validate: the plan has no gather_ids",
             lambda jb: PLAN.validate(gather_ids=jnp.zeros(6, int)),
         ),
         (
-            TypeError,
-            "gather_ids and num_rows belong together",
+            "TypeError: gather_ids and num_rows belong together",
             lambda jb: jb.segment_plan(jnp.zeros(6, int), 3, jnp.zeros(6, int)),
         ),
         (
-            TypeError,
-            "gather_ids and num_rows belong together",
+            "TypeError: gather_ids and num_rows belong together",
             lambda jb: jb.segment_plan(jnp.zeros(6, int), 3, num_rows=3),
         ),
         (
-            ValueError,
-            r"segment_ids must have shape \[E\], got \(2, 3\)",
+            r"ValueError: segment_ids must have shape \[E\], got \(2, 3\)",
             lambda jb: jb.segment_plan(jnp.zeros((2, 3), int), 3),
         ),
         (
-            IndexError,
-            "segment_ids must have an integer dtype, got bool",
+            "IndexError: segment_ids must have an integer dtype, got bool",
             lambda jb: jb.segment_plan(jnp.zeros(6, bool), 3),
         ),
-        (ValueError, "num_segments must be at most", lambda jb: jb.segment_plan(jnp.zeros(6, int), 2**31)),
+        ("ValueError: num_segments must be at most", lambda jb: jb.segment_plan(jnp.zeros(6, int), 2**31)),
     ],
 )
-def test_errors(error: type[Exception], message: str, call: Callable[[Any], Any]) -> None:
-    with pytest.raises(error, match=message):
+def test_errors(error: str, call: Callable[[Any], Any]) -> None:
+    with cases.raises(error):
         call(jax_baracuda)

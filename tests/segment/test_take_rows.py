@@ -438,20 +438,19 @@ DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
+    ("error", "call"),
     [
-        (TypeError, "ids must be given, or a plan", lambda: take_rows(DATA, None)),
-        (TypeError, "ids must be an array, got slice", lambda: take_rows(DATA, slice(2))),
-        (IndexError, "ids must have an integer dtype, got bool", lambda: take_rows(DATA, True)),
-        (ValueError, r"data must have shape \[N, ...\], got a scalar", lambda: take_rows(np.float32(1), IDS)),
-        (ValueError, r"must have rows for 5 ids to take, got shape \(0, 3\)", lambda: take_rows(DATA[:0], IDS)),
-        (ValueError, "must have rows for 1 ids to take", lambda: take_rows(DATA[:0], 0)),
+        ("TypeError: ids must be given, or a plan", lambda: take_rows(DATA, None)),
+        ("TypeError: ids must be an array, got slice", lambda: take_rows(DATA, slice(2))),
+        ("IndexError: ids must have an integer dtype, got bool", lambda: take_rows(DATA, True)),
+        (r"ValueError: data must have shape \[N, ...\], got a scalar", lambda: take_rows(np.float32(1), IDS)),
+        (r"ValueError: must have rows for 5 ids to take, got shape \(0, 3\)", lambda: take_rows(DATA[:0], IDS)),
+        ("ValueError: must have rows for 1 ids to take", lambda: take_rows(DATA[:0], 0)),
     ],
 )
-def test_errors(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(error, match=message) as raised:
+def test_errors(error: str, call: Callable[[], Any]) -> None:
+    with cases.raises(error, "^take_rows: .*"):
         call()
-    assert str(raised.value).startswith("take_rows: ")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -486,16 +485,15 @@ def test_plan(rng: np.random.Generator, dtype: str) -> None:
 def test_errors_of_plans() -> None:
     ids = np.zeros(5, np.int32)
     plan = segment_plan(ids, 2, ids, 4)
-    for error, message, call in (
-        (TypeError, "plan must be a SegmentPlan, got dict", lambda: take_rows(np.ones((2, 3)), plan={})),
-        (TypeError, "ids must be given, or a plan", lambda: take_rows(np.ones((2, 3)))),
-        (ValueError, "ids belong to the plan", lambda: take_rows(np.ones((2, 3)), ids, plan=plan)),
-        (ValueError, "for 2 segments, got data.shape", lambda: take_rows(np.ones((4, 3)), plan=plan)),
+    for error, call in (
+        ("TypeError: plan must be a SegmentPlan, got dict", lambda: take_rows(np.ones((2, 3)), plan={})),
+        ("TypeError: ids must be given, or a plan", lambda: take_rows(np.ones((2, 3)))),
+        ("ValueError: ids belong to the plan", lambda: take_rows(np.ones((2, 3)), ids, plan=plan)),
+        ("ValueError: for 2 segments, got data.shape", lambda: take_rows(np.ones((4, 3)), plan=plan)),
         (
-            ValueError,
-            r"must have rows for 5 edges to take, got shape \(0, 3\)",
+            r"ValueError: must have rows for 5 edges to take, got shape \(0, 3\)",
             lambda: take_rows(np.ones((0, 3)), plan=segment_plan(ids, 0)),
         ),
     ):
-        with pytest.raises(error, match=f"take_rows: .*{message}"):
+        with cases.raises(error, "take_rows: .*"):
             call()

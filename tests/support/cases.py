@@ -245,8 +245,7 @@ class Expected:
             assert_same_bits(actual, rounded(self.exact, dtype) if is_floating(dtype) else self.exact, where)
             return
         actual = np.asarray(actual)
-        assert actual.dtype == dtype, f"{where} dtype {actual.dtype}, expected {dtype}"
-        assert actual.shape == self.exact.shape, f"{where} shape {actual.shape}, expected {self.exact.shape}"
+        assert (actual.dtype, actual.shape) == (dtype, self.exact.shape), f"{where} {actual.dtype}{actual.shape}"
         with np.errstate(invalid="ignore"):  # infinity minus infinity, replaced below; signalling NaN
             error = np.where(np.isfinite(self.exact), error, 0)
             low, high = (rounded(x, dtype).astype(np.float64) for x in (self.exact - error, self.exact + error))
@@ -580,11 +579,36 @@ def reference_softmax_gradient(
 # Comparison.
 
 
-def assert_same_bits(actual: Any, expected: np.ndarray, where: str = "") -> None:
-    """Same dtype, shape and bits; a NaN equals any NaN."""
+@contextlib.contextmanager
+def raises(error: str, prefix: str = "") -> Iterator[None]:
+    """The block raises an error, given as "type: pattern of the message after the prefix"."""
+    kind, _, message = error.partition(": ")
+    with pytest.raises(Exception, match=f"(?s){prefix}{message}") as raised:
+        yield
+    assert raised.type.__name__ == kind, repr(raised.value)
+
+
+def _assert_all(same: np.ndarray, actual: np.ndarray, expected: np.ndarray, where: str) -> None:
+    if not same.all():
+        wrong = np.argwhere(~same)
+        first = tuple(wrong[0])
+        raise AssertionError(
+            f"{where} {len(wrong)} of {same.size} elements differ, the first at {tuple(map(int, first))}: "
+            f"{actual[first]!r}, expected {expected[first]!r}"
+        )
+
+
+def _of_type(actual: Any, expected: np.ndarray, where: str) -> np.ndarray:
+    """The array, whose dtype and shape must be the expected ones."""
     actual = np.asarray(actual)
     assert actual.dtype == expected.dtype, f"{where} dtype {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
+    return actual
+
+
+def assert_same_bits(actual: Any, expected: np.ndarray, where: str = "") -> None:
+    """Same dtype, shape and bits; a NaN equals any NaN."""
+    actual = _of_type(actual, expected, where)
     if is_floating(expected.dtype) and expected.dtype.itemsize > 1:
         both_nan = np.isnan(actual) & np.isnan(expected)
         unsigned = f"uint{8 * expected.dtype.itemsize}"
@@ -595,28 +619,14 @@ def assert_same_bits(actual: Any, expected: np.ndarray, where: str = "") -> None
             same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
     else:
         same = actual == expected
-    if not same.all():
-        wrong = np.argwhere(~same)
-        first = tuple(wrong[0])
-        raise AssertionError(
-            f"{where} {len(wrong)} of {same.size} elements differ, the first at {tuple(map(int, first))}: "
-            f"{actual[first]!r}, expected {expected[first]!r}"
-        )
+    _assert_all(same, actual, expected, where)
 
 
 def assert_same_memory(actual: Any, expected: np.ndarray, where: str = "") -> None:
     """Same dtype, shape and bits, including the bits of NaN."""
-    actual = np.asarray(actual)
-    assert actual.dtype == expected.dtype, f"{where} dtype {actual.dtype}, expected {expected.dtype}"
-    assert actual.shape == expected.shape, f"{where} shape {actual.shape}, expected {expected.shape}"
+    actual = _of_type(actual, expected, where)
     ours, theirs = (np.frombuffer(x.tobytes(), np.uint8).reshape(*x.shape, x.itemsize) for x in (actual, expected))
-    same = (ours == theirs).all(axis=-1)
-    if not same.all():
-        first = tuple(map(int, np.argwhere(~same)[0]))
-        raise AssertionError(
-            f"{where} {(~same).sum()} of {same.size} elements differ, the first at {first}: "
-            f"{actual[first]!r}, expected {expected[first]!r}"
-        )
+    _assert_all((ours == theirs).all(axis=-1), actual, expected, where)
 
 
 def assert_same_values(actual: Any, expected: Any, rtol: float = 0) -> None:
