@@ -97,12 +97,10 @@ LARGE_SIZES: dict[str, Sizes] = {
 
 NO_LAST_OF_NONE = Rule(
     "without an input there is no last sequence",
-    ("segment_ids", "size"),
     lambda segment_ids, size: segment_ids is not ABSENT and size == "empty",
 )
 WIDER = Rule(
     "only 16-bit signals may have wider parameters",
-    ("parameter_dtype", "dtype"),
     lambda parameter_dtype, dtype: parameter_dtype == "wide" and dtype in ("float32", "float64"),
 )
 

@@ -158,7 +158,6 @@ for _name, _names, _heads, _direction in (
             rules=(
                 Rule(
                     "frequencies that are given need no base",
-                    ("base", "inv_freq"),
                     lambda base, inv_freq: base is not ABSENT and inv_freq is not ABSENT,
                 ),
             ),

@@ -388,73 +388,59 @@ LARGE_SIZES: dict[str, Sizes] = {
 
 FROM_IDS = Rule(
     "the number of segments comes from the ids only where these are known",
-    ("num_segments", "transformation"),
     lambda num_segments, transformation: num_segments is ABSENT and transformation != "eager",
 )
 FROM_UNBATCHED_IDS = Rule(
     "the number of segments comes from the ids only where these are not mapped",
-    ("num_segments", "batch"),
     lambda num_segments, batch: num_segments is ABSENT and batch not in ("none", "one:data", "one:logits"),
 )
 FROM_SOME_IDS = Rule(
     "there is no greatest id of none, and where it is large so is the result",
-    ("num_segments", "size"),
     lambda num_segments, size: num_segments is ABSENT and size in ("empty", "no segments", *LARGE_SIZES),
 )
 FROM_WHOLE_IDS = Rule(
     "the number of segments of sharded ids needs a host round trip that explicit mode and shard_map lack",
-    ("num_segments", "sharding"),
     lambda num_segments, sharding: num_segments is ABSENT and sharding not in ("single", "auto"),
 )
 PLAN_HAS_MODE = Rule(
     "a plan has an order and a mode of its own",
-    ("plan", "mode"),
     lambda plan, mode: plan is not ABSENT and mode is not ABSENT,
 )
 PLAN_HAS_NUMBER = Rule(
     "a plan has a number of segments of its own",
-    ("plan", "num_segments"),
     lambda plan, num_segments: plan is not ABSENT and num_segments is ABSENT,
 )
 PLAN_HAS_NO_BUCKETS = Rule(
     "a plan cannot be combined with buckets",
-    ("plan", "bucket_size"),
     lambda plan, bucket_size: plan is not ABSENT and bucket_size is not ABSENT,
 )
 NO_EMPTY_BUCKETS = Rule(
     "buckets need rows",
-    ("bucket_size", "size"),
     lambda bucket_size, size: bucket_size is not ABSENT and size in ("empty", "no segments"),
 )
 NO_HUGE_BUCKETS = Rule(
     "buckets of three rows of a large array have too many cells",
-    ("bucket_size", "size"),
     lambda bucket_size, size: bucket_size is not ABSENT and size in LARGE_SIZES,
 )
 BUCKET_RULES = (NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS, PLAN_HAS_NO_BUCKETS)
 NO_EXTREME_BUCKETS = Rule(
     "products of buckets are rounded to the dtype, out of whose range they may be",
-    ("values", "bucket_size"),
     lambda values, bucket_size: values == "extreme" and bucket_size is not ABSENT,
 )
 EXTREME_FIRST_DERIVATIVES = Rule(
     "second derivatives of products may leave the range of numbers on the way",
-    ("values", "transformation"),
     lambda values, transformation: values == "extreme" and transformation in SECOND_DERIVATIVES,
 )
 EXTREME_GRADIENTS = Rule(
     "derivatives of gradients of products may leave the range of numbers on the way",
-    ("values", "transformation"),
     lambda values, transformation: values == "extreme" and transformation in DERIVATIVES,
 )
 NO_CLIP_TO_NOTHING = Rule(
     "mode 'clip' has no segment to clip to",
-    ("mode", "size"),
     lambda mode, size: mode == "clip" and size == "no segments",
 )
 NARROW_IDS = Rule(
     "8-bit ids do not reach the segments",
-    ("ids_dtype", "size"),
     lambda ids_dtype, size: ids_dtype in ("int8", "uint8") and size in LARGE_SIZES,
 )
 
@@ -860,7 +846,6 @@ declare(
         + (
             Rule(
                 "the number of segments comes from the ids only where these are not mapped",
-                ("num_segments", "batch"),
                 lambda num_segments, batch: (
                     num_segments is ABSENT and batch not in ("none", "one:d_output", "one:probabilities")
                 ),
@@ -1009,7 +994,6 @@ def _declare_gathered(
 
 HEADS_ARE_FEATURES = Rule(
     "heads are the first dimension of features",
-    ("weights", "size"),
     lambda weights, size: weights == "head" and size in ("scalars", "many narrow rows"),
 )
 for _name, _reduction in (("gather_segment_sum", segment_sum), ("gather_segment_mean", reference_mean)):

@@ -86,7 +86,6 @@ declare(
         rules=(
             Rule(
                 "no operand of a selection between rows has the shape of its result",
-                ("shapes", "transformation"),
                 lambda shapes, transformation: shapes == "both are rows" and transformation == "loop",
             ),
         ),

@@ -210,7 +210,6 @@ declare(
         rules=(
             Rule(
                 "JAX wants float0 cotangents of integers to vary over the axes of shard_map, and no array can",
-                ("second", "sharding", "transformation"),
                 lambda second, sharding, transformation: (
                     second == "int32" and sharding in SHARD_MAPS and transformation in DERIVATIVES
                 ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,9 +85,13 @@ class Rule:
     """A combination that does not exist, and why."""
 
     reason: str
-    factors: tuple[str, ...]
     forbids: Callable[..., bool]
-    """``(*values of the factors)``"""
+    """``(*values of the factors)``. Its arguments are named like the factors, unless these are given."""
+    named: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def factors(self) -> tuple[str, ...]:
+        return self.named or tuple(inspect.signature(self.forbids).parameters)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,12 +109,10 @@ ABSENT_OPERAND = (None, "pair", "integer", "negative")
 RULES = (
     Rule(
         "only floating and complex numbers have derivatives",
-        ("transformation", "dtype"),
         lambda transformation, dtype: transformation in DERIVATIVES and not is_inexact(dtype),
     ),
     Rule(
         "JAX's own arithmetic lacks 8-bit numbers, and Jacobians of complex ones",
-        ("transformation", "dtype"),
         lambda transformation, dtype: (
             transformation in DERIVATIVES
             and (dtype.startswith("float8") or dtype.startswith("complex") and transformation in JACOBIANS)
@@ -122,12 +120,10 @@ RULES = (
     ),
     Rule(
         "there is no batch to map inside the derivative, or to scan",
-        ("transformation", "batch"),
         lambda transformation, batch: transformation in ("vjp of vmap", "scan") and batch == "none",
     ),
     Rule(
         "XLA's CPU back end aborts on 16-bit sums over devices in partly manual programs",
-        ("transformation", "dtype", "sharding"),
         lambda transformation, dtype, sharding: (
             sharding == "partly manual"
             and dtype in ("float16", "bfloat16")
@@ -137,17 +133,14 @@ RULES = (
     ),
     Rule(
         "XLA's GPU back end takes no rows of 4-bit numbers out of an array that end within a byte",
-        ("transformation", "dtype"),
         lambda transformation, dtype: transformation == "scan" and dtype == "int4" and jax.default_backend() == "gpu",
     ),
     Rule(
         "what JAX's partitioner splits cannot be exported",
-        ("transformation", "sharding"),
         lambda transformation, sharding: transformation in EXPORTS and sharding != "single",
     ),
     Rule(
         "outside of jit, shard_map is interpreted by JAX, one operation after the other, each of them under jit",
-        ("transformation", "sharding"),
         lambda transformation, sharding: transformation == "eager" and sharding in SHARD_MAPS,
     ),
 )
@@ -159,34 +152,30 @@ def rules_of(op: str) -> tuple[Rule, ...]:
     sizes = all_sizes(call)
     jacobians = Rule(
         "Jacobians of large arrays",
-        ("transformation", "size"),
         lambda transformation, size: transformation in JACOBIANS and is_large(sizes[size]),
     )
     presence = tuple(
         Rule(
             f"{name} is absent",
-            ("batch", name),
             lambda batch, value, name=name: batch == f"one:{name}" and value in ABSENT_OPERAND,
+            ("batch", name),
         )
         for name in call.operands
         if name in call.options
     )
     empty = Rule(
         "XLA refuses empty arrays in manual programs, or crashes, also in its own operations (x[:0], for example)",
-        ("sharding", "size"),
         # A filter of one tap has an empty state.
         lambda sharding, size: sharding in SHARD_MAPS and (is_empty(sizes[size]) or sizes[size].get("tap") == 1),
     )
     empty_jacobians = Rule(
         "JAX cannot reshape an empty Jacobian in explicit mode",
-        ("sharding", "size", "transformation"),
         lambda sharding, size, transformation: (
             sharding == "explicit" and transformation in JACOBIANS and is_empty(sizes[size])
         ),
     )
     deterministic = Rule(
         "XLA adds up rows in an order that varies from run to run on GPUs",
-        ("implementation", "transformation", "deterministic"),
         lambda implementation, transformation, deterministic: (
             implementation == "xla"
             and deterministic is True
