@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import numpy as np
 from support import cases
 from support.cases import Expected
+
+import jax_baracuda
+from jax_baracuda import segment_plan
+
+FORMS = ("ids", "plan", "sorted")
+
+
+def function_of(kind: str) -> Callable[..., jax.Array]:
+    return getattr(jax_baracuda, f"gather_segment_{kind}")
 
 
 def gathered(data: np.ndarray, gather_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -89,3 +101,33 @@ def hot_graph(rng: np.random.Generator, row_shape: tuple[int, ...], form: str) -
     return dataclasses.replace(
         graph, gather_ids=gather_ids, segment_ids=np.sort(segment_ids) if form == "sorted" else segment_ids
     )
+
+
+def call_of(kind: str, graph: Graph, form: str, **options: Any) -> Callable[..., jax.Array]:
+    """``(data, **arrays) -> output`` of the function of this kind, with ids or a plan."""
+    ids = graph.gather_ids, graph.segment_ids, graph.num_segments
+
+    def call(data: Any, **arrays: Any) -> jax.Array:
+        if form == "plan":
+            plan = segment_plan(graph.segment_ids, graph.num_segments, graph.gather_ids, data.shape[0])
+            return function_of(kind)(data, plan=plan, **arrays, **options)
+        return function_of(kind)(data, *ids, indices_are_sorted=form == "sorted", **arrays, **options)
+
+    return call
+
+
+def run_twice(kind: str, graph: Graph, form: str, d_output: np.ndarray, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The value, and the gradients of data and weights by name. Checks that two runs give the same bits."""
+    arrays = {"data": graph.data} | ({} if graph.weights is None else {"weights": graph.weights})
+
+    @jax.jit
+    def run(arrays: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
+        edges = dataclasses.replace(graph, gather_ids=gather_ids, segment_ids=segment_ids)
+        output, vjp = jax.vjp(lambda arrays: call_of(kind, edges, form, **options)(**arrays), arrays)
+        return output, *vjp(d_output)
+
+    with cases.x64_for(d_output.dtype):
+        first, second = (run(arrays, graph.gather_ids, graph.segment_ids, d_output) for _ in range(2))
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    return first

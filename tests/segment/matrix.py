@@ -63,6 +63,12 @@ def _from_ordered_bits(bits: Any) -> Any:
     return jax.lax.bitcast_convert_type(bits, jnp.float64)
 
 
+def _is_member(ids: Any, num_segments: int, rows: Any) -> Any:
+    """Which rows have a segment, in the rank of the rows."""
+    ids = wide_ids(ids)
+    return ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (rows.ndim - 1))
+
+
 def _identity(dtype: Any) -> Any:
     if is_floating(dtype):
         return -np.inf
@@ -162,9 +168,7 @@ def reference_arg(is_max: bool, data: Any, ids: Any, num_segments: int) -> Any:
     data = data if is_max else _reversed(data)
     output = _plain_max(data, ids, num_segments)
     cells = take_cells(output, ids)
-    ids = wide_ids(ids)
-    is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (data.ndim - 1))
-    attains = is_member & (_equal(data, cells) | ((data != data) & (cells != cells)))
+    attains = _is_member(ids, num_segments, data) & (_equal(data, cells) | ((data != data) & (cells != cells)))
     row = jnp.arange(data.shape[0]).reshape(-1, *[1] * (data.ndim - 1))
     first = ~_plain_max(~jnp.where(attains, row, data.shape[0]), ids, num_segments)
     return jnp.clip(first, 0, data.shape[0]).astype(jnp.int32)
@@ -236,8 +240,7 @@ def majorant_prod(data: Any, ids: Any, num_segments: int) -> Any:
 
 def reference_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
     maxima = jax.lax.stop_gradient(_plain_max(logits, ids, num_segments))
-    ids = wide_ids(ids)
-    is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (logits.ndim - 1))
+    is_member = _is_member(ids, num_segments, logits)
     exponentials = jnp.exp(jnp.where(is_member, logits - take_cells(maxima, ids), -jnp.inf))
     total = take_cells(segment_sum(exponentials, ids, num_segments), ids, 1)
     return exponentials / total
@@ -260,9 +263,8 @@ def _majorant_softmax_jvp(num_segments: int, primals: Any, tangents: Any) -> tup
 
 
 def _softmax_gradient(sign: int, d_p: Any, p: Any, ids: Any, num_segments: int) -> Any:
-    ids = wide_ids(ids)
-    is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (p.ndim - 1))
-    return jnp.where(is_member, p * (d_p + sign * take_cells(segment_sum(p * d_p, ids, num_segments), ids)), 0)
+    gradient = p * (d_p + sign * take_cells(segment_sum(p * d_p, ids, num_segments), ids))
+    return jnp.where(_is_member(ids, num_segments, p), gradient, 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -497,6 +499,11 @@ def _call_of_rows(
     return function(*others, ids, **kwargs, **passed(options, *keywords))
 
 
+def _num_segments(options: Options, sizes: Sizes, ids: Any) -> int:
+    takes_number = options["num_segments"] is not ABSENT
+    return sizes["segment"] if takes_number else max(np.asarray(ids).tolist(), default=-1) + 1
+
+
 def _clipped(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
     """The reference, with ids clipped if the mode is 'clip'."""
     if mode != "clip":
@@ -506,60 +513,6 @@ def _clipped(function: Callable[..., Any], mode: str | None) -> Callable[..., An
         return function(data, jnp.clip(ids.astype(jnp.int64), 0, num_segments - 1), num_segments)
 
     return call
-
-
-def _reduction_problem(
-    reference_of: Callable[[Options], Callable[..., Any]],
-    majorant_of: Callable[[Options], Callable[..., Any]] | None,
-    draw_of: Callable[[Options, Sizes], Draw],
-    keywords: tuple[str, ...],
-    properties: Callable[[str, Options], dict[str, Any]],
-    has_rows: bool,
-    is_selection: bool,
-    data_name: str,
-    dtype: str,
-    options: Options,
-    sizes: Sizes,
-) -> Problem:
-    features = _features(sizes)
-    row = "1row" if options["data_rows"] == "shared" else "row"
-    takes_number = options["num_segments"] is not ABSENT
-    buckets = 0 if options.get("bucket_size") is ABSENT else -(-sizes["row"] // options["bucket_size"])
-
-    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(data: Any, ids: Any) -> Any:
-            num_segments = sizes["segment"] if takes_number else max(np.asarray(ids).tolist(), default=-1) + 1
-            data = jnp.broadcast_to(data, (*ids.shape, *data.shape[1:]))
-            return _clipped(function, options["mode"])(data, ids, num_segments)
-
-        return call
-
-    def apply(function: Callable[..., Any], data: Any, ids: Any) -> Any:
-        of_all = ("indices_are_sorted", "unique_indices", "mode")
-        return _call_of_rows(options, sizes["segment"], function, (data, ids), (*of_all, *keywords))
-
-    return Problem(
-        operands=(
-            Operand(
-                data_name,
-                (row, *features),
-                draw_of(options, sizes),
-                has_sign=majorant_of is not None or is_selection,
-            ),
-            _ids(options, sizes),
-        ),
-        apply=apply,
-        reference=bound(reference_of(options)),
-        majorant=None if majorant_of is None else bound(majorant_of(options)),
-        results=(("row" if has_rows else "segment", *features),),
-        terms=max(sizes["row"], 1),
-        # Each bucket is rounded, by at most half an eps. Relative errors of factors add up.
-        roundings=min(buckets, 1) if majorant_of is None else (buckets + 1) // 2,
-        gradient_roundings=sizes["row"] // 2 if options["data_rows"] == "shared" else 0,
-        free=features,
-        draw_cotangents=numbers if majorant_of is None else finite_numbers,
-        **properties(dtype, options),
-    )
 
 
 def declare_reduction(
@@ -575,8 +528,45 @@ def declare_reduction(
     is_selection: bool = False,
     rules: tuple[Rule, ...] = (),
 ) -> None:
-    keywords = tuple(key for key in options if key != "values")
+    keywords = ("indices_are_sorted", "unique_indices", "mode", *(key for key in options if key != "values"))
     data_name, _ = operand_names(name)
+
+    def problem(dtype: str, chosen: Options, sizes: Sizes) -> Problem:
+        features = _features(sizes)
+        row = "1row" if chosen["data_rows"] == "shared" else "row"
+        buckets = 0 if chosen.get("bucket_size") is ABSENT else -(-sizes["row"] // chosen["bucket_size"])
+
+        def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(data: Any, ids: Any) -> Any:
+                data = jnp.broadcast_to(data, (*ids.shape, *data.shape[1:]))
+                return _clipped(function, chosen["mode"])(data, ids, _num_segments(chosen, sizes, ids))
+
+            return call
+
+        def apply(function: Callable[..., Any], data: Any, ids: Any) -> Any:
+            return _call_of_rows(chosen, sizes["segment"], function, (data, ids), keywords)
+
+        has_sign = majorant_of is not None or is_selection
+        return Problem(
+            operands=(
+                Operand(data_name, (row, *features), draw_of(chosen, sizes), has_sign=has_sign),
+                _ids(chosen, sizes),
+            ),
+            apply=apply,
+            reference=bound(reference_of(chosen)),
+            majorant=None if majorant_of is None else bound(majorant_of(chosen)),
+            results=(("row" if has_rows else "segment", *features),),
+            terms=max(sizes["row"], 1),
+            # Each bucket is rounded, by at most half an eps. Relative errors of factors add up.
+            roundings=min(buckets, 1) if majorant_of is None else (buckets + 1) // 2,
+            gradient_roundings=sizes["row"] // 2 if chosen["data_rows"] == "shared" else 0,
+            free=features,
+            draw_cotangents=numbers if majorant_of is None else finite_numbers,
+            **properties(dtype, chosen),
+        )
+
+    of_dtype = {"deterministic": True} if "deterministic" in options else {"dtype": dtypes[3]}
+    strategies = [{"indices_are_sorted": flag, **more} for flag in (ABSENT, True) for more in ({}, of_dtype)]
     declare(
         Call(
             name=name,
@@ -584,23 +574,8 @@ def declare_reduction(
             sizes=SIZES,
             large_sizes=LARGE_SIZES,
             options={**COMMON, **options},
-            strategy_options=tuple(
-                {"indices_are_sorted": is_sorted, **chosen}
-                for is_sorted in (ABSENT, True)
-                for chosen in ({}, {"deterministic": True} if "deterministic" in options else {"dtype": dtypes[3]})
-            )
-            + ({"plan": "of rows"},),
-            problem=functools.partial(
-                _reduction_problem,
-                reference_of,
-                majorant_of,
-                draw_of,
-                keywords,
-                properties,
-                has_rows,
-                is_selection,
-                data_name,
-            ),
+            strategy_options=(*strategies, {"plan": "of rows"}),
+            problem=problem,
             rules=(*COMMON_RULES, *(BUCKET_RULES if "bucket_size" in options else ()), *rules),
         )
     )
@@ -697,18 +672,9 @@ def _declare_gradient(
     def problem(dtype: str, chosen: Options, sizes: Sizes) -> Problem:
         features = _features(sizes)
         num_segments = sizes["segment"]
-        data = (
-            ()
-            if draw_data is None
-            else (
-                Operand(
-                    "data",
-                    ("row", *features),
-                    draw_data(chosen, sizes),
-                    has_sign=data_is_selection,
-                ),
-            )
-        )
+        data: tuple[Operand, ...] = ()
+        if draw_data is not None:
+            data = (Operand("data", ("row", *features), draw_data(chosen, sizes), has_sign=data_is_selection),)
 
         def bound(gradient: Callable[..., Any]) -> Callable[..., Any]:
             def call(d_output: Any, *data_and_ids: Any) -> Any:
@@ -797,14 +763,11 @@ _declare_gradient(
 
 def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     features = _features(sizes)
-    takes_number = options["num_segments"] is not ABSENT
 
     def of_sign(sign: int) -> Callable[..., Any]:
         def call(d_p: Any, p: Any, ids: Any) -> Any:
-            num_segments = sizes["segment"] if takes_number else max(np.asarray(ids).tolist(), default=-1) + 1
-            return _clipped(lambda d_p, ids, n: _softmax_gradient(sign, d_p, p, ids, n), options["mode"])(
-                d_p, ids, num_segments
-            )
+            gradient = _clipped(lambda d_p, ids, n: _softmax_gradient(sign, d_p, p, ids, n), options["mode"])
+            return gradient(d_p, ids, _num_segments(options, sizes, ids))
 
         return call
 
@@ -982,12 +945,7 @@ def _declare_gathered(
             },
             strategy_options=strategy_options,
             problem=problem,
-            rules=(
-                NO_CLIP_TO_NOTHING,
-                NARROW_IDS,
-                PLAN_HAS_MODE,
-                *rules,
-            ),
+            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *rules),
         )
     )
 
