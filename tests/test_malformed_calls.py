@@ -465,4 +465,4 @@ def test_bad_batch_dims_are_refused(target: str) -> None:
 
     names = [*(x.name for x in good.arrays()), *OTHER_NAMES]
     for how, array, bad in handlers.with_batch_dims(good, (2, 3)).with_other(with_bad_batches):
-        handlers.assert_refused(bad, f"{array.name} {how}", names)
+        handlers.assert_refused(bad, f"{array.name} {how}", *names)

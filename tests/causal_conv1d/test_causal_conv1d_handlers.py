@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from causal_conv1d import reference as convolutions
 from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, in_layout, named_arrays
-from support import handlers
 from support.cases import FLOATING, assert_same_bits
-from support.handlers import Array, Call, with_dtypes
+from support.handlers import Array, Call, assert_refused, with_dtypes
 
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
 
@@ -32,11 +31,6 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
         else rng.normal(size=x.shape).astype(x.aval().dtype)
         for x in call.operands
     }
-
-
-def assert_refused(call: Call, what: str, *names: str) -> None:
-    """Asserts an error that names the target and one of these arguments. Without names, any of the call's arguments."""
-    handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -344,6 +344,13 @@ def test_no_tool_prints_a_line_of_more_than_100_columns(
     assert text.replace("\n", "").isprintable()
 
 
+def ended(tool: Any, arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status of a command line that ends in its parser, and what it printed."""
+    with pytest.raises(SystemExit) as stop:
+        tool.main(arguments)
+    return stop.value.code, "".join(capsys.readouterr())
+
+
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     terminal = io.StringIO()
     terminal.isatty = lambda: True
@@ -466,10 +473,8 @@ def test_interrupted_benchmarks_keep_what_there_is(
 @pytest.mark.parametrize("tool", [benchmarks_main, many_devices])
 def test_benchmarks_say_that_no_name_fits(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.json"
-    with pytest.raises(SystemExit) as stop:
-        tool.main(["--quick", "--only", "nonsense", "--output", str(record)])
-    assert stop.value.code == 2
-    assert "has a name with nonsense" in capsys.readouterr().err
+    status, text = ended(tool, ["--quick", "--only", "nonsense", "--output", str(record)], capsys)
+    assert status == 2 and "has a name with nonsense" in text
     assert not record.exists()
 
 
@@ -484,19 +489,15 @@ REFUSED = [
 def test_arguments_out_of_range(
     tool: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        tool.main(arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    status, text = ended(tool, arguments, capsys)
+    assert status == 2 and message in text
 
 
 @pytest.mark.parametrize("tool", [demo, benchmarks_main, grid_benchmark, many_devices])
 def test_what_cannot_be_written_is_said_first(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, problem in ((tmp_path / "missing" / "file", "there is no folder"), (tmp_path, "is a folder")):
-        with pytest.raises(SystemExit) as stop:
-            tool.main(["--output", str(path)])
-        assert stop.value.code == 2
-        assert "argument --output: " in (text := capsys.readouterr().err) and problem in text
+        status, text = ended(tool, ["--output", str(path)], capsys)
+        assert status == 2 and "argument --output: " in text and problem in text
 
 
 @pytest.mark.parametrize("tool", [benchmarks_main, grid_benchmark, many_devices, kernels])
@@ -507,9 +508,8 @@ def test_help_of_benchmarks_needs_no_device(
     monkeypatch.setattr(jax, "devices", lambda *_: (_ for _ in ()).throw(RuntimeError("none")))
     with pytest.raises(BackendError, match="JAX cannot start a backend"):
         tool.main([])
-    with pytest.raises(SystemExit) as stop:
-        tool.main(["--help"])
-    assert stop.value.code == 0 and "Exit status: 0 if " in capsys.readouterr().out
+    status, text = ended(tool, ["--help"], capsys)
+    assert status == 0 and "Exit status: 0 if " in text
 
 
 RUN_WITHOUT_EDITABLE_INSTALLATION = """
@@ -562,10 +562,8 @@ def test_files_that_cannot_be_used_are_no_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tool", ["report", "check", "race", "demo"])
 def test_help_names_the_exit_statuses(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        importlib.import_module(f"jax_baracuda._tools.{tool}").main(["--help"])
-    assert stop.value.code == 0
-    assert "Exit status: 0 if " in (text := capsys.readouterr().out) and "130 if Ctrl-C" in text.replace("\n", " ")
+    status, text = ended(importlib.import_module(f"jax_baracuda._tools.{tool}"), ["--help"], capsys)
+    assert status == 0 and "Exit status: 0 if " in text and "130 if Ctrl-C" in text.replace("\n", " ")
 
 
 def test_command_line_lists_the_tools() -> None:
@@ -595,7 +593,5 @@ def test_records_of_other_tools_are_refused(reader: str, tmp_path: Path, capsys:
     pytest.importorskip("matplotlib")
     path = tmp_path / "record.json"
     path.write_text('{"devices": 2, "programs": []}')
-    with pytest.raises(SystemExit) as end:
-        importlib.import_module(f"benchmarks.{reader}").main([str(path)])
-    assert end.value.code == 2
-    assert "expected a record with cases or with ratios, got one with devices, programs" in capsys.readouterr().err
+    status, text = ended(importlib.import_module(f"benchmarks.{reader}"), [str(path)], capsys)
+    assert status == 2 and "expected a record with cases or with ratios, got one with devices, programs" in text

@@ -8,9 +8,9 @@ import itertools
 import numpy as np
 import pytest
 from rope.reference import LAYOUTS, SIZES, TARGETS, Rotation, Sizes, good_call, make_features
-from support import cases, handlers
+from support import cases
 from support.cases import FLOATING
-from support.handlers import Call, with_dtypes
+from support.handlers import Call, assert_refused, with_dtypes
 
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
 
@@ -57,11 +57,6 @@ def check(call: Call, operands: dict[str, np.ndarray]) -> None:
                 scale=float(attributes["scale"]),
             )
             rotation.of(x, -1 if call.target.endswith("backward") else 1).check(of_one, f"{call} [{i}]")
-
-
-def assert_refused(call: Call, what: str, *names: str) -> None:
-    """Asserts an error that names the target and one of these arguments. Without names, any of the call's arguments."""
-    handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_other_dtypes_are_refused(target: str) -> None:
         names = [x.name for x in good.arrays()] + ["output"]
         for dtype, array, bad in good.with_other(lambda array: with_dtypes(array, ("int8", "int64", "complex64"))):
             if (array.name, dtype) != (wide, "int64"):
-                handlers.assert_refused(bad, f"{array.name} of {dtype}", names)
+                handlers.assert_refused(bad, f"{array.name} of {dtype}", *names)
 
 
 each_order = pytest.mark.parametrize("is_in_range", [True, False], ids=("one edge", "out of range"))
@@ -281,4 +281,4 @@ def test_edges_that_no_order_names_win_nothing(is_in_range: bool) -> None:
 def test_unsorted_edges_are_refused(target: str) -> None:
     call, _ = good_call(target, indices_are_sorted=True)
     unsorted = dataclasses.replace(call, attributes={**call.attributes, "indices_are_sorted": False})
-    handlers.assert_refused(unsorted, "unsorted", ["indices_are_sorted"])
+    handlers.assert_refused(unsorted, "unsorted", "indices_are_sorted")

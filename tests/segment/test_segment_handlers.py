@@ -32,7 +32,7 @@ def test_bad_dtypes_are_refused(target: str) -> None:
         return with_dtypes(array, ("int16", "complex64", "int8", "bool", "uint8", *of_kernels))
 
     for dtype, array, call in good.with_other(with_other_dtypes):
-        handlers.assert_refused(call, f"{array.name} {dtype}", names)
+        handlers.assert_refused(call, f"{array.name} {dtype}", *names)
 
 
 @pytest.mark.parametrize("target", ["segment_softmax", "segment_softmax_backward"])

@@ -220,10 +220,14 @@ def refusal(call: Call, what: str) -> str:
     pytest.fail(f"{call.target} accepted a call with: {what}")
 
 
-def assert_refused(call: Call, what: str, names: Collection[str]) -> None:
-    """The handler's error names the target and one of these arguments, and what is wrong or what was expected."""
+def assert_refused(call: Call, what: str, *names: str) -> None:
+    """The handler's error names the target and one of these arguments, and what is wrong or what was expected.
+
+    Without names, any of the call's arguments.
+    """
     message = refusal(call, what)
-    assert re.search(rf"{call.target}: ({'|'.join(names)})\b", message), f"{what}: {message}"
+    any_name = "|".join(names or [x.name for x in call.arrays()])
+    assert re.search(rf"{call.target}: ({any_name})\b", message), f"{what}: {message}"
     says = (
         r"has shape \[|has (XLA )?element type|has \d+ (rows|bytes)|expected|attributes for|is missing|is empty where"
     )

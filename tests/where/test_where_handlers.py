@@ -6,9 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support import cases, handlers
+from support import cases
 from support.cases import FLOATING
-from support.handlers import Call, with_dtypes
+from support.handlers import Call, assert_refused, with_dtypes
 from where.reference import (
     GOOD_CALLS,
     GRADIENT_DTYPES,
@@ -22,10 +22,6 @@ from where.reference import (
 )
 
 each_good_call = pytest.mark.parametrize("good", GOOD_CALLS.values(), ids=list(GOOD_CALLS))
-
-
-def assert_refused(call: Call, what: str, *names: str) -> None:
-    handlers.assert_refused(call, what, names or [x.name for x in call.arrays()])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

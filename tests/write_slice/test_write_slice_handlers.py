@@ -91,7 +91,7 @@ def check(call: Call, operands: dict[str, np.ndarray], windows: Sequence[Window]
 
 
 def assert_refused(call: Call, what: str, names: str = NAMES) -> None:
-    handlers.assert_refused(call, what, [names])
+    handlers.assert_refused(call, what, names)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
