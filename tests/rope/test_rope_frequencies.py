@@ -25,58 +25,56 @@ def scaling(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"scaling": {"rope_type": rope_type, **usual, **parameters}}
 
 
-# Arguments other than dim=8, and the expected frequencies and scale.
-BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
-    "no scaling": ({}, PLAIN, 1.0),
-    "no parameters": ({"scaling": {}}, PLAIN, 1.0),
-    "default": (scaling("default"), PLAIN, 1.0),
-    "base": ({"dim": 4, "base": 100}, [1, 0.1], 1.0),
-    "base in the parameters": ({"dim": 4, "scaling": {"rope_theta": 100.0}}, [1, 0.1], 1.0),
-    "base in both": ({"dim": 4, "base": 100.0, "scaling": {"rope_theta": 100}}, [1, 0.1], 1.0),
-    "part": ({"dim": 16, **scaling("default", partial_rotary_factor=0.5)}, PLAIN, 1.0),
+OF_YARN, SCALE_OF_YARN = [1, 0.1, 0.00625, 0.00025], 0.1 * math.log(4) + 1
+"""The frequencies and the scale of YARN."""
+
+# Arguments other than dim=8, the expected frequencies, and the scale if it is not 1.
+BY_HAND: dict[str, tuple[Any, ...]] = {
+    "no scaling": ({}, PLAIN),
+    "no parameters": ({"scaling": {}}, PLAIN),
+    "default": (scaling("default"), PLAIN),
+    "base": ({"dim": 4, "base": 100}, [1, 0.1]),
+    "base in the parameters": ({"dim": 4, "scaling": {"rope_theta": 100.0}}, [1, 0.1]),
+    "base in both": ({"dim": 4, "base": 100.0, "scaling": {"rope_theta": 100}}, [1, 0.1]),
+    "part": ({"dim": 16, **scaling("default", partial_rotary_factor=0.5)}, PLAIN),
     # 0.4 of 8 features are 3, and the last one gets a frequency, too.
-    "odd part": ({"base": 8, "scaling": {"partial_rotary_factor": 0.4}}, [1, 0.25], 1.0),
-    "linear": (scaling("linear", factor=4), [0.25, 0.025, 0.0025, 0.00025], 1.0),
-    "older name": ({"dim": 4, "scaling": {"type": "linear", "factor": 4}}, [0.25, 0.0025], 1.0),
-    "both names": ({"dim": 4, "scaling": {"type": "mrope", "rope_type": "linear", "factor": 4}}, [0.25, 0.0025], 1.0),
+    "odd part": ({"base": 8, "scaling": {"partial_rotary_factor": 0.4}}, [1, 0.25]),
+    "linear": (scaling("linear", factor=4), [0.25, 0.025, 0.0025, 0.00025]),
+    "older name": ({"dim": 4, "scaling": {"type": "linear", "factor": 4}}, [0.25, 0.0025]),
+    "both names": ({"dim": 4, "scaling": {"type": "mrope", "rope_type": "linear", "factor": 4}}, [0.25, 0.0025]),
     "linear part": (
         {"dim": 16, **scaling("linear", factor=4, partial_rotary_factor=0.5)},
         [0.25, 0.025, 0.0025, 0.00025],
-        1.0,
     ),
     # The base is multiplied by (2 * 150 / 100 - 1)^(4/2) = 4.
     "dynamic": (
         {"dim": 4, "base": 16, "seq_len": 150, "max_position_embeddings": 100, **scaling("dynamic", factor=2.0)},
         [1, 1 / 8],
-        1.0,
     ),
     "dynamic, length among the parameters": (
         {"dim": 4, "base": 16, "seq_len": 150, **scaling("dynamic", factor=2.0, original_max_position_embeddings=100)},
         [1, 1 / 8],
-        1.0,
     ),
     "dynamic within the trained length": (
         {"dim": 4, "base": 16, "seq_len": 99, "max_position_embeddings": 100, **scaling("dynamic", factor=2.0)},
         [1, 1 / 4],
-        1.0,
     ),
-    "dynamic, any length": ({"dim": 4, "base": 16, **scaling("dynamic", factor=2.0)}, [1, 1 / 4], 1.0),
+    "dynamic, any length": ({"dim": 4, "base": 16, **scaling("dynamic", factor=2.0)}, [1, 1 / 4]),
     "dynamic, one pair": (
         {"dim": 2, "seq_len": 150, "max_position_embeddings": 100, **scaling("dynamic", factor=2.0)},
         [1],
-        1.0,
     ),
     # 32 turns in 4096 positions are at pair 1.31, truncated to 1. One turn is at pair 2.81, rounded up to 3.
-    "yarn": (scaling("yarn"), [1, 0.1, 0.00625, 0.00025], 1.1386294361),
+    "yarn": (scaling("yarn"), OF_YARN, SCALE_OF_YARN),
     "yarn, factor from the lengths": (
         {"max_position_embeddings": 16384, **scaling("yarn", factor=None)},
-        [1, 0.1, 0.00625, 0.00025],
-        1.1386294361,
+        OF_YARN,
+        SCALE_OF_YARN,
     ),
     "yarn, original length from the model": (
         {"scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 4096},
-        [1, 0.1, 0.00625, 0.00025],
-        1.1386294361,
+        OF_YARN,
+        SCALE_OF_YARN,
     ),
     "longrope, original length from the model": (
         {
@@ -89,35 +87,30 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         [1 / 4, 1 / 32],
         math.sqrt(1.5),
     ),
-    "yarn that shrinks": (scaling("yarn", factor=0.5), [1, 0.1, 0.015, 0.002], 1.0),
+    "yarn that shrinks": (scaling("yarn", factor=0.5), [1, 0.1, 0.015, 0.002]),
     # The ramp goes from pair 1.3090 to 2.8142: pair 2 is at 0.4591 of it.
-    "yarn without truncation": (scaling("yarn", truncate=False), [1, 0.1, 0.006557, 0.00025], 1.1386294361),
+    "yarn without truncation": (scaling("yarn", truncate=False), [1, 0.1, 0.006557, 0.00025], SCALE_OF_YARN),
     # 4096 / (2 pi) turns are at pair 0, one half at pair 3.12, rounded up to 4.
     "yarn with other bounds": (
         scaling("yarn", beta_fast=4096 / (2 * math.pi), beta_slow=0.5),
         [1, 0.1 * (0.75 + 0.25 / 4), 0.01 * (0.5 + 0.5 / 4), 0.001 * (0.25 + 0.75 / 4)],
-        1.1386294361,
+        SCALE_OF_YARN,
     ),
-    "yarn with a scale": (scaling("yarn", attention_factor=0.5, mscale=3.0), [1, 0.1, 0.00625, 0.00025], 0.5),
-    "yarn, scales of DeepSeek": (scaling("yarn", mscale=1.0, mscale_all_dim=1.0), [1, 0.1, 0.00625, 0.00025], 1.0),
+    "yarn with a scale": (scaling("yarn", attention_factor=0.5, mscale=3.0), OF_YARN, 0.5),
+    "yarn, scales of DeepSeek": (scaling("yarn", mscale=1.0, mscale_all_dim=1.0), OF_YARN),
     "yarn, other scales of DeepSeek": (
         scaling("yarn", mscale=2.0, mscale_all_dim=1.0),
-        [1, 0.1, 0.00625, 0.00025],
-        1.2772588722 / 1.1386294361,
+        OF_YARN,
+        1.2772588722 / SCALE_OF_YARN,
     ),
-    "yarn, one scale of DeepSeek is absent": (
-        scaling("yarn", mscale=2.0, mscale_all_dim=0),
-        [1, 0.1, 0.00625, 0.00025],
-        1.1386294361,
-    ),
+    "yarn, one scale of DeepSeek is absent": (scaling("yarn", mscale=2.0, mscale_all_dim=0), OF_YARN, SCALE_OF_YARN),
     # Pair 1 turns 2.5 times in 8192 positions, half of the way from 1 to 4.
     "llama3": (
         {"dim": 4, "base": (8192 / (5 * math.pi)) ** 2, **scaling("llama3")},
         [1, 5 * math.pi / 8192 * (1 / 2 + 1 / 16)],
-        1.0,
     ),
     # Pair 1 turns less than once.
-    "llama3, slow": ({"dim": 4, "base": 1e8, **scaling("llama3")}, [1, 1e-4 / 8], 1.0),
+    "llama3, slow": ({"dim": 4, "base": 1e8, **scaling("llama3")}, [1, 1e-4 / 8]),
     "longrope": (
         {"dim": 4, "base": 100, "max_position_embeddings": 1024, **scaling("longrope")},
         [1, 0.05],
@@ -134,10 +127,10 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         math.sqrt(1.25),
     ),
     "longrope with a scale": ({"dim": 4, "base": 100, **scaling("longrope", attention_factor=1.19)}, [1, 0.05], 1.19),
-    "longrope, not longer": ({"dim": 4, "base": 100, **scaling("longrope", factor=0.5)}, [1, 0.05], 1.0),
+    "longrope, not longer": ({"dim": 4, "base": 100, **scaling("longrope", factor=0.5)}, [1, 0.05]),
     # The base is multiplied by 9^(4/2) = 81 for every length.
-    "dynamic with alpha": ({"dim": 4, "base": 16, "seq_len": 10**6, **scaling("dynamic", alpha=9.0)}, [1, 1 / 36], 1.0),
-    "dynamic with alpha, one pair": ({"dim": 2, **scaling("dynamic", alpha=9.0)}, [1], 1.0),
+    "dynamic with alpha": ({"dim": 4, "base": 16, "seq_len": 10**6, **scaling("dynamic", alpha=9.0)}, [1, 1 / 36]),
+    "dynamic with alpha, one pair": ({"dim": 2, **scaling("dynamic", alpha=9.0)}, [1]),
     "longrope with a scale for each length": (
         {"dim": 4, "base": 100, **scaling("longrope", short_mscale=1.25, long_mscale=2)},
         [1, 0.05],
@@ -148,17 +141,12 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         [1 / 4, 0.1 / 8],
         2.0,
     ),
-    "yarn, its scale multiplied": (scaling("yarn", attn_factor=0.5), [1, 0.1, 0.00625, 0.00025], 0.56931471806),
-    "yarn, its scale given and not multiplied": (
-        scaling("yarn", attn_factor=0.5, attention_factor=3),
-        [1, 0.1, 0.00625, 0.00025],
-        3.0,
-    ),
+    "yarn, its scale multiplied": (scaling("yarn", attn_factor=0.5), OF_YARN, 0.56931471806),
+    "yarn, its scale given and not multiplied": (scaling("yarn", attn_factor=0.5, attention_factor=3), OF_YARN, 3.0),
     # Pair 1 turns twice in 8192 positions, pair 2 less than once.
     "llama3, bounds are equal": (
         {"dim": 6, "base": (8192 / (4 * math.pi)) ** 3, **scaling("llama3", high_freq_factor=1.0, low_freq_factor=1.0)},
         [1, 4 * math.pi / 8192, (4 * math.pi / 8192) ** 2 / 8],
-        1.0,
     ),
     "lengths are floats": (
         {
@@ -171,28 +159,23 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float], float]] = {
         [1 / 4, 0.1 / 8],
         math.sqrt(1.25),
     ),
-    "proportional": (scaling("proportional", partial_rotary_factor=0.5, rope_theta=10000.0), [1, 0.1, 0, 0], 1.0),
+    "proportional": (scaling("proportional", partial_rotary_factor=0.5, rope_theta=10000.0), [1, 0.1, 0, 0]),
     "proportional with a factor": (
         scaling("proportional", partial_rotary_factor=0.9, factor=2.0),
         [0.5, 0.05, 0.005, 0],
-        1.0,
     ),
-    "proportional, all": (scaling("proportional"), PLAIN, 1.0),
-    "keys without values": (
-        scaling("yarn", attention_factor=None, truncate=None),
-        [1, 0.1, 0.00625, 0.00025],
-        1.1386294361,
-    ),
+    "proportional, all": (scaling("proportional"), PLAIN),
+    "keys without values": (scaling("yarn", attention_factor=None, truncate=None), OF_YARN, SCALE_OF_YARN),
 }
 
 
 @pytest.mark.parametrize("case", BY_HAND)
 def test_by_hand(case: str) -> None:
-    arguments, expected, expected_scale = BY_HAND[case]
+    arguments, expected, *scales = BY_HAND[case]
     inv_freq, scale = rope_frequencies(**({"dim": 8} | arguments))
     assert inv_freq.dtype == np.float64 and type(scale) is float
     np.testing.assert_allclose(inv_freq, expected, rtol=2e-5 if case == "yarn without truncation" else 1e-12)
-    assert scale == pytest.approx(expected_scale, rel=1e-9)
+    assert scale == pytest.approx(*scales or [1.0], rel=1e-9)
 
 
 @pytest.mark.parametrize("dim", [2, 64, 96, 128, 256])
