@@ -34,7 +34,7 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import joint_size
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
-from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
+from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -156,10 +156,6 @@ def where_backward(
 # Reference in plain JAX. From here on, arrays have equal ranks.
 
 
-def _reference_where(a: Array, b: Array, cond: Array) -> tuple[Array]:
-    return (_select(cond, a, b),)
-
-
 def _select(cond: Array, a: Array, b: Array) -> Array:
     return of_bits(jnp.where(cond, as_bits(a), as_bits(b)), a.dtype)
 
@@ -180,11 +176,6 @@ WITHOUT_ZERO = frozenset({"float8_e8m0fnu"})
 MAX_DIMENSIONS = 32
 
 DIMENSIONS = ("...",)
-
-
-def _joint_shape(*operands: Any) -> Shape:
-    """The shape to which operands of equal ranks broadcast."""
-    return tuple(joint_size(*sizes) for sizes in zip(*(x.shape for x in operands), strict=True))
 
 
 def _limit_of_rank(*operands: Any) -> str | None:
@@ -215,7 +206,8 @@ def _shape_parameters(dtype: Any, **shapes: Shape) -> dict[str, int]:
 
 
 def _plan_parameters(a: Any, b: Any, cond: Any) -> dict[str, int]:
-    return _shape_parameters(a.dtype, output=_joint_shape(a, b, cond), a=a.shape, b=b.shape, cond=cond.shape)
+    output = tuple(joint_size(*sizes) for sizes in zip(a.shape, b.shape, cond.shape, strict=True))
+    return _shape_parameters(a.dtype, output=output, a=a.shape, b=b.shape, cond=cond.shape)
 
 
 def _backward_plan_parameters(d_output: Any, cond: Any, **axes: Axes) -> dict[str, int]:
@@ -242,11 +234,6 @@ def _shard_backward(
     return total(da, a_axes), total(db, b_axes)
 
 
-def _transpose_where(avals: Sequence[Any], cotangents: Sequence[Array], cond: Array) -> Sequence[Array]:
-    [d_output] = cotangents
-    return _cotangents(d_output, cond, *(x.shape for x in avals))
-
-
 def _transpose_backward(
     avals: Sequence[Any], cotangents: Sequence[Array], cond: Array, *, a_axes: Axes, b_axes: Axes
 ) -> Sequence[Array]:
@@ -254,11 +241,6 @@ def _transpose_backward(
     [result] = WHERE(*(x.astype(d_output.dtype) for x in cotangents), cond)
     shape = d_output.shape
     return (result if result.shape == shape else reshard_like(jnp.broadcast_to(result, shape), d_output),)
-
-
-def _backward_guarantee(dtype: str, platform: str) -> Guarantee:
-    """The guarantee of sums for dtypes that kernels sum. Elements that are not summed are exact."""
-    return accumulated(dtype, platform) if dtype in FLOATING_DTYPES else EXACT
 
 
 # H100, time of plain JAX / kernel: 0.53 between elementwise operations (13 loops), 0.95 alone up to 64 MB (13 loops).
@@ -273,7 +255,7 @@ WHERE = Op(
     name="where",
     operands={"a": DIMENSIONS, "b": DIMENSIONS, "cond": DIMENSIONS},
     results={"output": DIMENSIONS},
-    reference=_reference_where,
+    reference=lambda a, b, cond: (_select(cond, a, b),),
     dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES | WITHOUT_ZERO | INTEGER_DTYPES | {"bool"},
     guarantee=EXACT,
     plan_parameters=_plan_parameters,
@@ -281,7 +263,7 @@ WHERE = Op(
     xla_rules=_RULES,
     broadcasts=("a", "b", "cond"),
     linear=("a", "b"),
-    transpose=_transpose_where,
+    transpose=lambda avals, d_outputs, cond: _cotangents(d_outputs[0], cond, *(x.shape for x in avals)),
 )
 
 WHERE_BACKWARD = Op(
@@ -291,7 +273,8 @@ WHERE_BACKWARD = Op(
     result_types=_backward_types,
     reference=_reference_backward,
     dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES,
-    guarantee=_backward_guarantee,
+    # Of sums, for dtypes that kernels sum. Elements that are not summed are exact.
+    guarantee=lambda dtype, platform: accumulated(dtype, platform) if dtype in FLOATING_DTYPES else EXACT,
     plan_parameters=_backward_plan_parameters,
     shard_program=_shard_backward,
     limit=_limit_of_backward,

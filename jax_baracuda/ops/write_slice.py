@@ -348,10 +348,6 @@ def _plan_parameters(*operands: Any, ranks: Sequence[int], windows: Sequence[Win
     return parameters
 
 
-def _limit(*operands: Any, ranks: Sequence[int]) -> str | None:
-    return f"an array has more than {MAX_AXES} axes" if max(ranks) > MAX_AXES else None
-
-
 def _split_windows(
     axes: ShardAxes, windows: Sequence[Window]
 ) -> tuple[tuple[Window, ...], list[Array], list[MeshAxes]]:
@@ -408,7 +404,7 @@ _common = {
     "guarantee": EXACT,
     "attributes": ("windows", "drop"),
     "plan_parameters": _plan_parameters,
-    "limit": _limit,
+    "limit": lambda *_, ranks: f"an array has more than {MAX_AXES} axes" if max(ranks) > MAX_AXES else None,
     "replicated_dims": lambda *, windows: tuple(map(_window_dimension, windows)),
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }

@@ -221,10 +221,6 @@ def _operands_of_dot(*, has_edge_order: bool) -> NamedDimensions:
     return operands | {"edge_order": ("edge",)} if has_edge_order else operands
 
 
-def _plan_parameters_of_dot(d_output: Any, data: Any, gather_ids: Any, segment_ids: Any, *_: Any) -> dict[str, int]:
-    return {**plan_parameters(data, segment_ids, num_segments=d_output.shape[0]), "heads": data.shape[1]}
-
-
 def _transpose_dot(
     avals: Sequence[Any],
     d_outputs: Sequence[Array],
@@ -258,7 +254,10 @@ GATHER_SEGMENT_DOT = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     attributes=("is_wide", "has_edge_order"),
-    plan_parameters=_plan_parameters_of_dot,
+    plan_parameters=lambda d_output, data, gather_ids, segment_ids, *_: {
+        **plan_parameters(data, segment_ids, num_segments=d_output.shape[0]),
+        "heads": data.shape[1],
+    },
     replicated_dims=replicated_dims,
     reduction_dims=("feature",),
     shard_program=functools.partial(sum_over_split_dim, "feature"),

@@ -110,7 +110,8 @@ class SegmentPlan:
             rows, _ = canonical_edges(name, gather_ids, segments, self.num_rows, self.num_segments)
         expected = _plan_of_ids(segments, self.num_segments, rows, self.num_rows)
         for field in ("edge_segment_ids", "edge_gather_ids", *(field.name for field in dataclasses.fields(self))):
-            own, right = (_host_value(getattr(plan, field)) for plan in (self, expected))
+            values = (getattr(plan, field) for plan in (self, expected))
+            own, right = (np.asarray(x) if isinstance(x, jax.Array) else x for x in values)
             if not np.array_equal(own, right):
                 raise ValueError(f"{name}: {field} is not that of these ids: got {own}, expected {right}")
 
@@ -196,10 +197,6 @@ def _summary(value: Any) -> str:
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         return repr(value)
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-
-
-def _host_value(value: Any) -> Any:
-    return np.asarray(value) if isinstance(value, jax.Array) else value
 
 
 def check_plan(name: str, plan: Any, **belonging: Any) -> None:
@@ -288,12 +285,9 @@ def _move(is_inverse: bool, *, rows: Array, order: Array) -> Array:
     return move(rows, order)[0]
 
 
-def _move_forward(is_inverse: bool, *, rows: Array, order: Array) -> tuple[Array, Array]:
-    return _move(is_inverse, rows=rows, order=order), order
-
-
-def _move_back(is_inverse: bool, order: Array, cotangent: Array) -> dict[str, Array]:
-    return {"rows": _permutation(not is_inverse, rows=cotangent, order=order)}
-
-
-_permutation = KernelVjp("permutation", _move, _move_forward, _move_back)
+_permutation = KernelVjp(
+    "permutation",
+    _move,
+    lambda is_inverse, *, rows, order: (_move(is_inverse, rows=rows, order=order), order),
+    lambda is_inverse, order, cotangent: {"rows": _permutation(not is_inverse, rows=cotangent, order=order)},
+)

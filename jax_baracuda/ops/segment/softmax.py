@@ -177,10 +177,6 @@ MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
 """The lower bound of each summed exponential, by bytes per number: a sum of 0 then means a segment without rows."""
 
 
-def _reference_of_exponentials(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
-    return (xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),)
-
-
 def _weighted_cotangents(probabilities: Array, d_output: Array) -> Array:
     dtype = accumulation_dtype(probabilities.dtype)
     return probabilities.astype(dtype) * d_output.astype(dtype)
@@ -238,11 +234,6 @@ _RANGES_OF_SUMS = {4: (2.0**-50, 2.0**64), 8: (2.0**-64, 2.0**1000)}
 sums are in range, and the devices need not compute and exchange maxima."""
 
 
-def _shard_program_of_exponentials(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
-    [local] = kernel(data, ids)
-    return (sum_over_axes(local, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else local,)
-
-
 def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, probabilities: Array, d_output: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
@@ -270,11 +261,16 @@ _COMMON: dict[str, Any] = {
 SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
     "segment_sum_of_exponentials",
     results={"output": CELLS},
-    reference=_reference_of_exponentials,
+    reference=lambda data, ids, *, num_segments: (
+        xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),
+    ),
     dtypes=frozenset({"float32", "float64"}),
     guarantee=sum_guarantee,
     attributes=("deterministic",),
-    shard_program=_shard_program_of_exponentials,
+    shard_program=lambda kernel, axes, *operands: [
+        sum_over_axes(x, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else x
+        for x in kernel(*operands)
+    ],
 )
 """Lets devices that share segments exchange sums alone, without maxima."""
 

@@ -280,10 +280,6 @@ def _flat(d_output: Array, ids: Array) -> tuple[Array, Array]:
     return d_output.reshape(math.prod(ids.shape), *d_output.shape[ids.ndim :]), ids.reshape(-1)
 
 
-def _program(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **params: Any) -> Sequence[Array]:
-    return SEGMENT_SUM.kernel(*_flat(d_output, ids), num_segments=num_rows, **params)
-
-
 def _shard_program(
     kernel: ShardKernel, axes: ShardAxes, d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **params: Any
 ) -> Sequence[Array]:
@@ -319,6 +315,8 @@ TAKE_ROWS_BACKWARD = Op(
         ids_operand=1,
         size="num_rows",
     ),
-    program=_program,
+    program=lambda d_output, ids, *, num_rows, ids_ndim, **params: SEGMENT_SUM.kernel(
+        *_flat(d_output, ids), num_segments=num_rows, **params
+    ),
     transpose=_transpose,
 )
