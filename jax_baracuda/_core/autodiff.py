@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
@@ -305,7 +304,7 @@ def _batch_transposed(
     def mapped(function: Callable[..., Any], num_linear: int) -> Callable[..., Any]:
         return jax.vmap(function, (*axes[:num_residuals], *[0] * num_linear), axis_size=size)
 
-    batched = mapped(jaxpr_as_fun(jaxpr), len(tangents))
+    batched = mapped(jax_versions.jaxpr_as_fun(jaxpr), len(tangents))
     results = _transposed_p.bind(
         *residuals,
         *tangents,
@@ -328,7 +327,7 @@ def _jvp_of_transposed(
     if any(not isinstance(x, ad.Zero) for x in tangents[:num_residuals]):
 
         def of_residuals(*residuals: jax.Array) -> list[jax.Array]:
-            return jaxpr_as_fun(params["jaxpr"])(*residuals, *primals[num_residuals:])
+            return jax_versions.jaxpr_as_fun(params["jaxpr"])(*residuals, *primals[num_residuals:])
 
         _, by_residuals = jvp_of_nonzero(of_residuals, primals[:num_residuals], tangents[:num_residuals])
         result_tangents = list(map(ad.add_tangents, result_tangents, by_residuals))

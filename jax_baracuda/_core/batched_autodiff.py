@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
@@ -178,7 +177,7 @@ def _jvp_of_call(
 def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _Call, jaxpr: Any) -> list[Any]:
     """For a call that is linear in some arrays: transposes the ops in its jaxpr."""
     linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
-    function = with_fixed(jaxpr_as_fun(jaxpr), arrays, linear)
+    function = with_fixed(jax_versions.jaxpr_as_fun(jaxpr), arrays, linear)
     transpose = jax.linear_transpose(function, *(arrays[i].aval for i in linear))
     results: dict[int, Any] = dict(zip(linear, transpose([ad.instantiate_zeros(x) for x in cotangents]), strict=True))
     return [results.get(i) for i in range(len(arrays))]

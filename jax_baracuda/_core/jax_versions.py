@@ -11,14 +11,26 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_baracuda._core.identity import digest
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Primitive
+
+
+def new_primitive(name: str) -> Primitive:
+    """A primitive of this name. Importing the public class, from ``jax.extend``, is slow: it imports Pallas."""
+    try:
+        from jax._src.core import Primitive
+    except ImportError:
+        from jax.extend.core import Primitive
+
+    return Primitive(name)
 
 
 def primitive_of(
@@ -31,7 +43,7 @@ def primitive_of(
     transpose: Callable[..., Any],
 ) -> Primitive:
     """A primitive for a function in plain JAX, with these rules. `run` and `types` return lists."""
-    primitive = Primitive(name)
+    primitive = new_primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(run)
     primitive.def_abstract_eval(types)
@@ -49,6 +61,13 @@ def program_primitive(name: str, **rules: Callable[..., Any]) -> Primitive:
         return jaxpr_as_fun(jaxpr)(*operands)
 
     return primitive_of(name, run, lambda *_, jaxpr, **__: jaxpr.out_avals, **rules)
+
+
+def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """A traced program as a function. ``jax.extend`` is imported here, for the reason above."""
+    from jax.extend.core import jaxpr_as_fun
+
+    return jaxpr_as_fun(jaxpr)
 
 
 def apply_primitive(primitive: Primitive, *operands: Any, **params: Any) -> Any:

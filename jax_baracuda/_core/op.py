@@ -8,13 +8,12 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_baracuda._core import jax_versions, rules
@@ -26,6 +25,9 @@ from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, current_selection, selecting
 from jax_baracuda._core.sharding import NamedShapes, spec_entries
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 Shape = tuple[int, ...]
 ShapeAndDtype = tuple[Shape, Any]
@@ -184,7 +186,7 @@ class Op:
         return primitive
 
     def _primitive(self, name: str) -> Primitive:
-        primitive = Primitive(name)
+        primitive = jax_versions.new_primitive(name)
         primitive.multiple_results = True
         primitive.def_abstract_eval(lambda *types, **params: OpCall(self, types, params).result_avals())
 
