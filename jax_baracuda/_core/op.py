@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from jax_baracuda._core import jax_versions, rules
 from jax_baracuda._core.arrays import element_bits, in_automatic_mode
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Rule
+from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
@@ -35,21 +35,6 @@ Dimensions = tuple[str, ...]
 """The names of an array's dimensions. A last name "..." stands for any number of trailing dimensions."""
 NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by name and in order."""
-
-
-def with_named(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function of a definition, given the params that it names."""
-    names = _params_of(function)
-    return functools.partial(function, **{name: x for name, x in params.items() if names is None or name in names})
-
-
-@functools.cache
-def _params_of(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names of a function's keyword-only arguments; None if it takes any name."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -342,6 +327,13 @@ class OpCall:
         """The value of a field of the definition: a field that is a function is called with the params."""
         return self.bound(field)() if callable(field) else field
 
+    @functools.cached_property
+    def replicated_dims(self) -> tuple[str, ...]:
+        """The dimensions that must not be split over devices, with "..." written out."""
+        dims: tuple[str, ...] = self.resolve(self.op.replicated_dims)
+        unnamed = (name for name in self.named_shapes.sizes if name.startswith("..."))
+        return (*dims, *unnamed) if "..." in dims else dims
+
     def result_types(self) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results, with the batch dimensions."""
         types = self.bound(self.op.result_types)(*self.own_operands) if self.op.result_types else self._named_types()
@@ -355,7 +347,7 @@ class OpCall:
             return [jax_versions.result_aval(self.operands[0], shape, dtype, None) for shape, dtype in types]
         has_mesh = next(aval for aval, spec in zip(self.operands, specs, strict=True) if spec is not None)
         shapes = self.named_shapes
-        assignment = shapes.assign([*specs, *(None for _ in types)], self.resolve(self.op.replicated_dims))
+        assignment = shapes.assign([*specs, *(None for _ in types)], self.replicated_dims)
         return [
             jax_versions.result_aval(has_mesh, shape, dtype, spec_entries(names, assignment))
             for (shape, dtype), names in zip(types, shapes.results, strict=True)

@@ -13,6 +13,8 @@ from jax.interpreters import ad
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
+from jax_baracuda._core.derivatives import tangent_op
+from jax_baracuda._core.functions import with_fixed
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
@@ -45,18 +47,6 @@ def _varying_reference(call: OpCall, *operands: jax.Array) -> list[jax.Array]:
     return list(jax_versions.unify_varying(*operands, *call.reference(*operands))[len(operands) :])
 
 
-def with_fixed(function: Callable[..., Any], operands: Sequence[Any], free: Sequence[int]) -> Callable[..., Any]:
-    """A function of the operands at the positions `free`, with the others fixed."""
-
-    def of_free(*free_operands: jax.Array) -> Any:
-        all_operands = list(operands)
-        for i, x in zip(free, free_operands, strict=True):
-            all_operands[i] = x
-        return function(*all_operands)
-
-    return of_free
-
-
 def jvp_of_nonzero(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """``jax.jvp`` with respect to the primals whose tangents are not symbolic zeros."""
     nonzero = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
@@ -87,6 +77,12 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
             return call.bound(tangent_of)(first, arrays[: len(primals)], arrays[len(primals) :])
 
         result_tangents = _map_over_batch(call, tangent, tangents[0], *primals, *results)
+    elif any(jnp.issubdtype(x.dtype, jnp.integer) for x in primals):
+        inexact = tuple(i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact))
+        tangents_of = tangent_op(op, len(primals), tuple(nonzero_tangents), inexact).primitive
+        given = jax_versions.unify_varying(*primals, *(tangents[i] for i in nonzero_tangents))
+        pushed = dict(zip(inexact, tangents_of.bind(*given, **call.all_params), strict=True))
+        result_tangents = [reshard_like(pushed[i], jax.typeof(x)) if i in pushed else x for i, x in enumerate(results)]
     else:
         _, result_tangents = jvp_of_nonzero(functools.partial(_varying_reference, call), primals, tangents)
     return results, [

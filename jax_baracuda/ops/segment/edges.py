@@ -15,7 +15,8 @@ from jax import Array
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Traits
-from jax_baracuda._core.op import NamedDimensions, Op, with_named
+from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes
 from jax_baracuda.ops.segment.cells import gather_or_zeros
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits

@@ -36,8 +36,9 @@ from jax_baracuda._core.dispatch import (
     unsorted,
 )
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op, with_named
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (

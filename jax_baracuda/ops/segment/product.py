@@ -18,7 +18,8 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.op import Op, with_named
+from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -296,25 +295,14 @@ class Plan:
     def _may_split(self, name: str, axes: tuple[str, ...]) -> bool:
         """Whether these mesh axes may split a dimension.
 
-        Uneven splits are possible only inside an automatic program. There, XLA itself loses the sign of -0 if some
-        devices hold nothing of the dimension. For convolutions in plain JAX, XLA's CPU compiler gets some derivatives
-        of packed sequences wrong if time is split (its older fusion emitters get them right), and XLA's partitioner
-        aborts on some derivatives with respect to a filter with split taps. It also aborts on gathers along one
-        dimension of an array if two axes split the other dimension (``jnp.take_along_axis``). If it splits rows
-        unevenly, ``jax.ops.segment_max`` takes the padding for rows.
+        Uneven splits are possible only inside an automatic program. XLA's partitioner aborts on some derivatives of
+        convolutions in plain JAX with respect to a filter with split taps.
         """
         assert self.mesh is not None
-        if self._is_partly_plain_gradient():
-            if name == "time" and "segment_ids" in dict(self.case.options) and jax.default_backend() == "cpu":
-                return False
-            if name == "tap" and self.case.sharding == "auto":
-                return False
-        is_automatic_plain_jax = self.case.sharding == "auto" and self.case.implementation != "kernel"
-        if is_automatic_plain_jax and name.startswith("feature") and len(axes) > 1:
+        if name == "tap" and self.case.sharding == "auto" and self._is_partly_plain_gradient():
             return False
         size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in axes)
-        takes_padding = self.case.implementation == "xla" and re.search("max|min|attention", self.case.op)
-        if self.case.sharding == "auto" and self.case.transformation != "eager" and not takes_padding:
+        if self.case.sharding == "auto" and self.case.transformation != "eager":
             return size >= shards
         return shards == 1 or (size > 0 and size % shards == 0)
 
@@ -706,13 +694,13 @@ class Compiled:
         return [_without_subnormals(x) for x in arrays] if self._loses_subnormals() else arrays
 
     def _loses_subnormals(self) -> bool:
-        """Whether XLA may treat subnormal numbers as zeros in mere copies: its partitioner gathers rows by sums over
-        devices, and CPUs with AVX512-BF16 convert bfloat16 so."""
+        """Whether XLA may treat subnormal numbers as zeros in mere copies. Its partitioner gathers rows by sums over
+        devices; only take_rows is left to it. CPUs with AVX512-BF16 convert bfloat16 so, also to move arrays."""
         case = self.case
         is_split = case.sharding in ("auto", "explicit", "partly manual")
-        if case.implementation == "kernel":  # XLA still moves operands and results between devices
-            return is_split and case.dtype == "bfloat16"
-        return is_split or case.dtype == "bfloat16"
+        if case.dtype == "bfloat16":
+            return is_split or case.implementation != "kernel"
+        return is_split and case.op == "take_rows"
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
@@ -798,8 +786,7 @@ class Compiled:
                 wide, rounded = _wide(got), _wide(want.astype(dtype))
                 fits = (wide == rounded) | (np.isnan(wide) & np.isnan(rounded))
                 # XLA's partitioner gathers rows by sums over devices, which lose the sign of -0. take_rows is XLA's.
-                is_split_by_xla = self.case.implementation != "kernel" or self.case.op == "take_rows"
-                keeps_sign = self.case.sharding == "single" or not is_split_by_xla
+                keeps_sign = self.case.sharding == "single" or self.case.op != "take_rows"
                 if output.kind == "value" and is_floating(dtype) and keeps_sign:
                     fits &= (np.signbit(wide) == np.signbit(rounded)) | np.isnan(wide)
             _report(where, fits, got, want, None)

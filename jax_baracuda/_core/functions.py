@@ -1,0 +1,37 @@
+"""Functions with some of their arguments given."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+
+def with_named(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of a definition, given the params that it names."""
+    names = _params_of(function)
+    return functools.partial(function, **{name: x for name, x in params.items() if names is None or name in names})
+
+
+@functools.cache
+def _params_of(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The names of a function's keyword-only arguments; None if it takes any name."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
+
+def with_fixed(function: Callable[..., Any], operands: Sequence[Any], free: Sequence[int]) -> Callable[..., Any]:
+    """A function of the operands at the positions `free`, with the others fixed."""
+
+    def of_free(*free_operands: jax.Array) -> Any:
+        all_operands = list(operands)
+        for i, x in zip(free, free_operands, strict=True):
+            all_operands[i] = x
+        return function(*all_operands)
+
+    return of_free
