@@ -4,9 +4,6 @@ Each angle is computed on the fly from the position and the pair's frequency, wi
 position of a million is as exact as position one. Kernels use no tables. Plain JAX, which XLA fuses with its
 neighbours, reads sines and cosines from constants if positions and frequencies are known. The transpose of a rotation
 is the inverse rotation, so the gradient is the same kernel, and only the positions are kept for it.
-
-The file reads top to bottom: public functions, reference in plain JAX, the op, derivative rules, canonicalisation of
-arguments.
 """
 
 from __future__ import annotations
@@ -87,12 +84,14 @@ def rope(
 
     Returns:
       The rotated features, with the shape and dtype of `x`.
-      If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
 
     Raises:
       TypeError: an argument is not an array or number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
         `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
+
+    In place: if `jax.jit` donates an array that is passed to this function unchanged, the result is written to its
+    memory.
 
     Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
     float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
@@ -178,7 +177,6 @@ def rope_qk(
 
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
-      If `jax.jit` donates an array that is passed to this function unchanged, the result is written to its memory.
 
     Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
 

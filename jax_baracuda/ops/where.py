@@ -2,9 +2,6 @@
 
 Elements are moved as bytes, so every dtype of whole bytes has kernels. Operands are broadcast inside the kernels, never
 in memory.
-
-The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments.
 """
 
 from __future__ import annotations

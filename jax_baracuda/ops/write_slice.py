@@ -2,9 +2,6 @@
 
 If the array is donated or carried by a loop, it is updated in its own memory, and no byte outside the window is
 touched. The gradient extracts the window from the cotangent and leaves zeros there, also in place.
-
-The file reads top to bottom: public functions, reference in plain JAX, ops (one per native kernel), derivative rules,
-canonicalisation of arguments.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 from support import cases
 
 from jax_baracuda import segment_attention, segment_plan
+from jax_baracuda._examples.segment import attention
 
 # (nodes, edges, segments, heads, row_shape)
 SIZES = (
@@ -34,14 +35,6 @@ def reference(logits: np.ndarray, data: np.ndarray, gather_ids: np.ndarray, ids:
         rows = data[gather_ids[edges]].astype(np.float64)
         output[segment] = (weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim)) * rows).sum(axis=0)
     return output
-
-
-def plain(logits: Any, data: Any, gather_ids: Any, ids: Any, segments: int) -> jax.Array:
-    maxima = jax.lax.stop_gradient(jax.ops.segment_max(logits, ids, segments))
-    exponentials = jnp.exp(logits - maxima[ids])
-    weights = exponentials / jax.ops.segment_sum(exponentials, ids, segments)[ids]
-    rows = data[gather_ids]
-    return jax.ops.segment_sum(weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim)) * rows, ids, segments)
 
 
 @pytest.mark.parametrize("form", ["ids", "deterministic", "plan"])
@@ -95,7 +88,7 @@ def test_gradients(rng: np.random.Generator, form: str) -> None:
             return jax.jit(jax.grad(squares, (0, 1)))(logits, data)
 
         def by_jax(logits: Any, data: Any) -> jax.Array:
-            return plain(logits, data, *ids, 7)
+            return attention(logits, data, *ids, 7)
 
         for of in (lambda call: jax.jit(jax.grad(loss(call), (0, 1)))(logits, data), gradient_of_gradient):
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11), of(ours), of(by_jax))
