@@ -33,18 +33,16 @@ from jax_baracuda.ops.segment.plan import SEGMENT_ORDER
 LARGE_ROWS, LARGE_FEATURES, LARGE_SEGMENTS = 2**26 + 5, 33, 1009
 
 
-def large_value(row: Any, feature: Any) -> Any:
+def large_value(row: Any, feature: Any, numpy: Any = np) -> Any:
     """Small numbers, but the last two rows of each segment hold its maximum. These rows are beyond element 2^31."""
     is_last = row >= LARGE_ROWS - 2 * LARGE_SEGMENTS
-    return np.where(is_last, (row + 3 * feature) % 120, (row * 7 + feature * 13) % 101 - 125).astype(np.int8)
+    return numpy.where(is_last, (row + 3 * feature) % 120, (row * 7 + feature * 13) % 101 - 125).astype(np.int8)
 
 
 def large_data(dtype: Any) -> jax.Array:
     def formula() -> jax.Array:
         shape = (LARGE_ROWS, LARGE_FEATURES)
-        row, feature = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-        is_last = row >= LARGE_ROWS - 2 * LARGE_SEGMENTS
-        return jnp.where(is_last, (row + 3 * feature) % 120, (row * 7 + feature * 13) % 101 - 125).astype(dtype)
+        return large_value(*(jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1)), jnp).astype(dtype)
 
     return jax.jit(formula)()
 

@@ -81,22 +81,14 @@ def reference_write(dest: Any, source: Any, start: Sequence[Any], drop: bool) ->
     return jnp.where(is_inside, taken, dest)
 
 
-def _start_indices(options: Options, sizes: Sizes, dims: tuple[str, ...], start: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The argument `start_indices`, and the start of each axis for the reference."""
+def _start_indices(options: Options, sizes: Sizes, dims: tuple[str, ...], *start: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The argument `start_indices`, and the start of each axis for the reference. `start`: the operand, if any."""
     time, new = sizes["time"], sizes["new"]
-    kind = options["start"]
-    if kind == "pair":
-        at = (time - new) // 2
-        start_indices = tuple((at, at + new) if name == "time" else 0 for name in dims)
-        return start_indices, tuple(at if name == "time" else 0 for name in dims)
-    if kind == "integer":
-        start_indices = tuple(time - 1 if name == "time" else 0 for name in dims)
-        return start_indices, start_indices
-    if kind == "negative":
-        start_indices = tuple(-1 if name == "time" else 0 for name in dims)
-        return start_indices, start_indices
-    start_indices = tuple(start if name == "time" else 0 for name in dims)
-    return start_indices, start_indices
+    of_kind = {"pair": (time - new) // 2, "integer": time - 1, "negative": -1}
+    [at] = start or [of_kind[options["start"]]]
+    as_given = (at, at + new) if options["start"] == "pair" else at
+    of_axes, starts = (tuple(x if name == "time" else 0 for name in dims) for x in (as_given, at))
+    return of_axes, starts
 
 
 def _start_operand(options: Options, sizes: Sizes) -> tuple[Operand, ...]:
@@ -113,15 +105,13 @@ def _write_slice_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     drop = options["mode"] == "drop"
 
     def apply(function: Callable[..., Any], dest: Any, source: Any, *start: Any) -> Any:
-        return function(
-            dest, source, _start_indices(options, sizes, dims, *(start or (None,)))[0], **passed(options, "mode")
-        )
+        return function(dest, source, _start_indices(options, sizes, dims, *start)[0], **passed(options, "mode"))
 
     return Problem(
         operands=(Operand("dest", dims, draw), Operand("source", source, draw), *_start_operand(options, sizes)),
         apply=apply,
         reference=lambda dest, source, *start: reference_write(
-            dest, source, _start_indices(options, sizes, dims, *(start or (None,)))[1], drop
+            dest, source, _start_indices(options, sizes, dims, *start)[1], drop
         ),
         results=(dims,),
         free=tuple(name for name in dims if name not in windowed),
@@ -167,16 +157,16 @@ def _write_slices_problem(dtype: str, options: Options, sizes: Sizes) -> Problem
         return tuple("new" if name == "time" else name for name in dims)
 
     def apply(function: Callable[..., Any], k: Any, v: Any, new_k: Any, new_v: Any, *start: Any) -> Any:
-        start_indices = _start_indices(options, sizes, keys, *(start or (None,)))[0]
+        start_indices = _start_indices(options, sizes, keys, *start)[0]
         own = options["start_indices"] == "of each" or options["start"] == "pair"
         if not own:
             return function([k, v], [new_k, new_v], start_indices, **passed(options, "mode"))
-        of_each = [start_indices, _start_indices(options, sizes, values, *(start or (None,)))[0]]
+        of_each = [start_indices, _start_indices(options, sizes, values, *start)[0]]
         return function([k, v], [new_k, new_v], start_indices_of_each=of_each, **passed(options, "mode"))
 
     def reference(k: Any, v: Any, new_k: Any, new_v: Any, *start: Any) -> Any:
         return tuple(
-            reference_write(dest, src, _start_indices(options, sizes, dims, *(start or (None,)))[1], drop)
+            reference_write(dest, src, _start_indices(options, sizes, dims, *start)[1], drop)
             for dest, src, dims in ((k, new_k, keys), (v, new_v, values))
         )
 
