@@ -17,7 +17,7 @@ from jax.interpreters import ad
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.docstrings import extend_section
-from jax_baracuda._core.rules import jvp_of_nonzero
+from jax_baracuda._core.functions import jvp_of_nonzero
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
 P = ParamSpec("P")

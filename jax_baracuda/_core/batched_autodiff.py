@@ -18,8 +18,7 @@ from jax.interpreters import ad
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
-from jax_baracuda._core.functions import with_fixed
-from jax_baracuda._core.rules import jvp_of_nonzero
+from jax_baracuda._core.functions import jvp_of_nonzero, with_fixed
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
 

@@ -1,7 +1,7 @@
 """Derivatives without a kernel, as ops of their own.
 
-They run the derivative of an op's plain JAX. If that gathers or scatters by integer operands, XLA's partitioner fails
-at some derivatives. An op is split by the dimensions of its definition instead.
+They run the derivative of an op's plain JAX. XLA's partitioner fails at some of these, and gets others wrong. As ops,
+they are split over devices along the dimensions that their definition allows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import jax
 from jax_baracuda._core.functions import with_fixed, with_named
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
+    from jax_baracuda._core.op import Dimensions, NamedDimensions, Op, ShapeAndDtype
+    from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
 Positions = tuple[int, ...]
 
@@ -37,10 +38,8 @@ def tangent_op(op: Op, num_operands: int, differentiated: Positions, results: Po
         _, of_results = jax.jvp(function, primals, list(arrays[num_operands:]))
         return of_results
 
-    def dtypes(*avals: Any, **params: Any) -> list[Any]:
-        if op.result_dtypes is None:
-            return [avals[0].dtype] * len(results)
-        of_op = with_named(op.result_dtypes, params)(*avals[:num_operands])
+    def types(*avals: Any, **params: Any) -> list[ShapeAndDtype]:
+        of_op = op.types(*avals[:num_operands], **params)
         return [of_op[i] for i in results]
 
     return _derivative(
@@ -50,8 +49,7 @@ def tangent_op(op: Op, num_operands: int, differentiated: Positions, results: Po
         linear=lambda operands, _: [operands[i] for i in differentiated],
         results=lambda _, of_op: [of_op[i] for i in results],
         reference=tangents,
-        sizes=op.sizes,
-        result_dtypes=dtypes,
+        result_types=types,
         transpose=lambda _, d_results, *operands, **params: cotangent_op(op, num_operands, differentiated, results)(
             *operands, *d_results, **params
         ),
@@ -110,8 +108,7 @@ def _derivative(
 ) -> Op:
     """An op of the operands of `op` and of arrays in which it is linear.
 
-    The derivative of a row may depend on all rows. So devices split only dimensions without a name, such as features,
-    and those of ``vmap``.
+    Devices split only the independent dimensions of `op`, and add up the results that lack one.
     """
 
     def of_op(params: Mapping[str, Any]) -> tuple[list[Dimensions], list[Dimensions]]:
@@ -127,11 +124,21 @@ def _derivative(
     def own_results(**params: Any) -> NamedDimensions:
         return {f"array{i}": dimensions for i, dimensions in enumerate(results(*of_op(params)))}
 
-    def whole(**params: Any) -> tuple[str, ...]:
-        """All named dimensions. Features too if a result is a sum over them."""
-        of_arrays = [*own_operands(**params).values(), *own_results(**params).values()]
-        is_summed = any("..." not in dimensions for dimensions in own_results(**params).values())
-        return tuple({name: None for names in of_arrays for name in names if name != "..." or is_summed})
+    def dependent(**params: Any) -> tuple[str, ...]:
+        arrays = [*own_operands(**params).values(), *own_results(**params).values()]
+        return tuple({name: None for names in arrays for name in names if name not in op.independent_dims})
+
+    def sum_over_devices(
+        kernel: ShardKernel, axes: ShardAxes, *operands: jax.Array, **params: Any
+    ) -> Sequence[jax.Array]:
+        def total(result: jax.Array, dimensions: Dimensions) -> jax.Array:
+            lacking = set(op.independent_dims).difference(dimensions)
+            split = [
+                a for name, of in axes.items() if ("..." if name.startswith("...") else name) in lacking for a in of
+            ]
+            return jax.lax.psum(result, split) if split else result
+
+        return list(map(total, kernel(*operands), own_results(**params).values()))
 
     return type(op)(
         name=f"{op.name}_{kind}",
@@ -141,7 +148,10 @@ def _derivative(
         program=reference,
         dtypes=op.dtypes,
         guarantee=op.guarantee,
-        replicated_dims=whole,
+        replicated_dims=dependent,
+        reduction_dims=op.independent_dims,
+        independent_dims=op.independent_dims,
+        shard_program=sum_over_devices,
         linear=lambda **params: tuple(own_operands(**params))[num_operands:],
         **fields,
     )

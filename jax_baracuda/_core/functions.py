@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.interpreters import ad
 
 
 def with_named(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
@@ -35,3 +36,12 @@ def with_fixed(function: Callable[..., Any], operands: Sequence[Any], free: Sequ
         return function(*all_operands)
 
     return of_free
+
+
+def jvp_of_nonzero(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """``jax.jvp`` with respect to the primals whose tangents are not symbolic zeros."""
+    nonzero = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    results: tuple[Any, Any] = jax.jvp(
+        with_fixed(function, primals, nonzero), [primals[i] for i in nonzero], [tangents[i] for i in nonzero]
+    )
+    return results

@@ -79,6 +79,10 @@ class Op:
     reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Operand dimensions that are summed away. Where one is sharded, each device has a partial result. Or
     ``(**params)`` -> these."""
+    independent_dims: tuple[str, ...] = ("...",)
+    """Dimensions whose slices do not depend on each other, as if ``vmap`` had mapped them; a result that lacks one is a
+    sum over it. Only along these may devices split a derivative that has no kernel. "...": all dimensions without a
+    name."""
     min_shard_sizes: Callable[..., Mapping[str, int]] | None = None
     """``(sizes of the named dimensions, **params)`` -> the minimum shard size of dimensions with halo exchange. A
     dimension is replicated if its shards would be smaller, or if its axes are not in the order of the mesh."""
@@ -134,6 +138,10 @@ class Op:
         if (selection := current_selection()) is not None:
             params["implementation"] = selection
         return self.primitive.bind(*jax_versions.unify_varying(*operands), **params)
+
+    def types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
+        """The shapes and dtypes of the results for operands of these types."""
+        return OpCall(self, operands, params).result_types()
 
     def kernel(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for the shard programs of other ops."""
@@ -327,12 +335,11 @@ class OpCall:
         """The value of a field of the definition: a field that is a function is called with the params."""
         return self.bound(field)() if callable(field) else field
 
-    @functools.cached_property
-    def replicated_dims(self) -> tuple[str, ...]:
-        """The dimensions that must not be split over devices, with "..." written out."""
-        dims: tuple[str, ...] = self.resolve(self.op.replicated_dims)
+    def dims(self, field: Any) -> tuple[str, ...]:
+        """The dimensions that a field of the definition names, with "..." written out."""
+        names: tuple[str, ...] = self.resolve(field)
         unnamed = (name for name in self.named_shapes.sizes if name.startswith("..."))
-        return (*dims, *unnamed) if "..." in dims else dims
+        return (*names, *unnamed) if "..." in names else names
 
     def result_types(self) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results, with the batch dimensions."""
@@ -347,7 +354,7 @@ class OpCall:
             return [jax_versions.result_aval(self.operands[0], shape, dtype, None) for shape, dtype in types]
         has_mesh = next(aval for aval, spec in zip(self.operands, specs, strict=True) if spec is not None)
         shapes = self.named_shapes
-        assignment = shapes.assign([*specs, *(None for _ in types)], self.replicated_dims)
+        assignment = shapes.assign([*specs, *(None for _ in types)], self.dims(self.op.replicated_dims))
         return [
             jax_versions.result_aval(has_mesh, shape, dtype, spec_entries(names, assignment))
             for (shape, dtype), names in zip(types, shapes.results, strict=True)

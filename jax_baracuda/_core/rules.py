@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,7 @@ from jax.interpreters import ad
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
-from jax_baracuda._core.derivatives import tangent_op
-from jax_baracuda._core.functions import with_fixed
+from jax_baracuda._core.derivatives import cotangent_op, tangent_op
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
@@ -42,20 +40,6 @@ def batch(call: OpCall, primitive: Primitive, axes: Sequence[int | None]) -> tup
     return results, [0] * len(results)
 
 
-def _varying_reference(call: OpCall, *operands: jax.Array) -> list[jax.Array]:
-    """The reference. All results vary over the operands' manual axes, as the op's do, even if they use no operand."""
-    return list(jax_versions.unify_varying(*operands, *call.reference(*operands))[len(operands) :])
-
-
-def jvp_of_nonzero(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """``jax.jvp`` with respect to the primals whose tangents are not symbolic zeros."""
-    nonzero = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    results: tuple[Any, Any] = jax.jvp(
-        with_fixed(function, primals, nonzero), [primals[i] for i in nonzero], [tangents[i] for i in nonzero]
-    )
-    return results
-
-
 def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[list[jax.Array], list[Any]]:
     """The JVP rule. The primal is from the kernel. The tangent is from the op itself, `tangent` or the reference.
 
@@ -77,14 +61,12 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
             return call.bound(tangent_of)(first, arrays[: len(primals)], arrays[len(primals) :])
 
         result_tangents = _map_over_batch(call, tangent, tangents[0], *primals, *results)
-    elif any(jnp.issubdtype(x.dtype, jnp.integer) for x in primals):
+    else:
         inexact = tuple(i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact))
         tangents_of = tangent_op(op, len(primals), tuple(nonzero_tangents), inexact).primitive
         given = jax_versions.unify_varying(*primals, *(tangents[i] for i in nonzero_tangents))
         pushed = dict(zip(inexact, tangents_of.bind(*given, **call.all_params), strict=True))
         result_tangents = [reshard_like(pushed[i], jax.typeof(x)) if i in pushed else x for i, x in enumerate(results)]
-    else:
-        _, result_tangents = jvp_of_nonzero(functools.partial(_varying_reference, call), primals, tangents)
     return results, [
         tangent if jnp.issubdtype(result.dtype, jnp.inexact) else jax_versions.zero_tangent(result)
         for result, tangent in zip(results, result_tangents, strict=True)
@@ -107,10 +89,13 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
         for i in linear:
             results[i] = _sum_over_shared_batch(transposed[call.linear.index(i)], call.operands[i])
         return results
-    reference = with_fixed(functools.partial(_varying_reference, call), operands, linear)
-    transpose = jax.linear_transpose(reference, *(call.operands[i] for i in linear))
-    for i, x in zip(linear, transpose(cotangents), strict=True):
-        results[i] = reshard_like(x, call.operands[i])
+    inexact = tuple(i for i, x in enumerate(cotangents) if jnp.issubdtype(x.dtype, jnp.inexact))
+    cotangents_of = cotangent_op(call.op, len(operands), tuple(linear), inexact).primitive
+    # The op is linear in the undefined primals, so its derivative is the same at zeros.
+    primals = (ad.instantiate_zeros(ad.Zero(x.aval)) if i in linear else x for i, x in enumerate(operands))
+    given = jax_versions.unify_varying(*primals, *(cotangents[i] for i in inexact))
+    for i, x in zip(linear, cotangents_of.bind(*given, **call.all_params), strict=True):
+        results[i] = _sum_over_shared_batch(x, call.operands[i])
     return results
 
 

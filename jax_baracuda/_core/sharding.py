@@ -102,7 +102,7 @@ def partitioned(
       whole_mesh: the mesh of the program, if the partitioner splits calls over a part of it.
     """
     op, shapes = call.op, call.named_shapes
-    replicated_dims, reduction_dims = call.replicated_dims, call.resolve(op.reduction_dims)
+    replicated_dims, reduction_dims = call.dims(op.replicated_dims), call.dims(op.reduction_dims)
     min_shard_sizes = call.bound(op.min_shard_sizes)(shapes.sizes) if op.min_shard_sizes else {}
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:

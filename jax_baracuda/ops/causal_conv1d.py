@@ -665,7 +665,7 @@ def _limit_of_width(weight: Any) -> str | None:
     return f"the filter has more than {MAX_WIDTH} taps" if weight.shape[1] > MAX_WIDTH else None
 
 
-_common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated}
+_common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated, "independent_dims": ("example", "channel")}
 
 
 def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> dict[str, int]:

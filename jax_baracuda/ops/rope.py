@@ -480,6 +480,7 @@ ROPE = Op(
     plan_parameters=_plan_parameters,
     limit=_positions_limit,
     replicated_dims=("part", "pair", "feature"),
+    independent_dims=("example", "head", "q_head", "k_head"),
     shard_program=_shard_rotation,
     xla_rules=(
         on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),

@@ -293,26 +293,12 @@ class Plan:
             assignment[name] = (*assignment.get(name, ()), axis)
 
     def _may_split(self, name: str, axes: tuple[str, ...]) -> bool:
-        """Whether these mesh axes may split a dimension.
-
-        Uneven splits are possible only inside an automatic program. XLA's partitioner aborts on some derivatives of
-        convolutions in plain JAX with respect to a filter with split taps.
-        """
+        """Whether these mesh axes may split a dimension. Uneven splits need an automatic program."""
         assert self.mesh is not None
-        if name == "tap" and self.case.sharding == "auto" and self._is_partly_plain_gradient():
-            return False
         size, shards = self.size_of(name), math.prod(self.mesh.shape[x] for x in axes)
         if self.case.sharding == "auto" and self.case.transformation != "eager":
             return size >= shards
         return shards == 1 or (size > 0 and size % shards == 0)
-
-    def _is_partly_plain_gradient(self) -> bool:
-        """Whether any derivative has no kernel. Tangents and derivatives of gradients have none."""
-        case = self.case
-        if case.transformation not in DERIVATIVES:
-            return False
-        is_first_gradient = case.transformation not in (*FORWARD, *SECOND_DERIVATIVES)
-        return case.implementation != "kernel" or case.op.endswith("_backward") or not is_first_gradient
 
     def _may_be_inside(self) -> bool:
         """Whether the transformation may be applied inside ``shard_map``: not if it sums over devices."""
