@@ -29,8 +29,9 @@ from segment.reference import (
 )
 from support import cases, programs
 from support.cases import Expected, Shape
-from support.meshes import MESH_SHAPE, exchanges, exchanges_in
+from support.meshes import MESH_SHAPE, collectives, exchanges, exchanges_in
 
+import jax_baracuda
 from jax_baracuda import forward_mode, segment_plan, segment_prod_backward
 from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda._examples import example as an_example
@@ -387,3 +388,24 @@ def test_gradient_by_rows_that_all_devices_share(rng: np.random.Generator) -> No
     sharded = jax.shard_map(of_shard, mesh=mesh, in_specs=(P("rows"), P(), P()), out_specs=P("rows"))
     expected = [segment_prod_backward(x, data, ids) for x in d_output]
     np.testing.assert_allclose(jax.jit(sharded)(d_output, data, ids), expected, rtol=1e-6)
+
+
+def test_second_derivatives_exchange_sums_only() -> None:
+    """Derivatives without a kernel are split along independent dimensions: examples, or features of segments."""
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+
+    def split(array: np.ndarray, *spec: str | None) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+    rng, size = np.random.default_rng(0), jax.device_count()
+    x, logits = rng.normal(size=(size, 6, 16)), rng.normal(size=(20, size))
+    weight, ids = rng.normal(size=(6, 4)).astype(np.float32), rng.integers(0, 5, 20)
+
+    def second(function: Any) -> Any:
+        first = jax.grad(lambda x: jnp.sum(function(x) ** 2))
+        return jax.grad(lambda x: jnp.sum(first(x) ** 2))
+
+    of_examples = second(lambda x: jax_baracuda.causal_conv1d(x, weight, activation="silu"))
+    assert not any(collectives(of_examples, split(x.astype(np.float32), "all")).values())
+    of_features = second(lambda logits: jax_baracuda.segment_softmax(logits, ids, 5))
+    assert not any(collectives(of_features, split(logits.astype(np.float32), None, "all")).values())
