@@ -185,7 +185,6 @@ struct Reducer {
   typename Reduction::Outputs outputs;
   void* scratch;
   cudaStream_t stream;
-  int32_t* order = nullptr;  // [batch, rows]: receives the sort order, or nullptr
 
   CudaStatus Launch() const {
     switch (plan.strategy) {
@@ -251,13 +250,10 @@ struct Reducer {
       JB_RETURN_IF_CUDA_ERROR(LaunchSegmentOrder(part, ids, ids_are_64_bit, order_scratch, &segment_order, stream));
       a.sorted_segments = segment_order.segments;
       a.order = segment_order.rows;
-      if (order != nullptr) {
-        JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, segment_order, order + first * problem.rows, nullptr, stream));
-      }
     }
     Input of_part = input;
     if constexpr (kGathers) {
-      of_part = input.From(first, problem.rows, problem.features);
+      of_part.Advance(first, problem.rows, problem.features);
       a.data = data + (problem.data_is_shared ? 0 : first * input.num_rows * problem.features);
     } else {
       a.data = data + problem.DataRow(first, 0) * problem.features;
@@ -346,7 +342,7 @@ struct Reducer {
   }
 
   CudaStatus SmallTiles(TileArguments<Reduction> a, const Input& of_part, const RowGrid& grid) const {
-    a.gap_blocks = GridSize(a.problem.batch * SmallGapBlocks(a.problem.segments));
+    a.gap_blocks = GapBlocks(a.problem, kSmallTileThreads);
     const uint32_t blocks = GridSize(a.gap_blocks + grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
@@ -365,18 +361,18 @@ struct Reducer {
   }
 };
 
-// `call` is the call of an op; `order` as in Reducer.
+// `call` is the call of an op.
 template <typename Reduction, typename Call>
 CudaStatus LaunchReduction(const Call& call, const ReducePlan& plan, const typename Reduction::Outputs& outputs,
-                           int32_t* order, cudaStream_t stream) {
+                           cudaStream_t stream) {
   using T = typename Reduction::Element;
   if (plan.strategy == Strategy::kNothing) return {};
   if (!SegmentsFit(call.problem.segments) || call.scratch_bytes < plan.scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
   const T* const data = static_cast<const T*>(call.data);
-  const Reducer<Reduction, OwnRows<T>> reducer{call.problem,        plan,    data,         {},     call.segment_ids,
-                                               call.ids_are_64_bit, outputs, call.scratch, stream, order};
+  const Reducer<Reduction, OwnRows<T>> reducer{call.problem,        plan,    data,         {},    call.segment_ids,
+                                               call.ids_are_64_bit, outputs, call.scratch, stream};
   return reducer.Launch();
 }
 

@@ -69,7 +69,6 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   const bool filters_rows = algorithm == Algorithm::kTable && FiltersRows(problem, key_bytes, call.indices_are_sorted);
   const char* const name = algorithm == Algorithm::kSharedTable ? "shared_table"
                            : filters_rows                       ? "filtered_atomics"
-                           : problem.features == 1              ? "atomics_single_feature"
                                                                 : "atomics";
   ScratchSizes sizes;
   // If keys are as wide as values, the output itself is the table.
@@ -91,11 +90,7 @@ struct Launcher {
   const FlipWord<T> flip = FlipWordMask<T>(arguments.type, arguments.is_minimum);
 
   CudaStatus Launch() const {
-    const bool is_reduced = plan.algorithm == Algorithm::kReduce;
-    if (arguments.order != nullptr && !(is_reduced && plan.reduce.strategy == Strategy::kSortThenTiles)) {
-      JB_RETURN_IF_CUDA_ERROR(LaunchNaturalOrder(problem, arguments.order, stream));
-    }
-    if (!is_reduced) return Table();
+    if (plan.algorithm != Algorithm::kReduce) return Table();
     return kWithWinner ? ReduceWithWinner(arguments, plan.reduce, stream)
                        : ReduceMaximum(arguments, plan.reduce, stream);
   }
@@ -195,11 +190,6 @@ struct Launcher {
       SharedTableMaxKernel<T, kVec>
           <<<GridSize(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
       return JB_LAUNCH_STATUS(SharedTableMaxKernel);
-    } else if (problem.features == 1) {
-      a.blocks_per_batch = CeilDivide(vectors, kSingleFeatureThreads);
-      const uint32_t blocks = GridSize(problem.batch * a.blocks_per_batch);
-      SingleFeatureMaxKernel<T, kVec><<<blocks, kSingleFeatureThreads, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(SingleFeatureMaxKernel);
     } else {
       a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
       TableMaxKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
@@ -229,14 +219,7 @@ struct Launcher {
 Plan ExtremumCall::CudaPlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).summary; }
 
 CudaStatus ExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
-  if (order != nullptr && order_size != problem.rows) {
-    // If no order is wanted, its result still exists and is set to 0.
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(order, 0, problem.batch * order_size * sizeof(int32_t), stream));
-    ExtremumCall without_order = *this;
-    without_order.order = nullptr;
-    return without_order.LaunchOnCuda(stream);
-  }
-  if (problem.HasNoResult()) return order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, order, stream);
+  if (problem.HasNoResult()) return {};
   const ExtremumPlan plan = Choose(*this);
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) return status;

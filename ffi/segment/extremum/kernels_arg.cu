@@ -13,7 +13,7 @@ CudaStatus ArgCall::LaunchOnCuda(cudaStream_t stream) const {
     const typename ArgReduction<T>::Outputs outputs{row, static_cast<int32_t>(problem.rows),
                                                     FlipWordMask<T>(type, is_minimum)};
     const ReducePlan plan = PlanByRule(*this, PairStateBytes(sizeof(T)));
-    status = LaunchReduction<ArgReduction<T>>(*this, plan, outputs, nullptr, stream);
+    status = LaunchReduction<ArgReduction<T>>(*this, plan, outputs, stream);
   });
   return status;
 }

@@ -10,7 +10,7 @@ CudaStatus ReduceMaximum(const ExtremumCall& call, const ReducePlan& plan, cudaS
     using T = typename decltype(tag)::type;
     const typename MaxReduction<T>::Outputs outputs{static_cast<T*>(call.output),
                                                     FlipWordMask<T>(call.type, call.is_minimum)};
-    status = LaunchReduction<MaxReduction<T>>(call, plan, outputs, call.order, stream);
+    status = LaunchReduction<MaxReduction<T>>(call, plan, outputs, stream);
   });
   return status;
 }

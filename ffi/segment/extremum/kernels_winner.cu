@@ -12,7 +12,7 @@ CudaStatus ReduceWithWinner(const ExtremumCall& call, const ReducePlan& plan, cu
       using Reduction = WinnerReduction<T, decltype(first_wins)::value>;
       const typename Reduction::Outputs outputs{static_cast<T*>(call.output), call.winner,
                                                 FlipWordMask<T>(call.type, call.is_minimum)};
-      status = LaunchReduction<Reduction>(call, plan, outputs, call.order, stream);
+      status = LaunchReduction<Reduction>(call, plan, outputs, stream);
     };
     if (call.first_wins) {
       reduce(std::true_type{});

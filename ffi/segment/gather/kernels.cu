@@ -13,7 +13,7 @@ struct GatherCells {
   int64_t features;
 
   template <int kVec>
-  __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t feature, int64_t) const {
+  __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t, int64_t feature) const {
     Vector<T, kVec> values = LoadVector<kVec>(cells + b * cells_per_batch + segment * features + feature);
     if (count != nullptr) {
       using C = ComputeType<T>;

@@ -18,11 +18,9 @@ struct WeightedRows : Edges {
   bool weights_are_shared;
   int64_t heads, features_per_head;
 
-  WeightedRows From(int64_t element, int64_t edges, int64_t) const {
-    WeightedRows from = *this;
-    from.Advance(element, edges);
-    if (!weights_are_shared) from.weights += element * edges * heads;
-    return from;
+  void Advance(int64_t element, int64_t edges, int64_t features) {
+    Edges::Advance(element, edges, features);
+    if (!weights_are_shared) weights += element * edges * heads;
   }
   // The position of the first edge's weight.
   __device__ __forceinline__ int64_t At(int64_t b, int64_t edges, int64_t column) const {

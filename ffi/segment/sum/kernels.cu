@@ -15,12 +15,6 @@ struct SumPlan {
 
 int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
-// Whether each thread reads a vector of rows of one feature. Every batch element must then begin at a vector boundary.
-bool TakesSingleFeatures(const Problem& problem, int64_t element_bytes) {
-  const int64_t vector = 16 / ComputeBytes(element_bytes);
-  return problem.features == 1 && (problem.batch == 1 || problem.data_is_shared || problem.rows % vector == 0);
-}
-
 // Depends on shapes and flags only. As reduce.cuh chooses, but unsorted rows that are narrow or few are added to a
 // table, which costs less than sorting them, unless a segment has so many rows that additions contend. Atomic additions
 // have no fixed order, so deterministic sums never use the table. All other calls too large for the sort's 32-bit
@@ -44,7 +38,7 @@ SumPlan Choose(const SumCall& call) {
   if (compute_bytes != element_bytes) {
     sizes.Add(problem.batch * problem.segments * problem.features * compute_bytes);
   }
-  return {true, {}, {TakesSingleFeatures(problem, element_bytes) ? "atomics_single_feature" : "atomics", sizes.total}};
+  return {true, {}, {"atomics", sizes.total}};
 }
 
 template <typename T, bool kIsOfExponentials>
@@ -61,7 +55,7 @@ struct Launcher {
   CudaStatus Launch() const {
     if (plan.takes_table) return Table();
     if (arguments.is_mean) return ReduceMean(arguments, plan.reduce, stream);
-    return LaunchReduction<Reduction>(arguments, plan.reduce, {output}, nullptr, stream);
+    return LaunchReduction<Reduction>(arguments, plan.reduce, {output}, stream);
   }
 
  private:
@@ -90,19 +84,11 @@ struct Launcher {
 
   template <int kVec>
   CudaStatus AddRows(SumTableArguments<T> a) const {
-    constexpr int kWidest = 16 / sizeof(C);
-    if (TakesSingleFeatures(problem, sizeof(T))) {
-      a.blocks_per_batch = CeilDivide(problem.rows, int64_t{kSumTableThreads} * kWidest);
-      SingleFeatureSumKernel<T, kWidest, kIsOfExponentials>
-          <<<GridSize(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(SingleFeatureSumKernel);
-    } else {
-      a.blocks_per_batch =
-          CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
-      SumTableKernel<T, kVec, kIsOfExponentials>
-          <<<GridSize(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(SumTableKernel);
-    }
+    a.blocks_per_batch =
+        CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
+    SumTableKernel<T, kVec, kIsOfExponentials>
+        <<<GridSize(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
+    return JB_LAUNCH_STATUS(SumTableKernel);
   }
 };
 

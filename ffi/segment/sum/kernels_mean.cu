@@ -9,7 +9,7 @@ CudaStatus ReduceMean(const SumCall& call, const ReducePlan& plan, cudaStream_t 
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const typename MeanReduction<T>::Outputs outputs{static_cast<T*>(call.output), call.count};
-    status = LaunchReduction<MeanReduction<T>>(call, plan, outputs, nullptr, stream);
+    status = LaunchReduction<MeanReduction<T>>(call, plan, outputs, stream);
   });
   return status;
 }
