@@ -44,21 +44,26 @@ inline constexpr int kMaxTileThreads = 64;
 // At least two tiles per block.
 inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 
+// Assignment of rows to blocks.
+struct RowGrid {
+  Problem problem;  // with an order: the batch joined into one element
+  FeatureLanes features;
+  int groups;                // tiles per block
+  int64_t blocks_per_batch;  // blocks along the rows of one batch element
+  int64_t row_blocks;        // of all batch elements
+};
+
 template <typename Reduction>
-struct TileArguments {
+struct TileArguments : RowGrid {
   const typename Reduction::Element* data;
   SegmentIds ids;                   // in memory order; unused with `sorted_segments`
   const uint32_t* sorted_segments;  // nullptr, or the sorted segments; `order` then has their rows
   const uint32_t* order;
-  Problem problem;        // with an order: the batch joined into one element
   int64_t batch_rows;     // rows per batch element; below problem.rows only if the batch was joined
   int64_t first_segment;  // first segment of the result; not 0 if batch elements are launched one by one
   typename Reduction::Outputs outputs;
   Carries carries;
   uint32_t* merge_counters;  // finished blocks of MergeKernel, and blocks with an entering run
-  FeatureLanes features;
-  int groups;                // tiles per block
-  int64_t blocks_per_batch;  // blocks along the rows of one batch element
   uint32_t gap_blocks;       // blocks at the start of the grid that fill wide gaps; 0 if FillsFirst
 };
 
@@ -585,9 +590,8 @@ __device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, in
 }
 
 template <typename Reduction, int kVec>
-__global__ void __launch_bounds__(kMergeThreads)
-    MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
-  MergeBlock<Reduction, kVec>(a, slots, blockIdx.x, gridDim.x);
+__global__ void __launch_bounds__(kMergeThreads) MergeKernel(const __grid_constant__ TileArguments<Reduction> a) {
+  MergeBlock<Reduction, kVec>(a, a.row_blocks, blockIdx.x, gridDim.x);
 }
 
 }  // namespace jax_baracuda::segment

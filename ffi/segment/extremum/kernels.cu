@@ -1,4 +1,6 @@
 // Maxima and minima, with or without winners: the choice of a kernel, and the tables of atomic maxima.
+#include <algorithm>
+
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/engine/tuning.h"
 #include "ffi/segment/extremum/table.cuh"
@@ -7,10 +9,13 @@ namespace jax_baracuda::segment {
 namespace {
 
 enum class Algorithm {
-  kReduce,       // in registers (see reduce.cuh)
-  kTable,        // atomic maxima on a table in global memory
-  kSharedTable,  // one table per block in shared memory
+  kReduce,         // in registers (see reduce.cuh)
+  kTable,          // atomic maxima on a table in global memory
+  kFilteredTable,  // the same, but elements are first compared with lower bounds in shared memory
+  kSharedTable,    // one table per block in shared memory
 };
+
+inline constexpr const char* kTableNames[] = {"", "atomics", "filtered_atomics", "shared_table"};
 
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
@@ -19,7 +24,6 @@ constexpr int64_t kSharedTableBytes = 48 * 1024;
 struct ExtremumPlan {
   Algorithm algorithm;
   ReducePlan reduce;  // of kReduce
-  bool filters_rows;  // of kTable: elements are first compared with lower bounds in shared memory
   Plan summary;
 };
 
@@ -59,76 +63,67 @@ ExtremumPlan Choose(const ExtremumCall& call) {
     if (fits_shared && !(call.indices_are_sorted && with_winner)) {
       algorithm = Algorithm::kSharedTable;
     } else if (strategy == Strategy::kSortThenTiles && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
-      algorithm = Algorithm::kTable;
+      algorithm =
+          FiltersRows(problem, key_bytes, call.indices_are_sorted) ? Algorithm::kFilteredTable : Algorithm::kTable;
     }
   }
   if (algorithm == Algorithm::kReduce) {
     const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
-    return {algorithm, reduce, false, reduce.Summary()};
+    return {algorithm, reduce, reduce.Summary()};
   }
-  const bool filters_rows = algorithm == Algorithm::kTable && FiltersRows(problem, key_bytes, call.indices_are_sorted);
-  const char* const name = algorithm == Algorithm::kSharedTable ? "shared_table"
-                           : filters_rows                       ? "filtered_atomics"
-                                                                : "atomics";
   ScratchSizes sizes;
   // If keys are as wide as values, the output itself is the table.
   if (key_bytes != element_bytes) sizes.Add(problem.batch * cells * key_bytes);
-  if (filters_rows) sizes.Add(kFloorBytes);
-  return {algorithm, {}, filters_rows, {name, sizes.total}};
+  if (algorithm == Algorithm::kFilteredTable) sizes.Add(kFloorBytes);
+  return {algorithm, {}, {NameOf(kTableNames, algorithm), sizes.total}};
 }
 
 template <typename T, bool kWithWinner>
-struct Launcher {
-  const ExtremumCall& arguments;
-  const ExtremumPlan& plan;
+struct TableLauncher {
+  const ExtremumCall& call;
+  Algorithm algorithm;
   cudaStream_t stream;
 
-  const T* data = static_cast<const T*>(arguments.data);
-  T* output = static_cast<T*>(arguments.output);
-  const Problem& problem = arguments.problem;
-  const int64_t segments = problem.batch * problem.segments;
-  const FlipWord<T> flip = FlipWordMask<T>(arguments.type, arguments.is_minimum);
+  const Problem& problem = call.problem;
+  const int64_t cells = problem.segments * problem.features;  // per batch element
 
   CudaStatus Launch() const {
-    if (plan.algorithm != Algorithm::kReduce) return Table();
-    return kWithWinner ? ReduceWithWinner(arguments, plan.reduce, stream)
-                       : ReduceMaximum(arguments, plan.reduce, stream);
-  }
-
-  CudaStatus Table() const {
-    const int64_t cells = segments * problem.features;
-    ScratchCarver carver(arguments.scratch);
+    const int64_t all_cells = problem.batch * cells;
+    ScratchCarver carver(call.scratch);
     TableArguments<T> a{};
-    a.data = data;
-    a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
+    a.data = static_cast<const T*>(call.data);
+    a.ids = {call.segment_ids, call.ids_are_64_bit, problem.segments};
     a.problem = problem;
-    a.first_wins = arguments.first_wins;
-    a.flip = flip;
+    a.first_wins = call.first_wins;
+    a.flip = FlipWordMask<T>(call.type, call.is_minimum);
+    a.output = static_cast<T*>(call.output);
+    a.winner = call.winner;
     if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
-      a.table = reinterpret_cast<TableKey<T>*>(output);
+      a.table = reinterpret_cast<TableKey<T>*>(a.output);
     } else {
-      a.table = carver.Take<TableKey<T>>(cells);
+      a.table = carver.Take<TableKey<T>>(all_cells);
     }
-    a.output = output;
-    a.winner = arguments.winner;
     // A batch element is split into vectors as a whole, so only its start must be aligned.
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream));
-    JB_RETURN_IF_CUDA_ERROR(plan.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
-                            : is_aligned      ? TableMax<kWidest>(a)
-                                              : TableMax<1>(a));
-    DecodeTableKernel<T><<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip, output);
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, all_cells * sizeof(TableKey<T>), stream));
+    JB_RETURN_IF_CUDA_ERROR(algorithm == Algorithm::kFilteredTable
+                                ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
+                            : is_aligned ? TableMax<kWidest>(a)
+                                         : TableMax<1>(a));
+    DecodeTableKernel<T>
+        <<<GridSize(CeilDivide(all_cells, 256)), 256, 0, stream>>>(a.table, all_cells, a.flip, a.output);
     JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     if constexpr (kWithWinner) {
       // Every byte of kNoWinner is 0xff.
-      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.winner, 0xff, cells * sizeof(int32_t), stream));
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.winner, 0xff, all_cells * sizeof(int32_t), stream));
       return is_aligned ? TableWinner<kWidest>(a) : TableWinner<1>(a);
     }
     return {};
   }
 
+ private:
   // The first rows go directly to the table. The others are split into chunks. Each chunk is filtered by the lower
   // bounds that the table has after the previous one.
   template <int kVec>
@@ -136,7 +131,7 @@ struct Launcher {
     if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
       return JB_CUDA_STATUS(cudaErrorInvalidValue);
     } else {
-      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
+      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), cells);
       int multiprocessors = 0;
       JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
       const uint32_t blocks = kFilterBlocks * multiprocessors;
@@ -148,7 +143,7 @@ struct Launcher {
         // Chunks begin at multiples of 64 rows, to stay aligned.
         const int64_t end = chunk_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * chunk_end;
         TableArguments<T> chunk = a;
-        chunk.data = data + begin * problem.features;
+        chunk.data = a.data + begin * problem.features;
         chunk.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
         chunk.problem.rows = end - begin;
         if (begin == 0) {
@@ -167,50 +162,35 @@ struct Launcher {
     }
   }
 
-  // Enough blocks for several waves on any GPU, but no more than there is work for.
-  int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t max_blocks) const {
-    const int64_t blocks = CeilDivide(vectors, threads), max_per_batch = CeilDivide(max_blocks, problem.batch);
-    return blocks < max_per_batch ? blocks : max_per_batch;
-  }
-
-  // As many blocks as are resident at once: each keeps one table for all its rows.
-  CudaStatus SharedTableBlocksPerBatch(int64_t vectors, int64_t* blocks) const {
-    int multiprocessors = 0;
-    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-    *blocks = TableBlocksPerBatch(vectors, kSharedTableThreads, int64_t{kSharedTableBlocks} * multiprocessors);
-    return {};
+  template <int kVec>
+  CudaStatus TableMax(const TableArguments<T>& a) const {
+    return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(TableKey<T>));
   }
 
   template <int kVec>
-  CudaStatus TableMax(TableArguments<T> a) const {
+  CudaStatus TableWinner(const TableArguments<T>& a) const {
+    return OverRows<kVec>(a, TableWinnerKernel<T, kVec>, SharedTableWinnerKernel<T, kVec>,
+                          sizeof(ComputeType<T>) + sizeof(int32_t));
+  }
+
+  using Kernel = void (*)(TableArguments<T>);
+
+  template <int kVec>
+  CudaStatus OverRows(TableArguments<T> a, Kernel of_global_table, Kernel of_shared_table, int64_t cell_bytes) const {
+    const bool is_shared = algorithm == Algorithm::kSharedTable;
+    int64_t max_blocks = int64_t{1} << 20;  // several waves on any GPU
+    if (is_shared) {
+      // As many blocks as are resident at once: each keeps one table for all its rows.
+      int multiprocessors = 0;
+      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+      max_blocks = int64_t{kSharedTableBlocks} * multiprocessors;
+    }
+    const int threads = is_shared ? kSharedTableThreads : 256;
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
-    if (plan.algorithm == Algorithm::kSharedTable) {
-      JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
-      const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
-      SharedTableMaxKernel<T, kVec>
-          <<<GridSize(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
-      return JB_LAUNCH_STATUS(SharedTableMaxKernel);
-    } else {
-      a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
-      TableMaxKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(TableMaxKernel);
-    }
-  }
-
-  template <int kVec>
-  CudaStatus TableWinner(TableArguments<T> a) const {
-    const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
-    if (plan.algorithm == Algorithm::kSharedTable) {
-      JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
-      const size_t shared_bytes = problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
-      SharedTableWinnerKernel<T, kVec>
-          <<<GridSize(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
-      return JB_LAUNCH_STATUS(SharedTableWinnerKernel);
-    } else {
-      a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
-      TableWinnerKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(TableWinnerKernel);
-    }
+    a.blocks_per_batch = std::min(CeilDivide(vectors, threads), CeilDivide(max_blocks, problem.batch));
+    const Kernel kernel = is_shared ? of_shared_table : of_global_table;
+    kernel<<<GridSize(problem.batch * a.blocks_per_batch), threads, is_shared ? cells * cell_bytes : 0, stream>>>(a);
+    return JB_LAUNCH_STATUS(OverRows);
   }
 };
 
@@ -221,16 +201,20 @@ Plan ExtremumCall::CudaPlan() const { return problem.HasNoResult() ? Plan{kNothi
 CudaStatus ExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.HasNoResult()) return {};
   const ExtremumPlan plan = Choose(*this);
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) return status;
-  if (with_winner) {
-    DispatchFloating(
-        type, [&](auto tag) { status = Launcher<typename decltype(tag)::type, true>{*this, plan, stream}.Launch(); });
-  } else {
-    DispatchOrdered(
-        type, [&](auto tag) { status = Launcher<typename decltype(tag)::type, false>{*this, plan, stream}.Launch(); });
+  if (plan.algorithm == Algorithm::kReduce) {
+    return with_winner ? ReduceWithWinner(*this, plan.reduce, stream) : ReduceMaximum(*this, plan.reduce, stream);
   }
-  return status;
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
+  const auto launch = [&](auto tag, auto is_with_winner) {
+    using T = typename decltype(tag)::type;
+    return TableLauncher<T, decltype(is_with_winner)::value>{*this, plan.algorithm, stream}.Launch();
+  };
+  if (with_winner) {
+    return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) { return launch(tag, std::true_type{}); });
+  }
+  return LaunchFor(type, JB_DISPATCH(DispatchOrdered), [&](auto tag) { return launch(tag, std::false_type{}); });
 }
 
 }  // namespace jax_baracuda::segment

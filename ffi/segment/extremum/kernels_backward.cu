@@ -44,8 +44,7 @@ struct ExtremumGradient {
 Plan ExtremumBackwardCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
 
 CudaStatus ExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;
     const ExtremumGradient<T> function{static_cast<const T*>(d_output),
@@ -56,9 +55,8 @@ CudaStatus ExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
                                        winner_is_shared ? 0 : cells,
                                        problem.data_is_shared ? 0 : problem.rows * problem.features,
                                        problem.features};
-    status = LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
+    return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

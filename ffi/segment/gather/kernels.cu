@@ -30,15 +30,13 @@ struct GatherCells {
 Plan GatherCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
 
 CudaStatus GatherCall::LaunchOnCuda(cudaStream_t stream) const {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const GatherCells<T> function{static_cast<const T*>(cells), count,
                                   cells_are_shared ? 0 : problem.segments * problem.features,
                                   count_is_shared ? 0 : problem.segments, problem.features};
-    status = LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(rows), stream);
+    return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(rows), stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -114,18 +114,16 @@ CudaStatus GatherExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.data_is_shared || winner_is_shared || gathered_is_shared) at_once.problem.batch = problem.batch > 0;
   const ReducePlan plan = PlanOf(at_once);
   const Edges edges = EdgesOf(*this, /*clips=*/false);
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](const auto& input) {
-      return ReduceGathered<WonReduction<T>>(*this, plan, input, {d_data, /*is_wide=*/false}, stream);
+      return LaunchReduction<WonReduction<T>>(*this, plan, {d_data, /*is_wide=*/false}, stream, input);
     };
-    status = shares_ties
-                 ? reduce(RowsWithExtrema<T>{edges, static_cast<const T*>(extrema), winner_is_shared,
-                                             static_cast<const T*>(gathered), gathered_is_shared, problem.segments})
-                 : reduce(RowsWithWinners<T>{edges, winner, winner_is_shared});
+    return shares_ties
+               ? reduce(RowsWithExtrema<T>{edges, static_cast<const T*>(extrema), winner_is_shared,
+                                           static_cast<const T*>(gathered), gathered_is_shared, problem.segments})
+               : reduce(RowsWithWinners<T>{edges, winner, winner_is_shared});
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

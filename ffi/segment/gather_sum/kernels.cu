@@ -51,18 +51,16 @@ Plan GatherSumCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 
 CudaStatus GatherSumCall::LaunchOnCuda(cudaStream_t stream) const {
   const ReducePlan plan = PlanOf(*this);
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Edges edges = EdgesOf(*this, clips_gather_ids);
     const auto reduce = [&](const auto& input) {
-      return ReduceGathered<GatherSumReduction<T>>(*this, plan, input, {output, is_wide}, stream);
+      return LaunchReduction<GatherSumReduction<T>>(*this, plan, {output, is_wide}, stream, input);
     };
-    status = has_weights ? reduce(WeightedRows<T>{edges, static_cast<const T*>(weights), weights_are_shared, heads,
-                                                  FeaturesPerHead()})
-                         : reduce(GatheredRows<T>{edges});
+    return has_weights ? reduce(WeightedRows<T>{edges, static_cast<const T*>(weights), weights_are_shared, heads,
+                                                FeaturesPerHead()})
+                       : reduce(GatheredRows<T>{edges});
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -80,18 +80,15 @@ Plan ProductCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 Plan ProductBackwardCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
 
 CudaStatus ProductCall::LaunchOnCuda(cudaStream_t stream) const {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchWrapping(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ProductOutputs<T> outputs{static_cast<T*>(output), static_cast<ComputeType<T>*>(mantissa), packed};
-    status = LaunchReduction<ProductReduction<T>>(*this, PlanOf(*this), outputs, stream);
+    return LaunchReduction<ProductReduction<T>>(*this, PlanOf(*this), outputs, stream);
   });
-  return status;
 }
 
 CudaStatus ProductBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;
     const ProductGradient<T> function{static_cast<const T*>(d_output),
@@ -102,9 +99,8 @@ CudaStatus ProductBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
                                       product_is_shared ? 0 : cells,
                                       problem.data_is_shared ? 0 : problem.rows * problem.features,
                                       problem.features};
-    status = LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
+    return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment
