@@ -8,6 +8,7 @@
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
 #include "ffi/segment/engine/radix_sort.cuh"
+#include "ffi/segment/engine/tuning.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -230,12 +231,12 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
   }
 }
 
-// Rows per thread. For few rows, small enough that all tiles are resident at once. Otherwise chosen to spread the tiles
-// evenly over the multiprocessors of an H200.
+// Rows per thread. For few rows, small enough that all tiles are resident at once. Otherwise 20 if each multiprocessor
+// then has one tile at most, and with 16 would have more.
 int TileItems(int64_t rows) {
-  if (rows <= int64_t{1} << 19) return 4;
-  constexpr int64_t kMultiprocessors = DeviceAttributes{}.multiprocessors;
-  return rows > kMultiprocessors * kThreads * 16 && rows <= kMultiprocessors * kThreads * 20 ? 20 : 16;
+  if (rows <= Tuning::kMaxRowsOfSmallSortTiles) return 4;
+  constexpr int64_t kWaveThreads = Tuning::kMultiprocessors * kThreads;
+  return rows > kWaveThreads * 16 && rows <= kWaveThreads * 20 ? 20 : 16;
 }
 
 int64_t Tiles(int64_t rows) { return CeilDivide(rows, TileItems(rows) * kThreads); }
