@@ -732,14 +732,6 @@ def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) ->
     return with_named(_tangent_with_winner, params)(d_data, operands, results)[:1]
 
 
-def _transpose_backward(_: Any, d_results: Sequence[Array], *others: Array, **params: Any) -> Sequence[Array]:
-    return SEGMENT_EXTREMUM_OF_WINNERS(*d_results, *others, **params)
-
-
-def _transpose_of_winners(_: Any, d_results: Sequence[Array], *others: Array, **params: Any) -> Sequence[Array]:
-    return SEGMENT_EXTREMUM_BACKWARD(*d_results, *others, **params)
-
-
 def _sums_of_winners(
     d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array], minimum: bool
 ) -> Array:
@@ -847,7 +839,7 @@ SEGMENT_EXTREMUM_BACKWARD = gradient_op(
     guarantee=ROUNDED_ONCE,
     aliases=("unsorted_segment_max_backward",),
     shard_program=_shard_backward,
-    transpose=_transpose_backward,
+    transpose=lambda _, d_data, *others, **params: SEGMENT_EXTREMUM_OF_WINNERS(*d_data, *others, **params),
 )
 
 SEGMENT_EXTREMUM_OF_WINNERS = Op(
@@ -861,7 +853,7 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
     replicated_dims=("segment",),
     reduction_dims=("row",),
     shard_program=_shard_of_winners,
-    transpose=_transpose_of_winners,
+    transpose=lambda _, d_cells, *others, **params: SEGMENT_EXTREMUM_BACKWARD(*d_cells, *others, **params),
 )
 
 
