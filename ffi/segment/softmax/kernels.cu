@@ -394,7 +394,7 @@ struct Launcher {
       a.first_segment = static_cast<uint32_t>(first);
       JB_RETURN_IF_CUDA_ERROR(is_kept ? LaunchSumRows<kVec, true>(a, blocks) : LaunchSumRows<kVec, false>(a, blocks));
     }
-    blocks = blocks_for(kSoftmaxGatherRows);
+    blocks = blocks_for(/*rows_in_flight=*/1);
     if constexpr (kBackward) {
       GradientKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(GradientKernel);
