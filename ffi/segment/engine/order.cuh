@@ -6,8 +6,9 @@
 
 namespace jax_baracuda::segment {
 
+// Whether the rows of the whole batch can be sorted together: they are counted in 31 bits, and segments in 32.
 inline bool OrderFits(const Problem& problem) {
-  return problem.batch * problem.rows < kDropped && problem.batch * problem.segments < kDropped;
+  return problem.batch * problem.rows < (int64_t{1} << 31) && problem.batch * problem.segments < kDropped;
 }
 
 // Up to this many rows per batch element, one block per element sorts them in one launch.
