@@ -27,13 +27,13 @@ struct ExtremumPlan {
   Plan summary;
 };
 
-bool FiltersRows(const Problem& problem, int64_t key_bytes, bool indices_are_sorted) {
+bool FiltersRows(const Problem& problem, int64_t key_bytes) {
   const int64_t cells = problem.segments * problem.features;
   const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
   const bool has_many_rows =
       problem.rows >= Tuning::kMinFilteredRows && problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
-  return key_bytes == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 && problem.features <= 8 &&
-         outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
+  return key_bytes == sizeof(uint32_t) && problem.batch == 1 && problem.features <= 8 && outgrows_l1 &&
+         cells < (int64_t{1} << 31) && has_many_rows;
 }
 
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
@@ -63,8 +63,7 @@ ExtremumPlan Choose(const ExtremumCall& call) {
     if (fits_shared && !(call.indices_are_sorted && with_winner)) {
       algorithm = Algorithm::kSharedTable;
     } else if (strategy == Strategy::kSortThenTiles && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
-      algorithm =
-          FiltersRows(problem, key_bytes, call.indices_are_sorted) ? Algorithm::kFilteredTable : Algorithm::kTable;
+      algorithm = FiltersRows(problem, key_bytes) ? Algorithm::kFilteredTable : Algorithm::kTable;
     }
   }
   if (algorithm == Algorithm::kReduce) {
