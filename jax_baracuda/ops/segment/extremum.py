@@ -604,10 +604,10 @@ def _take_winners_of_edges(
 # Programs of one shard, for segments whose rows or edges are split over devices. Devices exchange cells only.
 
 
-def _own_winners(winner: Array, first_row: Array, num_rows: int) -> Array:
+def _own_winners(winner: Array, ids: Array, row_axes: MeshAxes) -> Array:
     """The winners that are rows of this shard, renumbered within it."""
-    row = winner - first_row
-    row = jnp.where((row >= 0) & (row < num_rows), row, NO_WINNER)
+    row = winner - index_of_first_row(ids, row_axes)
+    row = jnp.where((row >= 0) & (row < ids.shape[0]), row, NO_WINNER)
     return jnp.where(winner >= 0, row, winner)
 
 
@@ -661,7 +661,7 @@ def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, d_output: Array, winner: Array, ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
     if row_axes := row_axes_of(axes):
-        winner = _own_winners(winner, index_of_first_row(ids, row_axes), ids.shape[0])
+        winner = _own_winners(winner, ids, row_axes)
     return kernel(d_output, winner, ids, *data_and_output)
 
 
@@ -672,7 +672,7 @@ def _shard_of_winners(
     row_axes = row_axes_of(axes)
     if not row_axes:
         return kernel(d_data, winner, ids, *data_and_output)
-    winner = _own_winners(winner, index_of_first_row(ids, row_axes), ids.shape[0])
+    winner = _own_winners(winner, ids, row_axes)
     wide = d_data.astype(accumulation_dtype(d_data.dtype))
     [local] = kernel(wide, winner, ids, *data_and_output)
     return (jax.lax.psum(local, row_axes).astype(d_data.dtype),)
@@ -695,9 +695,7 @@ def _shard_backward_of_edges(
     if not all_axes:
         return kernel(d_winner, winner, gather_ids, segment_ids, *data_and_output)
     if edge_axes:
-        num_edges = segment_ids.shape[-1]
-        first_edge = index_of_first_row(segment_ids.reshape(-1, num_edges)[0], edge_axes)
-        winner = _own_winners(winner, first_edge, num_edges)
+        winner = _own_winners(winner, segment_ids.reshape(-1, segment_ids.shape[-1])[0], edge_axes)
     wide = [x.astype(accumulation_dtype(d_winner.dtype)) for x in (d_winner, *data_and_output)]
     operands = _join(num_graph_dims, wide[0], winner, gather_ids, segment_ids, *wide[1:])
     [local] = GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel(*operands, **params)
