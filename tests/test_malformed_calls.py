@@ -236,8 +236,6 @@ def why_not(call: Call) -> str | None:
                 return f"{dest} is not {result}"
         return None
     num_batch_dims = int(attributes.pop("num_batch_dims", 1))
-    if call.target.endswith("_with_winner"):
-        attributes["with_order"] = call.results[2].shape[num_batch_dims:] != (1,) if len(call.results) == 3 else True
     attributes |= op.targets[call.target]
     names = [list(OpCall(op, (), attributes).resolve(arrays).values()) for arrays in (op.operands, op.results)]
     if len(call.operands) > len(names[0]) or len(call.results) != len(names[1]):
@@ -257,8 +255,6 @@ def why_not(call: Call) -> str | None:
                     continue  # shared, repeated or summed
                 if is_operand and size == 1 and call.target.startswith("rope") and name == "example":
                     continue  # positions
-                if x.name == "order" and name == "row" and size == 1:
-                    continue  # none
                 if sizes.setdefault(name, size) != size:
                     return f"{x} has a {name} of {size}, others of {sizes[name]}"
     dtype = call.operands[0].dtype
@@ -281,7 +277,7 @@ def replay(code: str) -> None:
 
 def operand(rng: np.random.Generator, x: Array) -> np.ndarray:
     """Random bits, except for operands that a kernel made: handlers trust these."""
-    if x.name in ("winner", "order", "count", "mantissa", "packed"):
+    if x.name in ("winner", "count", "mantissa", "packed"):
         return np.zeros(x.shape, jnp.dtype(x.dtype))
     return windows.random_bits(rng, x.shape, x.dtype)
 

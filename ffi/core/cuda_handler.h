@@ -23,6 +23,12 @@ struct ScratchBuffer {
   int64_t bytes = 0;
 };
 
+inline ffi::Error CheckScratch(const char* op, const ScratchBuffer& scratch, int64_t needed_bytes) {
+  if (scratch.bytes >= needed_bytes) return ffi::Error::Success();
+  return InvalidArgument(
+      op, "scratch has " + std::to_string(scratch.bytes) + " bytes, expected " + std::to_string(needed_bytes));
+}
+
 // The scratch buffer is an optional last result, after `first` other results. Calls that need no scratch omit it.
 inline ffi::Error DecodeScratch(const char* op, ffi::RemainingRets results, int64_t needed_bytes,
                                 ScratchBuffer* scratch, size_t first = 0) {
@@ -35,11 +41,7 @@ inline ffi::Error DecodeScratch(const char* op, ffi::RemainingRets results, int6
     }
     *scratch = ScratchBuffer{(*buffer)->untyped_data(), static_cast<int64_t>((*buffer)->element_count())};
   }
-  if (scratch->bytes < needed_bytes) {
-    return InvalidArgument(
-        op, "scratch has " + std::to_string(scratch->bytes) + " bytes, expected " + std::to_string(needed_bytes));
-  }
-  return ffi::Error::Success();
+  return CheckScratch(op, *scratch, needed_bytes);
 }
 
 }  // namespace jax_baracuda

@@ -19,9 +19,9 @@ inline constexpr int kWordsPerThread = 4;
 // All devices support kernel arguments of 4096 bytes.
 inline constexpr int kMaxUpdates = 5;
 
-// The threads of an update. `lanes` of them move a chunk of lanes * kWordsPerThread words of a row.
+// The threads of an update. 1 << lane_bits of them move a chunk of a row, kWordsPerThread words each.
 struct Tiling {
-  int lanes;  // a power of two
+  int lane_bits;
   unsigned first_block;
   int64_t chunks_of_row;
 };
@@ -119,9 +119,8 @@ __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ 
   while (i + 1 < launch.count && blockIdx.x >= launch.tilings[i + 1].first_block) ++i;
   const Update& update = launch.updates[i];
   const Tiling& tiling = launch.tilings[i];
-  const int lanes = tiling.lanes;
-  const int groups_of_block = kThreads / lanes, lane = threadIdx.x & (lanes - 1);
-  const int64_t group = int64_t{blockIdx.x - tiling.first_block} * groups_of_block + threadIdx.x / lanes;
+  const int lanes = 1 << tiling.lane_bits, lane = threadIdx.x & (lanes - 1);
+  const int64_t group = (int64_t{blockIdx.x - tiling.first_block} * kThreads + threadIdx.x) >> tiling.lane_bits;
   const auto [row, chunk] = Divide(group, tiling.chunks_of_row);
   if (row >= update.num_rows) return;
   const int64_t word = chunk * lanes * kWordsPerThread + lane;
@@ -148,10 +147,10 @@ int64_t WordsOfRow(const Update& update) {
                          : update.run_units / update.word;
 }
 
-int Lanes(int64_t words_of_row) {
-  int lanes = 1;
-  while (lanes < kThreads && lanes * kWordsPerThread < words_of_row) lanes *= 2;
-  return lanes;
+int LaneBits(int64_t words_of_row) {
+  int bits = 0;
+  while (1 << bits < kThreads && kWordsPerThread << bits < words_of_row) ++bits;
+  return bits;
 }
 
 template <bool kTake>
@@ -164,10 +163,10 @@ CudaStatus LaunchMoves(const std::vector<Update>& updates, cudaStream_t stream) 
     for (int i = 0; i < launch.count; ++i) {
       const Update& update = launch.updates[i] = updates[first + i];
       const int64_t words_of_row = WordsOfRow(update);
-      const int lanes = Lanes(words_of_row);
-      const int64_t chunks_of_row = CeilDivide(words_of_row, int64_t{lanes} * kWordsPerThread);
-      launch.tilings[i] = {lanes, static_cast<unsigned>(num_blocks), chunks_of_row};
-      num_blocks += CeilDivide(update.num_rows * chunks_of_row, int64_t{kThreads / lanes});
+      const int lane_bits = LaneBits(words_of_row);
+      const int64_t chunks_of_row = CeilDivide(words_of_row, int64_t{kWordsPerThread} << lane_bits);
+      launch.tilings[i] = {lane_bits, static_cast<unsigned>(num_blocks), chunks_of_row};
+      num_blocks += CeilDivide(update.num_rows * chunks_of_row, int64_t{kThreads >> lane_bits});
     }
     MoveWindows<kTake><<<GridSize(num_blocks), kThreads, 0, stream>>>(launch);
     JB_RETURN_IF_LAUNCH_ERROR(MoveWindows);

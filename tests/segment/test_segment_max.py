@@ -1,10 +1,9 @@
-"""Properties of segment_max and segment_min alone: ties and their winners, special values, the order of rows."""
+"""Properties of segment_max and segment_min alone: ties and their winners, special values."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,16 +13,14 @@ import pytest
 from segment.reference import (
     MAX,
     MIN,
-    Batch,
     Reduction,
     extremum_gradient_of_rows,
     value_and_pullback,
 )
 from support import cases
-from support.cases import FLOATING, TIE_BREAKS, Shape, assert_same_bits
+from support.cases import FLOATING, TIE_BREAKS, assert_same_bits
 
 from jax_baracuda import unsorted_segment_max_backward
-from jax_baracuda._core.op import OPS
 
 each_extremum = pytest.mark.parametrize("extremum", [MAX, MIN], ids=str)
 each_tie_break = pytest.mark.parametrize("tie_break", TIE_BREAKS)
@@ -285,88 +282,10 @@ def test_unsorted_backward_names_itself() -> None:
         unsorted_segment_max_backward(np.ones((2, 2), np.float32), np.ones((3, 2), np.float32), np.arange(4))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The order in which the backward kernel may process the rows.
-
-
-def kernels(extremum: Reduction) -> tuple[Callable[..., list[jax.Array]], Callable[..., list[jax.Array]]]:
-    """The reduction that returns its winners, and the gradient."""
-    names = (f"{extremum.name}_with_winner", f"{extremum.name}_backward")
-    with_winner, backward = (functools.partial(OPS[name], **OPS[name].targets[name]) for name in names)
-    return with_winner, backward
-
-
-def orders(rng: np.random.Generator, ids: np.ndarray, by_kernel: np.ndarray) -> dict[str, np.ndarray]:
-    """Permutations of the rows. Each of them is valid."""
-    return {
-        "of the forward kernel": by_kernel,
-        "identity": np.arange(len(ids)),
-        "reverse": np.arange(len(ids))[::-1],
-        "by segment": np.argsort(ids, kind="stable"),
-        "random": rng.permutation(len(ids)),
-    }
-
-
-ORDERED_SHAPES = (Shape(1, (3,), 2), Shape(500, (9,), 40), Shape(33_000, (130,), 4500))
-
-
-@pytest.mark.parametrize("shape", ORDERED_SHAPES, ids=str)
-@each_tie_break
-@each_extremum
-def test_order_is_a_hint(rng: np.random.Generator, extremum: Reduction, tie_break: str, shape: Shape) -> None:
-    """The gradient is the same for every order that the backward kernel gets, and for none."""
-    data, ids = extremum.make_data(rng, shape, "float32"), cases.make_ids(rng, shape.rows, shape.segments)
-    cotangent = cases.cotangent(rng, (shape.segments, *shape.row_shape), "float32")
-    expected = extremum.gradient(cotangent, data, ids, shape.segments, tie_break)
-    with_winner, backward = kernels(extremum)
-    forward_params = {"num_segments": shape.segments, "indices_are_sorted": False, "first_wins": tie_break == "first"}
-
-    def gradient(winner: jax.Array, order: Any, output: jax.Array) -> jax.Array:
-        data_and_output = () if tie_break == "first" else (data, output)
-        return backward(cotangent, winner, ids, order, *data_and_output)[0]
-
-    output, winner, by_kernel = with_winner(data, ids, **forward_params, with_order=True)
-    assert by_kernel.dtype == np.int32 and by_kernel.shape == (shape.rows,)
-    np.testing.assert_array_equal(np.sort(by_kernel), np.arange(shape.rows))
-    for name, order in orders(rng, ids, np.asarray(by_kernel)).items():
-        expected.check(gradient(winner, order.astype(np.int32), output), name)
-    without = with_winner(data, ids, **forward_params, with_order=False)
-    assert without[2].shape == (1,)
-    assert_same_bits(without[0], np.asarray(output))
-    assert_same_bits(without[1], np.asarray(winner))
-    expected.check(gradient(winner, without[2], output), "without an order")
-    # Orders with numbers out of range may give any result, but no access out of bounds.
-    for bad in (-1, shape.rows, np.iinfo(np.int32).max, np.iinfo(np.int32).min):
-        garbage = np.where(rng.random(shape.rows) < 0.5, bad, np.arange(shape.rows)).astype(np.int32)
-        jax.block_until_ready(gradient(winner, garbage, output))
-
-
-@each_extremum
-def test_order_of_a_batch(rng: np.random.Generator, extremum: Reduction) -> None:
-    """The batch may share the order, the ids, both or none."""
-    shape, size = Shape(60, (9,), 7), 3
-    data = np.stack([extremum.make_data(rng, shape, "float32") for _ in range(size)])
-    cotangent = cases.cotangent(rng, (size, 7, 9), "float32")
-    (with_winner, backward), batch = kernels(extremum), Batch()
-    for ids_are_shared, order_is_shared in itertools.product((False, True), (False, True)):
-        ids = np.stack([cases.make_ids(rng, 60, 7) for _ in range(1 if ids_are_shared else size)])
-        order = np.stack([rng.permutation(60) for _ in range(1 if order_is_shared else size)]).astype(np.int32)
-        params = {"num_segments": 7, "indices_are_sorted": False, "first_wins": False, "with_order": True}
-        output, winner, _ = with_winner(data, ids, **params, num_batch_dims=1)
-
-        def check(results: list[jax.Array], ids: np.ndarray = ids, where: str = f"{ids_are_shared} {order_is_shared}"):
-            for k in range(size):
-                expected = extremum.gradient(cotangent[k], data[k], ids[k % len(ids)], 7, "split")
-                expected.check(results[0][k], where)
-
-        batch.add(lambda *x: list(backward(*x, num_batch_dims=1)), (cotangent, winner, ids, order, data, output), check)
-    batch.run()
-
-
 @pytest.mark.parametrize(("size", "mapped"), [(3, "both"), (3, "data"), (2, "ids")])
 @each_extremum
 def test_gradient_of_a_large_batch(rng: np.random.Generator, extremum: Reduction, size: int, mapped: str) -> None:
-    """Gradients follow the order of the forward kernel. A GPU sorts the rows of the whole batch together."""
+    """A GPU sorts the rows of the whole batch together."""
     rows, segments = (100_000, 5000) if cases.PLATFORM == "cuda" else (2000, 100)
     data = rng.integers(-20, 20, (size, rows, 32)).astype(np.float32)
     ids = rng.integers(-segments // 9, segments + segments // 9, (size, rows), dtype=np.int32)
@@ -379,22 +298,6 @@ def test_gradient_of_a_large_batch(rng: np.random.Generator, extremum: Reduction
         element = [x[k] if axis == 0 else x for x, axis in zip(operands, axes, strict=True)]
         expected = extremum_gradient_of_rows(extremum, d_output, *element).astype(np.float32)
         np.testing.assert_array_equal(np.asarray(d_data[k]), expected, f"element {k}")
-
-
-@pytest.mark.parametrize("shared", ["nothing", "data", "ids"])
-@each_extremum
-def test_order_of_each_element(rng: np.random.Generator, extremum: Reduction, shared: str) -> None:
-    """The forward kernel's order has each row of a batch element once, dropped rows included."""
-    size, rows, segments = 3, 33_000, 900
-    data = rng.normal(size=(1 if shared == "data" else size, rows, 33)).astype(np.float32)
-    ids = np.stack([cases.make_ids(rng, rows, segments) for _ in range(1 if shared == "ids" else size)])
-    ids[-1, 5000:20_000] = -1  # so that elements drop different numbers of rows
-    params = {"num_segments": segments, "indices_are_sorted": False, "first_wins": False, "with_order": True}
-    with_winner, _ = kernels(extremum)
-    order = np.asarray(with_winner(data, ids, **params, num_batch_dims=1)[2])
-    assert order.shape == (size, rows)
-    for k in range(size):
-        np.testing.assert_array_equal(np.sort(order[k]), np.arange(rows), f"element {k}")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "ffi/core/warp.cuh"
-#include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/engine/reduction.cuh"
 
 namespace jax_baracuda::segment {
 
@@ -61,20 +61,31 @@ __device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, c
   return begin;
 }
 
-// Writes the reduction of no rows to the wide gaps in the chunks of a warp. `id_of(row)` is the id of a row of the
-// batch element, `first_row_from(segment)` the first row whose id is at least `segment`, and `first_result` the
-// position of the batch element's first segment in the results.
-template <typename Reduction, int kVec, typename IdOf, typename FirstRowFromSegment>
-__device__ __forceinline__ void FillWideGaps(const Problem& problem, const typename Reduction::Outputs& outputs,
-                                             int64_t first_result, int64_t warp, IdOf&& id_of,
-                                             FirstRowFromSegment&& first_row_from) {
+// Writes the reduction of no rows to the wide gaps of this block, one of the first `gap_blocks`.
+template <typename Reduction, int kVec>
+__device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) {
+  const int64_t rows = a.problem.rows, segments = a.problem.segments;
+  const int64_t warps_per_batch = GapWarpsPerBatch(a.problem), warp_chunks = GapWarpChunks(a.problem);
+  const int64_t warp_of_all = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  const int64_t b = warp_of_all / warps_per_batch, warp = warp_of_all - b * warps_per_batch;
+  if (b >= a.problem.batch) return;
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
+  const auto id_of = [&](int64_t row) {
+    return a.sorted_segments != nullptr ? static_cast<int64_t>(__ldg(a.sorted_segments + row))
+                                        : a.ids.Id(ids_offset + row);
+  };
+  const auto first_row_from = [&](int64_t segment) {
+    if (a.sorted_segments != nullptr) return FirstRowFrom(segment, rows, a.sorted_segments);
+    if (a.ids.are_64_bit) return FirstRowFrom(segment, rows, static_cast<const long long*>(a.ids.ids) + ids_offset);
+    return FirstRowFrom(segment, rows, static_cast<const int*>(a.ids.ids) + ids_offset);
+  };
+
   const int lane = threadIdx.x % 32;
-  const int64_t segments = problem.segments, warp_chunks = GapWarpChunks(problem);
   const int64_t chunk = min((warp * warp_chunks + lane) * kGapChunk, segments);
   const int64_t begin = first_row_from(chunk);
   // The gap around the end of the chunk.
   const int64_t before = begin > 0 ? max(id_of(begin - 1), int64_t{-1}) : -1;
-  const int64_t after = begin < problem.rows ? min(id_of(begin), segments) : segments;
+  const int64_t after = begin < rows ? min(id_of(begin), segments) : segments;
   const bool is_wide = before < 0 || after == segments || after - before - 1 > kMaxNarrowGap;
   const int64_t next_chunk = __shfl_down_sync(kFullWarp, chunk, 1);
   const int64_t next_before = __shfl_down_sync(kFullWarp, before, 1);
@@ -90,7 +101,8 @@ __device__ __forceinline__ void FillWideGaps(const Problem& problem, const typen
 
   typename Reduction::template Accumulator<kVec> nothing;
   nothing.Start();
-  const int64_t row_vectors = problem.features / kVec;
+  const int64_t first_result = a.first_segment + b * segments;
+  const int64_t features = a.problem.features, row_vectors = features / kVec;
   for (uint32_t lanes = __ballot_sync(kFullWarp, empty != 0); lanes != 0; lanes &= lanes - 1) {
     const int owner = __ffs(lanes) - 1;
     const uint32_t owner_empty = __shfl_sync(kFullWarp, empty, owner);
@@ -98,7 +110,7 @@ __device__ __forceinline__ void FillWideGaps(const Problem& problem, const typen
     for (int64_t i = lane; i < kGapChunk * row_vectors; i += 32) {
       const int64_t segment = i / row_vectors;
       if (((owner_empty >> segment) & 1) == 0) continue;
-      nothing.Store(outputs, first_segment + segment, problem.features, (i - segment * row_vectors) * kVec);
+      nothing.Store(a.outputs, first_segment + segment, features, (i - segment * row_vectors) * kVec);
     }
   }
 }

@@ -27,17 +27,4 @@ inline Edges EdgesOf(const GatheringCall& call, bool clips) {
           call.edge_order, call.edge_order_is_shared};
 }
 
-template <typename Reduction, typename Input>
-CudaStatus ReduceGathered(const GatheringCall& call, const ReducePlan& plan, const Input& input,
-                          const typename Reduction::Outputs& outputs, cudaStream_t stream) {
-  if (plan.strategy == Strategy::kNothing) return {};
-  if (!SegmentsFit(call.problem.segments) || !SegmentsFit(call.num_rows) || call.scratch_bytes < plan.scratch_bytes) {
-    return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  }
-  const auto* const data = static_cast<const typename Reduction::Element*>(call.data);
-  const Reducer<Reduction, Input> reducer{call.problem,        plan,    data,         input, call.segment_ids,
-                                          call.ids_are_64_bit, outputs, call.scratch, stream};
-  return reducer.Launch();
-}
-
 }  // namespace jax_baracuda::segment

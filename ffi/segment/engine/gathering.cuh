@@ -4,9 +4,9 @@
 // kernels by value. An Input derives from Edges and has
 //
 //   kTakesEdges                         whether Row::Load needs the number of the edge
-//   From(element, edges, features)      the same input, starting at this batch element
+//   Advance(element, edges, features)   starts at this batch element; Edges has it for inputs without other arrays
 //   At(b, edges, column)                what a thread computes once, before it loads rows: an int64_t for batch element
-//                                       b and the features from `column` on
+//                                       b and the features from `column` on; Edges has it for inputs that need none
 //   template <int kVec> Row             loads in flight: kVec elements of a gathered row and the input of its edge
 //     Load(input, data, source, place)     starts the loads
 //     AddTo(cells, outputs)                folds them into an accumulator (see reduction.cuh)
@@ -27,7 +27,7 @@ struct SourceRow {
 
 // Where a Row is loaded from and what it is added to.
 struct RowPlace {
-  int64_t segment;  // of the edge; negative if it has none
+  int64_t segment;  // of the edge, numbered over the whole batch; negative if it has none
   int64_t features, column;
   int64_t at;  // the result of At
 };
@@ -41,10 +41,12 @@ struct Edges {
   const int32_t* edge_order;  // [batch or 1, edges], or nullptr
   bool edge_order_is_shared;
 
-  void Advance(int64_t element, int64_t edges) {
+  void Advance(int64_t element, int64_t edges, int64_t /*features*/) {
     if (!gather_ids_are_shared) gather_ids += element * edges;
     if (edge_order != nullptr && !edge_order_is_shared) edge_order += element * edges;
   }
+
+  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t) const { return 0; }
 
   // The source of the edge at position `place` of batch element b. Its row is kDropped if the gather id names none.
   template <bool kTakesEdges>
@@ -89,13 +91,6 @@ struct ComingRow {
 template <typename T, bool kTakesNumbers = false>
 struct GatheredRows : Edges {
   static constexpr bool kTakesEdges = kTakesNumbers;
-
-  GatheredRows From(int64_t element, int64_t edges, int64_t) const {
-    GatheredRows from = *this;
-    from.Advance(element, edges);
-    return from;
-  }
-  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t) const { return 0; }
 
   template <int kVec>
   struct Row : ComingRow<T, kVec> {

@@ -1,4 +1,4 @@
-// Computes every row from its segment's cells, as the gradients of sums, means and products do.
+// Computes every row from its segment's cells, as the gradients of reductions do.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,9 +17,8 @@ inline constexpr int kMapRowsPerThread = 32;
 inline constexpr int kFlatVectorsPerThread = 4;
 
 // A row function is a struct with
-//   template <int kVec> Vector<T, kVec> At(b, segment, feature, element)
-// which returns the elements from `feature` on of a row of `segment` in batch element b. `element` is the position of
-// the first one in an array [rows, features].
+//   template <int kVec> Vector<T, kVec> At(b, segment, row, feature)
+// which returns the elements from `feature` on of a row, which is of `segment`, in batch element b.
 template <typename T, typename Function>
 struct MapRowsArguments {
   SegmentIds ids;
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(kMapThreads) MapRowsKernel(const __grid_consta
       const uint32_t segment = own < rows ? map_segments[own] : kDropped;
       values[u] = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
       if (segment != kDropped) {
-        values[u] = a.function.template At<kVec>(b, segment, column, (first_row + own) * features + column);
+        values[u] = a.function.template At<kVec>(b, segment, first_row + own, column);
       }
     }
 #pragma unroll
@@ -85,14 +84,12 @@ __global__ void __launch_bounds__(kMapThreads) MapFlatKernel(const __grid_consta
     if (first >= total) return;
     const int count = static_cast<int>(min(total - first, static_cast<int64_t>(kVec)));
     Vector<T, kVec> values = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
-    const auto take = [&](int i, uint32_t segment, int64_t feature) {
-      if (segment != kDropped) {
-        values.lane[i] = a.function.template At<1>(b, segment, feature, first + i).lane[0];
-      }
+    const auto take = [&](int i, uint32_t segment, int64_t row, int64_t feature) {
+      if (segment != kDropped) values.lane[i] = a.function.template At<1>(b, segment, row, feature).lane[0];
     };
     if (features == 1) {
       a.ids.template LoadRun<kVec>(ids_offset + first, count, [&](int i, uint32_t segment) {
-        if (i < count) take(i, segment, 0);
+        if (i < count) take(i, segment, first + i, 0);
       });
     } else {
       int64_t row = first / features, feature = first - row * features;
@@ -100,10 +97,11 @@ __global__ void __launch_bounds__(kMapThreads) MapFlatKernel(const __grid_consta
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         if (i >= count) break;
-        take(i, segment, feature);
+        take(i, segment, row, feature);
         if (++feature == features) {
           feature = 0;
-          if (i + 1 < count) segment = a.ids[ids_offset + ++row];
+          ++row;
+          if (i + 1 < count) segment = a.ids[ids_offset + row];
         }
       }
     }

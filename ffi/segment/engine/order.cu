@@ -80,16 +80,9 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t i = first + threadIdx.x; i < min(rows, first + kRowsPerBlock); i += kThreads) {
     const uint32_t place = i < kept ? bounds[0] + i : bounds[2] + dropped_before + (i - kept);
     row_order[static_cast<int64_t>(first_row) + i] = static_cast<int32_t>(order.rows[place] - first_row);
-    if (sorted_ids != nullptr) {
-      const uint32_t segment = i < kept ? order.segments[place] - b * segments : segments;
-      sorted_ids[static_cast<int64_t>(first_row) + i] = static_cast<int32_t>(segment);
-    }
+    const uint32_t segment = i < kept ? order.segments[place] - b * segments : segments;
+    sorted_ids[static_cast<int64_t>(first_row) + i] = static_cast<int32_t>(segment);
   }
-}
-
-__global__ void __launch_bounds__(kThreads) NaturalOrderKernel(int32_t* order, int64_t rows, int64_t total) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < total) order[i] = static_cast<int32_t>(i % rows);
 }
 
 }  // namespace
@@ -134,23 +127,12 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
 
 CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, int32_t* sorted_ids,
                           cudaStream_t stream) {
-  if (problem.batch == 1 && sorted_ids == nullptr) {
-    return JB_CUDA_STATUS(
-        cudaMemcpyAsync(row_order, order.rows, problem.rows * sizeof(int32_t), cudaMemcpyDeviceToDevice, stream));
-  }
   const uint32_t blocks_per_batch = static_cast<uint32_t>(CeilDivide(problem.rows, kRowsPerBlock));
   RowOrderKernel<<<GridSize(problem.batch * blocks_per_batch), kThreads, 0, stream>>>(
       order, static_cast<uint32_t>(problem.rows), static_cast<uint32_t>(problem.batch * problem.rows),
       static_cast<uint32_t>(problem.segments), static_cast<uint32_t>(problem.batch * problem.segments),
       blocks_per_batch, row_order, sorted_ids);
   return JB_LAUNCH_STATUS(RowOrderKernel);
-}
-
-CudaStatus LaunchNaturalOrder(const Problem& problem, int32_t* order, cudaStream_t stream) {
-  const int64_t total = problem.batch * problem.rows;
-  if (total == 0) return {};
-  NaturalOrderKernel<<<GridSize(CeilDivide(total, kThreads)), kThreads, 0, stream>>>(order, problem.rows, total);
-  return JB_LAUNCH_STATUS(NaturalOrderKernel);
 }
 
 }  // namespace jax_baracuda::segment

@@ -6,8 +6,9 @@
 
 namespace jax_baracuda::segment {
 
+// Whether the rows of the whole batch can be sorted together: they are counted in 31 bits, and segments in 32.
 inline bool OrderFits(const Problem& problem) {
-  return problem.batch * problem.rows < kDropped && problem.batch * problem.segments < kDropped;
+  return problem.batch * problem.rows < (int64_t{1} << 31) && problem.batch * problem.segments < kDropped;
 }
 
 // Up to this many rows per batch element, one block per element sorts them in one launch.
@@ -30,12 +31,9 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
                               SegmentOrder* order, cudaStream_t stream);
 
 // Writes a permutation of each batch element's rows, [batch, rows], numbered within the element. It groups rows by
-// segment; dropped rows come last. Unless `sorted_ids` is nullptr, it also writes the segments in this order, with the
-// number of segments for dropped rows.
+// segment; dropped rows come last. Also writes the segments in this order, with the number of segments for dropped
+// rows.
 CudaStatus LaunchRowOrder(const Problem& problem, const SegmentOrder& order, int32_t* row_order, int32_t* sorted_ids,
                           cudaStream_t stream);
-
-// Writes the identity order, 0 ... rows - 1 for each batch element.
-CudaStatus LaunchNaturalOrder(const Problem& problem, int32_t* order, cudaStream_t stream);
 
 }  // namespace jax_baracuda::segment

@@ -8,6 +8,7 @@
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
 #include "ffi/segment/engine/radix_sort.cuh"
+#include "ffi/segment/engine/tuning.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -19,13 +20,9 @@ constexpr int kMaxPasses = 4;
 constexpr int kThreads = kBins;  // one bin per thread
 constexpr int kWarps = kThreads / 32;
 
-// A published count of rows of a bin. The upper two bits tell what it counts: this tile, or all tiles up to this one.
-template <typename Status>
-constexpr int kRowBits = 8 * sizeof(Status) - 2;
-template <typename Status>
-constexpr Status kOfTile = Status{1} << kRowBits<Status>;
-template <typename Status>
-constexpr Status kOfTilesSoFar = Status{2} << kRowBits<Status>;
+// The status of a bin in a tile: 0, then the number of the tile's rows plus 1, then the number of rows of all tiles up to
+// this one with the highest bit set.
+constexpr uint32_t kOfTilesSoFar = 1u << 31;
 constexpr int kLookBack = 4;  // tiles read per look-back step
 
 struct Digit {
@@ -94,32 +91,31 @@ struct alignas(16) TileMemory {
   uint32_t tile;
 };
 
-template <typename Status>
-__device__ __forceinline__ Status LoadStatus(Status* status) {
-  return cuda::atomic_ref<Status, cuda::thread_scope_device>(*status).load(cuda::memory_order_relaxed);
+using Status = cuda::atomic_ref<uint32_t, cuda::thread_scope_device>;
+
+__device__ __forceinline__ uint32_t LoadStatus(uint32_t* status) {
+  return Status(*status).load(cuda::memory_order_relaxed);
 }
 
-template <typename Status>
-__device__ __forceinline__ void Publish(Status* status, Status what, uint32_t rows) {
-  cuda::atomic_ref<Status, cuda::thread_scope_device>(*status).store(what | rows, cuda::memory_order_relaxed);
+__device__ __forceinline__ void Publish(uint32_t* status, uint32_t value) {
+  Status(*status).store(value, cuda::memory_order_relaxed);
 }
 
 // The number of rows of a bin in all earlier tiles. Those tiles have started and publish their own counts without
 // waiting, so the loop ends.
-template <typename Status>
-__device__ __forceinline__ uint32_t RowsOfTilesBefore(int64_t tile, Status* bin_statuses) {
+__device__ __forceinline__ uint32_t RowsOfTilesBefore(int64_t tile, uint32_t* bin_statuses) {
   uint32_t rows = 0;
   int64_t next = tile - 1;
   while (next >= 0) {
-    Status statuses[kLookBack];
+    uint32_t statuses[kLookBack];
 #pragma unroll
     for (int i = 0; i < kLookBack; ++i) statuses[i] = i <= next ? LoadStatus(bin_statuses + (next - i) * kBins) : 0;
     int known = 0;
 #pragma unroll
     for (int i = 0; i < kLookBack; ++i) {
       if (known < i || statuses[i] == 0) continue;
-      rows += static_cast<uint32_t>(statuses[i] & (kOfTile<Status> - 1));
-      if (statuses[i] >= kOfTilesSoFar<Status>) return rows;
+      if (statuses[i] >= kOfTilesSoFar) return rows + (statuses[i] - kOfTilesSoFar);
+      rows += statuses[i] - 1;
       ++known;
     }
     next -= known;
@@ -131,10 +127,10 @@ __device__ __forceinline__ uint32_t RowsOfTilesBefore(int64_t tile, Status* bin_
 }
 
 // Sorts one tile by one digit, with kItems rows per thread. Each warp has neighbouring rows.
-template <int kItems, bool kReadsIds, typename Status>
+template <int kItems, bool kReadsIds>
 __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
     SortDigitKernel(const __grid_constant__ JoinedRows joined, SegmentOrder from, SegmentOrder to, Digit digit,
-                    const uint32_t* rows_of_bins, Status* statuses, uint32_t* tiles_begun) {
+                    const uint32_t* rows_of_bins, uint32_t* statuses, uint32_t* tiles_begun) {
   constexpr int kTileRows = kItems * kThreads;
   static_assert(kTileRows < 1 << 16);  // ranks are 16-bit
   extern __shared__ uint4 dynamic_memory[];
@@ -190,9 +186,9 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
     ranking.rows[w][bin] = static_cast<uint16_t>(bin_rows);
     bin_rows += of_warp;
   }
-  Status* const bin_statuses = statuses + bin;
-  Status* const own_status = bin_statuses + int64_t{tile} * kBins;
-  Publish(own_status, tile == 0 ? kOfTilesSoFar<Status> : kOfTile<Status>, bin_rows);
+  uint32_t* const bin_statuses = statuses + bin;
+  uint32_t* const own_status = bin_statuses + int64_t{tile} * kBins;
+  Publish(own_status, tile == 0 ? kOfTilesSoFar | bin_rows : bin_rows + 1);
   uint32_t begin, begin_of_all;
   cub::BlockScan<uint32_t, kThreads>(memory.scan).ExclusiveSum(bin_rows, begin);
   memory.begin[bin] = begin;
@@ -213,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
     values[i] = kReadsIds ? tile_begin + row : row < tile_rows ? __ldcs(from.rows + tile_begin + row) : 0;
   }
   const uint32_t before = RowsOfTilesBefore(tile, bin_statuses);
-  if (tile > 0) Publish(own_status, kOfTilesSoFar<Status>, before + bin_rows);
+  if (tile > 0) Publish(own_status, kOfTilesSoFar | (before + bin_rows));
   memory.shift[bin] = begin_of_all + before - begin;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) memory.sorted.rows[places[i]] = values[i];
@@ -230,12 +226,12 @@ __global__ void __launch_bounds__(kThreads, kItems > 16 ? 1 : 2)
   }
 }
 
-// Rows per thread. For few rows, small enough that all tiles are resident at once. Otherwise chosen to spread the tiles
-// evenly over the multiprocessors of an H200.
+// Rows per thread. For few rows, small enough that all tiles are resident at once. Otherwise 20 if each multiprocessor
+// then has one tile at most, and with 16 would have more.
 int TileItems(int64_t rows) {
-  if (rows <= int64_t{1} << 19) return 4;
-  constexpr int64_t kMultiprocessors = DeviceAttributes{}.multiprocessors;
-  return rows > kMultiprocessors * kThreads * 16 && rows <= kMultiprocessors * kThreads * 20 ? 20 : 16;
+  if (rows <= Tuning::kMaxRowsOfSmallSortTiles) return 4;
+  constexpr int64_t kWaveThreads = Tuning::kMultiprocessors * kThreads;
+  return rows > kWaveThreads * 16 && rows <= kWaveThreads * 20 ? 20 : 16;
 }
 
 int64_t Tiles(int64_t rows) { return CeilDivide(rows, TileItems(rows) * kThreads); }
@@ -247,10 +243,8 @@ Passes PassesUpTo(uint32_t segment) {
   return {count, static_cast<int>(CeilDivide(bits, count))};
 }
 
-bool FitNarrowStatuses(int64_t rows) { return rows < int64_t{1} << kRowBits<uint32_t>; }
-
 int64_t StatusBytes(int64_t rows, const Passes& passes) {
-  return passes.count * Tiles(rows) * kBins * (FitNarrowStatuses(rows) ? sizeof(uint32_t) : sizeof(uint64_t));
+  return passes.count * Tiles(rows) * kBins * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 struct Sort {
@@ -258,25 +252,25 @@ struct Sort {
   Passes passes;
   const SegmentOrder &sorted, &other;
   Counts* counts;
-  void* statuses;
+  uint32_t* statuses;
   cudaStream_t stream;
 
-  template <int kItems, typename Status = uint32_t>
+  template <int kItems>
   CudaStatus Run() const {
-    JB_RETURN_IF_CUDA_ERROR(RunPass<kItems, true, Status>(0));
-    for (int pass = 1; pass < passes.count; ++pass) JB_RETURN_IF_CUDA_ERROR(RunPass<kItems, false, Status>(pass));
+    JB_RETURN_IF_CUDA_ERROR((RunPass<kItems, true>(0)));
+    for (int pass = 1; pass < passes.count; ++pass) JB_RETURN_IF_CUDA_ERROR((RunPass<kItems, false>(pass)));
     return {};
   }
 
-  template <int kItems, bool kReadsIds, typename Status>
+  template <int kItems, bool kReadsIds>
   CudaStatus RunPass(int pass) const {
-    const auto kernel = SortDigitKernel<kItems, kReadsIds, Status>;
+    const auto kernel = SortDigitKernel<kItems, kReadsIds>;
     JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
     const bool is_to_sorted = (passes.count - 1 - pass) % 2 == 0;  // the last pass must end in `sorted`
     const int64_t tiles = Tiles(joined.total);
     kernel<<<GridSize(tiles), kThreads, sizeof(TileMemory<kItems>), stream>>>(
         joined, is_to_sorted ? other : sorted, is_to_sorted ? sorted : other, passes[pass], counts->rows[pass],
-        static_cast<Status*>(statuses) + pass * tiles * kBins, counts->tiles + pass);
+        statuses + pass * tiles * kBins, counts->tiles + pass);
     return JB_LAUNCH_STATUS(SortDigitKernel);
   }
 };
@@ -296,16 +290,15 @@ CudaStatus LaunchRadixSort(const JoinedRows& joined, const SegmentOrder& sorted,
   const int64_t status_bytes = StatusBytes(joined.total, passes);
   ScratchCarver carver(scratch);
   Counts* const counts = carver.Take<Counts>(1);
-  uint4* const statuses = carver.Take<uint4>(status_bytes / sizeof(uint4));
+  uint32_t* const statuses = carver.Take<uint32_t>(status_bytes / sizeof(uint32_t));
   const Sort sort{joined, passes, sorted, other, counts, statuses, stream};
   JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(counts, 0, sizeof(Counts), stream));
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
   const int64_t blocks = std::min<int64_t>(CeilDivide(joined.total, kCountThreads * kCountRows), 2 * multiprocessors);
-  CountDigitsKernel<<<GridSize(blocks), kCountThreads, 0, stream>>>(joined, passes, counts, statuses,
-                                                                    status_bytes / static_cast<int64_t>(sizeof(uint4)));
+  CountDigitsKernel<<<GridSize(blocks), kCountThreads, 0, stream>>>(
+      joined, passes, counts, reinterpret_cast<uint4*>(statuses), status_bytes / static_cast<int64_t>(sizeof(uint4)));
   JB_RETURN_IF_LAUNCH_ERROR(CountDigitsKernel);
-  if (!FitNarrowStatuses(joined.total)) return sort.Run<16, uint64_t>();
   switch (TileItems(joined.total)) {
     case 4:
       return sort.Run<4>();

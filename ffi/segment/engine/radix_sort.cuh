@@ -6,8 +6,7 @@
 
 namespace jax_baracuda::segment {
 
-// Rows and segments, numbered over the whole batch in 32 bits (see OrderFits). A single batch element always fits if
-// SegmentsFit.
+// Rows and segments, numbered over the whole batch (see OrderFits). A single batch element always fits if SegmentsFit.
 struct SegmentOrder {
   uint32_t* segments = nullptr;  // ascending; batch * segments for dropped rows, which come last
   uint32_t* rows = nullptr;

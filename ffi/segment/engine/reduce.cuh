@@ -8,6 +8,7 @@
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/plan.h"
 #include "ffi/core/scratch.h"
+#include "ffi/core/strategies.h"
 #include "ffi/segment/engine/fill.cuh"
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/private_table.cuh"
@@ -31,29 +32,8 @@ enum class Strategy {
   kSortThenTiles,  // sorts the rows first, then tiles
 };
 
-inline const char* StrategyName(Strategy strategy) {
-  switch (strategy) {
-    case Strategy::kNothing:
-      return kNothing;
-    case Strategy::kFill:
-      return "fill";
-    case Strategy::kPrivateTable:
-      return "private_table";
-    case Strategy::kSmallRows:
-      return "small_rows";
-    case Strategy::kRuns:
-      return "runs";
-    case Strategy::kTiles:
-      return "tiles";
-    case Strategy::kSmallTiles:
-      return "small_tiles";
-    case Strategy::kStagedTiles:
-      return "staged_tiles";
-    case Strategy::kSortThenTiles:
-      return "sort_then_tiles";
-  }
-  return "";
-}
+inline constexpr const char* kStrategyNames[] = {kNothing, "fill",        "private_table", "small_rows",     "runs",
+                                                 "tiles",  "small_tiles", "staged_tiles",  "sort_then_tiles"};
 
 inline constexpr int64_t kSectorBytes = 32;
 
@@ -78,15 +58,6 @@ inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, in
   if (problem.rows > 0 && has_few_segments && problem.features <= kMaxPrivateFeatures) return Strategy::kPrivateTable;
   return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
 }
-
-// Assignment of rows to blocks.
-struct RowGrid {
-  Problem problem;  // with kSortThenTiles: the batch joined into one element
-  FeatureLanes features;
-  int groups;
-  int64_t blocks_per_batch;
-  int64_t row_blocks;
-};
 
 inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector) {
   RowGrid grid;
@@ -125,7 +96,7 @@ struct ReducePlan {
   RowGrid grid;              // of one launch
   int64_t scratch_bytes;
 
-  Plan Summary() const { return {StrategyName(strategy), scratch_bytes}; }
+  Plan Summary() const { return {NameOf(kStrategyNames, strategy), scratch_bytes}; }
 };
 
 inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int64_t elements_at_once,
@@ -176,16 +147,15 @@ struct Reducer {
   using T = typename Reduction::Element;
   static constexpr bool kGathers = !std::is_same_v<Input, OwnRows<T>>;
 
-  Problem problem;
-  ReducePlan plan;
+  const SegmentCall& call;
+  const ReducePlan& plan;
   const T* data;
-  Input input;
-  const void* segment_ids;
-  bool ids_are_64_bit;
-  typename Reduction::Outputs outputs;
-  void* scratch;
+  const Input& input;
+  const typename Reduction::Outputs& outputs;
   cudaStream_t stream;
-  int32_t* order = nullptr;  // [batch, rows]: receives the sort order, or nullptr
+
+  const Problem& problem = call.problem;
+  const RowGrid& grid = plan.grid;
 
   CudaStatus Launch() const {
     switch (plan.strategy) {
@@ -195,21 +165,20 @@ struct Reducer {
         if constexpr (kTakesPrivateTable<Reduction> && !kGathers) return PrivateTable();
         return JB_CUDA_STATUS(cudaErrorInvalidValue);
       default:
-        return InOrder();
+        for (int64_t b = 0; b < problem.batch; b += plan.elements_at_once) JB_RETURN_IF_CUDA_ERROR(ElementsFrom(b));
+        return {};
     }
   }
 
  private:
-  SegmentIds Ids() const { return {segment_ids, ids_are_64_bit, problem.segments}; }
-
   CudaStatus PrivateTable() const {
     using Cells = typename Reduction::template Accumulator<1>;
     PrivateTableArguments<Reduction> a{};
     a.data = data;
-    a.ids = Ids();
+    a.ids = {call.segment_ids, call.ids_are_64_bit, problem.segments};
     a.problem = problem;
     a.outputs = outputs;
-    a.partials = scratch;
+    a.partials = call.scratch;
     const auto kernel = PrivateTableKernel<Reduction>;
     int multiprocessors = 0, max_shared_bytes = 0;
     JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
@@ -228,52 +197,38 @@ struct Reducer {
     return JB_LAUNCH_STATUS(MergePartialsKernel);
   }
 
-  CudaStatus InOrder() const {
-    for (int64_t b = 0; b < problem.batch; b += plan.elements_at_once) {
-      JB_RETURN_IF_CUDA_ERROR(ElementsFrom(b));
-    }
-    return {};
-  }
-
   // The batch elements of one launch, starting at `first`.
   CudaStatus ElementsFrom(int64_t first) const {
     const Strategy strategy = plan.strategy;
-    const RowGrid& grid = plan.grid;
     Problem part = problem;
     part.batch = plan.elements_at_once;
     const int64_t first_id = problem.IdIndex(first, 0);
-    const void* const ids = static_cast<const char*>(segment_ids) + first_id * (ids_are_64_bit ? 8 : 4);
-    ScratchCarver carver(scratch);
-    TileArguments<Reduction> a{};
+    const void* const ids = static_cast<const char*>(call.segment_ids) + first_id * (call.ids_are_64_bit ? 8 : 4);
+    ScratchCarver carver(call.scratch);
+    InputArguments<Reduction, Input> a{};
+    static_cast<RowGrid&>(a) = grid;
     if (strategy == Strategy::kSortThenTiles) {
       char* order_scratch = carver.Take<char>(SegmentOrderScratchBytes(part, /*holds_order=*/true));
-      SegmentOrder segment_order;
-      JB_RETURN_IF_CUDA_ERROR(LaunchSegmentOrder(part, ids, ids_are_64_bit, order_scratch, &segment_order, stream));
-      a.sorted_segments = segment_order.segments;
-      a.order = segment_order.rows;
-      if (order != nullptr) {
-        JB_RETURN_IF_CUDA_ERROR(LaunchRowOrder(part, segment_order, order + first * problem.rows, nullptr, stream));
-      }
+      SegmentOrder order;
+      JB_RETURN_IF_CUDA_ERROR(LaunchSegmentOrder(part, ids, call.ids_are_64_bit, order_scratch, &order, stream));
+      a.sorted_segments = order.segments;
+      a.order = order.rows;
     }
-    Input of_part = input;
+    a.input = input;
     if constexpr (kGathers) {
-      of_part = input.From(first, problem.rows, problem.features);
+      a.input.Advance(first, problem.rows, problem.features);
       a.data = data + (problem.data_is_shared ? 0 : first * input.num_rows * problem.features);
     } else {
       a.data = data + problem.DataRow(first, 0) * problem.features;
     }
-    a.ids = {ids, ids_are_64_bit, problem.segments};
-    a.problem = grid.problem;
+    a.ids = {ids, call.ids_are_64_bit, problem.segments};
     a.batch_rows = problem.rows;
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
-    a.features = grid.features;
-    a.groups = grid.groups;
-    a.blocks_per_batch = grid.blocks_per_batch;
     if constexpr (kGathers) {
-      if (strategy == Strategy::kSmallTiles) return SmallTiles(a, of_part, grid);
+      if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
     } else {
-      if (strategy == Strategy::kSmallRows) return SmallRows(a, grid);
+      if (strategy == Strategy::kSmallRows) return SmallRows(a);
     }
     a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
@@ -286,56 +241,55 @@ struct Reducer {
       a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
     }
     if constexpr (kGathers) {
-      return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
-        return Tiles<decltype(vector)::value, RowSource::kGathered>(a, of_part, grid);
-      });
+      return DispatchRowVector<T>(plan.part_features,
+                                  [&](auto vector) { return Tiles<decltype(vector)::value, RowSource::kGathered>(a); });
     } else {
-      if (strategy == Strategy::kRuns) return Runs(a, grid);
-      if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a, of_part, grid);
+      if (strategy == Strategy::kRuns) return Runs(a);
+      if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a);
       return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
         constexpr int kVec = decltype(vector)::value;
-        return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a, of_part, grid)
-                                                    : Tiles<kVec, RowSource::kDirect>(a, of_part, grid);
+        return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a)
+                                                    : Tiles<kVec, RowSource::kDirect>(a);
       });
     }
   }
 
-  CudaStatus Runs(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+  CudaStatus Runs(const TileArguments<Reduction>& a) const {
     switch (problem.features) {
       case 1:
-        return Runs<1>(a, grid);
+        return Runs<1>(a);
       case 2:
-        return Runs<2>(a, grid);
+        return Runs<2>(a);
       case 4:
-        return Runs<4>(a, grid);
+        return Runs<4>(a);
       default:
-        return Runs<8>(a, grid);
+        return Runs<8>(a);
     }
   }
 
   template <int kFeatures>
-  CudaStatus Runs(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+  CudaStatus Runs(const TileArguments<Reduction>& a) const {
     if constexpr (kFeatures * sizeof(T) > 32) {
       return JB_CUDA_STATUS(cudaErrorInvalidValue);
     } else {
       const uint32_t blocks = GridSize(a.gap_blocks + grid.row_blocks);
       RunKernel<Reduction, kFeatures><<<blocks, kRunThreads, 0, stream>>>(a);
       JB_RETURN_IF_LAUNCH_ERROR(RunKernel);
-      return LaunchMerge<kFeatures>(a, grid);
+      return LaunchMerge<kFeatures>(a);
     }
   }
 
   template <int kVec, RowSource kSource>
-  CudaStatus Tiles(const TileArguments<Reduction>& a, const Input& of_part, const RowGrid& grid) const {
+  CudaStatus Tiles(const InputArguments<Reduction, Input>& a) const {
     const int shared_bytes = TileShared<Reduction, Input, kVec, kSource>::Bytes(grid.groups, problem.features);
     const int64_t blocks = a.gap_blocks + grid.row_blocks * grid.features.columns;
     const int threads = TileThreads(grid.features.lanes);
-    TileKernel<Reduction, Input, kVec, kSource><<<GridSize(blocks), threads, shared_bytes, stream>>>({a, of_part});
+    TileKernel<Reduction, Input, kVec, kSource><<<GridSize(blocks), threads, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(TileKernel);
-    return LaunchMerge<kVec>(a, grid);
+    return LaunchMerge<kVec>(a);
   }
 
-  CudaStatus SmallRows(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+  CudaStatus SmallRows(const TileArguments<Reduction>& a) const {
     const uint32_t blocks = GridSize(grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
@@ -345,39 +299,36 @@ struct Reducer {
     });
   }
 
-  CudaStatus SmallTiles(TileArguments<Reduction> a, const Input& of_part, const RowGrid& grid) const {
-    a.gap_blocks = GridSize(a.problem.batch * SmallGapBlocks(a.problem.segments));
+  CudaStatus SmallTiles(InputArguments<Reduction, Input> a) const {
+    a.gap_blocks = GapBlocks(a.problem, kSmallTileThreads);
     const uint32_t blocks = GridSize(a.gap_blocks + grid.row_blocks * grid.features.columns);
     return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
-      SmallTileKernel<Reduction, Input, kVec><<<blocks, kSmallTileThreads, 0, stream>>>({a, of_part});
+      SmallTileKernel<Reduction, Input, kVec><<<blocks, kSmallTileThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SmallTileKernel);
     });
   }
 
   template <int kVec>
-  CudaStatus LaunchMerge(const TileArguments<Reduction>& a, const RowGrid& grid) const {
+  CudaStatus LaunchMerge(const TileArguments<Reduction>& a) const {
     if (grid.blocks_per_batch == 1) return {};  // no run leaves its block
     const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots);
-    MergeKernel<Reduction, kVec>
-        <<<GridSize(blocks * grid.features.columns), kMergeThreads, 0, stream>>>(a, grid.row_blocks);
+    MergeKernel<Reduction, kVec><<<GridSize(blocks * grid.features.columns), kMergeThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(MergeKernel);
   }
 };
 
-// `call` is the call of an op; `order` as in Reducer.
-template <typename Reduction, typename Call>
+// `call` is the call of an op.
+template <typename Reduction, typename Call, typename Input = OwnRows<typename Reduction::Element>>
 CudaStatus LaunchReduction(const Call& call, const ReducePlan& plan, const typename Reduction::Outputs& outputs,
-                           int32_t* order, cudaStream_t stream) {
+                           cudaStream_t stream, const Input& input = {}) {
   using T = typename Reduction::Element;
+  using Launch = Reducer<Reduction, Input>;
   if (plan.strategy == Strategy::kNothing) return {};
-  if (!SegmentsFit(call.problem.segments) || call.scratch_bytes < plan.scratch_bytes) {
-    return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  }
-  const T* const data = static_cast<const T*>(call.data);
-  const Reducer<Reduction, OwnRows<T>> reducer{call.problem,        plan,    data,         {},     call.segment_ids,
-                                               call.ids_are_64_bit, outputs, call.scratch, stream, order};
-  return reducer.Launch();
+  bool fits = SegmentsFit(call.problem.segments) && call.scratch_bytes >= plan.scratch_bytes;
+  if constexpr (Launch::kGathers) fits = fits && SegmentsFit(input.num_rows);
+  if (!fits) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  return Launch{call, plan, static_cast<const T*>(call.data), input, outputs, stream}.Launch();
 }
 
 // State bytes per cell of ops that accumulate a 32- or 64-bit number and a 32-bit word.

@@ -18,6 +18,8 @@
 
 #include <cstdint>
 
+#include "ffi/segment/engine/device.cuh"
+
 namespace jax_baracuda::segment {
 
 // Whether a reduction may use private tables; false avoids compiling kernels that are never launched.
@@ -34,6 +36,29 @@ struct Carries {
   uint32_t* in_segment;  // segment of the long run that enters the block, or kDropped
   void* in;              // the block's carry-in: its rows of that run
   void* out;             // its carry-out: its rows of a long run that starts in it and leaves it
+};
+
+// Assignment of rows to blocks.
+struct RowGrid {
+  Problem problem;  // with an order: the batch joined into one element
+  FeatureLanes features;
+  int groups;                // tiles per block
+  int64_t blocks_per_batch;  // blocks along the rows of one batch element
+  int64_t row_blocks;        // of all batch elements
+};
+
+template <typename Reduction>
+struct TileArguments : RowGrid {
+  const typename Reduction::Element* data;
+  SegmentIds ids;                   // in memory order; unused with `sorted_segments`
+  const uint32_t* sorted_segments;  // nullptr, or the sorted segments; `order` then has their rows
+  const uint32_t* order;
+  int64_t batch_rows;     // rows per batch element; below problem.rows only if the batch was joined
+  int64_t first_segment;  // first segment of the result; not 0 if batch elements are launched one by one
+  typename Reduction::Outputs outputs;
+  Carries carries;
+  uint32_t* merge_counters;  // finished blocks of MergeKernel, and blocks with an entering run
+  uint32_t gap_blocks;       // blocks at the start of the grid that fill wide gaps; 0 if FillsFirst
 };
 
 }  // namespace jax_baracuda::segment

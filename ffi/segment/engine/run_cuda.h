@@ -18,14 +18,16 @@ Plan CudaPlanOf(const PlanParameters& parameters) {
   return kCallOf(parameters).CudaPlan();
 }
 
-// Decodes the scratch that the plan needs, and launches the kernels.
+// Decodes the scratch, and launches the kernels. The launch plans the call, and fails if its scratch is too small.
 template <typename Call>
 ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, call->CudaPlan().scratch_bytes, &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, /*needed_bytes=*/0, &scratch));
   call->scratch = scratch.data;
   call->scratch_bytes = scratch.bytes;
-  return ToError(op, call->LaunchOnCuda(stream));
+  const CudaStatus status = call->LaunchOnCuda(stream);
+  if (!status.ok()) JB_RETURN_IF_ERROR(CheckScratch(op, scratch, call->CudaPlan().scratch_bytes));
+  return ToError(op, status);
 }
 
 // The same for edges, which must be sorted by segment.

@@ -5,8 +5,8 @@
 // per step. So no second kernel has to merge anything, but a hot segment keeps one block busy (see TakesSmallTiles).
 // The order of merges depends on shapes and ids only.
 //
-// The first blocks of the grid fill the empty segments. Unsorted ids give wrong results, but no access out of bounds
-// and no endless loop.
+// Empty segments are filled as by tiles. Unsorted ids give wrong results, but no access out of bounds and no endless
+// loop.
 #pragma once
 
 #include "ffi/segment/engine/gathering.cuh"
@@ -18,7 +18,6 @@ namespace jax_baracuda::segment {
 inline constexpr int kSmallTileThreads = 256;
 inline constexpr int kSmallTileRows = 8, kSmallRowsInFlight = 4;
 inline constexpr int kSmallBlockRows = kSmallTileThreads * kSmallTileRows;  // maximum
-inline constexpr int kFilledSegments = 256;                                 // per filling block
 
 // Few rows, and so few per segment on average that a very hot segment is unlikely.
 inline bool TakesSmallTiles(const Problem& problem) {
@@ -28,79 +27,12 @@ inline bool TakesSmallTiles(const Problem& problem) {
          problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfSmallTiles;
 }
 
-// Number of blocks that fill the empty segments of one batch element.
-__host__ __device__ inline int64_t SmallGapBlocks(int64_t segments) {
-  return CeilDivide(segments, static_cast<int64_t>(kFilledSegments));
-}
-
-// The first rows whose ids are at least `first` and at least `end`. The whole block searches: each step narrows both
-// ranges to the part of one thread.
-struct RowRange {
-  int64_t begin, end;
-};
-
-template <typename IdOf>
-__device__ __forceinline__ RowRange RowsOfSegments(int64_t first, int64_t end, int64_t rows, IdOf&& id_of) {
-  RowRange of_first{0, rows}, of_end{0, rows};
-  const auto is_below = [&](const RowRange& range, int64_t step, int64_t segment) {
-    const int64_t last = range.begin + (threadIdx.x + 1) * step - 1;  // last row of the thread's part
-    return last < range.end && id_of(last) < segment;
-  };
-  const auto narrow = [](RowRange& range, int64_t step, int parts_below) {
-    range.begin = min(range.begin + parts_below * step, range.end);
-    range.end = min(range.begin + step - 1, range.end);
-  };
-  for (int64_t size = rows; size > 0;) {
-    const int64_t step = CeilDivide(size, static_cast<int64_t>(kSmallTileThreads));
-    const bool below_first = is_below(of_first, step, first), below_end = is_below(of_end, step, end);
-    narrow(of_first, step, __syncthreads_count(below_first));
-    narrow(of_end, step, __syncthreads_count(below_end));
-    size = max(of_first.end - of_first.begin, of_end.end - of_end.begin);
-  }
-  return {of_first.begin, of_end.begin};
-}
-
-// Writes the reduction of no rows to the empty ones of kFilledSegments segments.
-template <typename Reduction, int kVec>
-__device__ __forceinline__ void FillEmptySegments(const TileArguments<Reduction>& a, int64_t block) {
-  constexpr int kWords = kFilledSegments / 32;
-  const int64_t blocks_per_batch = SmallGapBlocks(a.problem.segments);
-  const int64_t b = block / blocks_per_batch;
-  const int64_t first = (block - b * blocks_per_batch) * kFilledSegments;
-  const int64_t end = min(first + kFilledSegments, a.problem.segments);
-  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
-  const auto id_of = [&](int64_t row) { return a.ids.Id(ids_offset + row); };
-  __shared__ uint32_t has_rows[kWords];
-  if (threadIdx.x < kWords) has_rows[threadIdx.x] = 0;
-  const RowRange range = RowsOfSegments(first, end, a.problem.rows, id_of);
-  __syncthreads();
-#pragma unroll 8
-  for (int64_t row = range.begin + threadIdx.x; row < range.end; row += kSmallTileThreads) {
-    const int64_t id = id_of(row), before = row > range.begin ? id_of(row - 1) : -1;
-    if (id != before && id >= first && id < end) atomicOr(&has_rows[(id - first) / 32], 1u << ((id - first) % 32));
-  }
-  __syncthreads();
-  typename Reduction::template Accumulator<kVec> nothing;
-  nothing.Start();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t first_result = a.first_segment + b * a.problem.segments + first;
-  for (int word = warp; word * 32 < end - first; word += kSmallTileThreads / 32) {
-    const int count = static_cast<int>(min(end - first - word * 32, int64_t{32}));
-    for (uint32_t empty = ~has_rows[word] & (kFullWarp >> (32 - count)); empty != 0; empty &= empty - 1) {
-      const int64_t segment = first_result + word * 32 + __ffs(empty) - 1;
-      for (int64_t column = lane * kVec; column < a.problem.features; column += 32 * kVec) {
-        nothing.Store(a.outputs, segment, a.problem.features, column);
-      }
-    }
-  }
-}
-
 template <typename Reduction, typename Input, int kVec>
 __global__ void __launch_bounds__(kSmallTileThreads)
     SmallTileKernel(const __grid_constant__ InputArguments<Reduction, Input> a) {
   using Cells = typename Reduction::template Accumulator<kVec>;
   if (blockIdx.x < a.gap_blocks) {
-    FillEmptySegments<Reduction, kVec>(a, blockIdx.x);
+    FillWideGaps<Reduction, kVec>(a);
     return;
   }
 
@@ -175,6 +107,12 @@ __global__ void __launch_bounds__(kSmallTileThreads)
       if (segment != kDropped) row.AddTo(cells, a.outputs);
     });
     if (enters) slots[threadIdx.x] = cells;
+#pragma unroll 1
+    for (int i = 0; i < kSmallTileRows; ++i) {
+      const uint32_t before = own_segments[i - 1], own = own_segments[i];
+      if (!IsNarrowGap(before, own)) continue;
+      FillGap<Reduction, kVec>(a.outputs, first_segment + before + 1, first_segment + own, features, column);
+    }
   }
   __syncthreads();
 

@@ -44,24 +44,6 @@ inline constexpr int kMaxTileThreads = 64;
 // At least two tiles per block.
 inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 
-template <typename Reduction>
-struct TileArguments {
-  const typename Reduction::Element* data;
-  SegmentIds ids;                   // in memory order; unused with `sorted_segments`
-  const uint32_t* sorted_segments;  // nullptr, or the sorted segments; `order` then has their rows
-  const uint32_t* order;
-  Problem problem;        // with an order: the batch joined into one element
-  int64_t batch_rows;     // rows per batch element; below problem.rows only if the batch was joined
-  int64_t first_segment;  // first segment of the result; not 0 if batch elements are launched one by one
-  typename Reduction::Outputs outputs;
-  Carries carries;
-  uint32_t* merge_counters;  // finished blocks of MergeKernel, and blocks with an entering run
-  FeatureLanes features;
-  int groups;                // tiles per block
-  int64_t blocks_per_batch;  // blocks along the rows of one batch element
-  uint32_t gap_blocks;       // blocks at the start of the grid that fill wide gaps; 0 if FillsFirst
-};
-
 // The Input of rows that are not gathered.
 template <typename T>
 struct OwnRows {
@@ -75,28 +57,6 @@ template <typename Reduction, typename Input>
 struct InputArguments : TileArguments<Reduction> {
   Input input;
 };
-
-// The wide gaps of this block, one of the first `gap_blocks`.
-template <typename Reduction, int kVec>
-__device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) {
-  const int64_t warps_per_batch = GapWarpsPerBatch(a.problem);
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const int64_t b = warp / warps_per_batch;
-  if (b >= a.problem.batch) return;
-  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
-  const int64_t first_segment = a.first_segment + b * a.problem.segments;
-  const auto id_of = [&](int64_t row) {
-    return a.sorted_segments != nullptr ? static_cast<int64_t>(__ldg(a.sorted_segments + row))
-                                        : a.ids.Id(ids_offset + row);
-  };
-  const auto first_row_from = [&](int64_t segment) {
-    const int64_t rows = a.problem.rows;
-    if (a.sorted_segments != nullptr) return FirstRowFrom(segment, rows, a.sorted_segments);
-    if (a.ids.are_64_bit) return FirstRowFrom(segment, rows, static_cast<const long long*>(a.ids.ids) + ids_offset);
-    return FirstRowFrom(segment, rows, static_cast<const int*>(a.ids.ids) + ids_offset);
-  };
-  FillWideGaps<Reduction, kVec>(a.problem, a.outputs, first_segment, warp - b * warps_per_batch, id_of, first_row_from);
-}
 
 // Resets the counters of MergeKernel, which is launched next.
 template <typename Reduction>
@@ -435,11 +395,12 @@ struct MergeShared {
 //
 // A block handles the runs that begin in its slots: one group of threads per short run, the whole block per long run.
 template <typename Reduction, int kVec, int kLevel>
-__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t slots, int64_t block,
+__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t block,
                                              MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
   constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeSlots;
+  const int64_t slots = a.row_blocks;
   const int64_t count = CeilDivide(slots, kSlotStep);
   const int64_t first_slot = block / a.features.columns * kMergeSlots;
   const int64_t limit = kLevel == 1 ? min(count, first_slot + kMergeSlots) : count;
@@ -554,11 +515,11 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
 // The work of one of `blocks` blocks. All run level 1. The last block to finish runs level 2, if any block has an
 // entering run. One block is enough: each step covers kMergeSlots * kMergeSlots slots.
 template <typename Reduction, int kVec>
-__device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, int64_t slots, uint32_t block,
-                                           uint32_t blocks) {
+__device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, uint32_t block, uint32_t blocks) {
+  const int64_t slots = a.row_blocks;
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
-  MergeCarries<Reduction, kVec, 1>(a, slots, block, shared);
+  MergeCarries<Reduction, kVec, 1>(a, block, shared);
   if (slots <= kMergeSlots) return;  // a single block has all slots
 
   __threadfence();
@@ -579,15 +540,14 @@ __device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, in
   const int64_t second_level_slots = CeilDivide(slots, kMergeSlots);
   const int64_t second_level_blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
   for (int64_t i = 0; i < second_level_blocks; ++i) {
-    MergeCarries<Reduction, kVec, 2>(a, slots, i, shared);
+    MergeCarries<Reduction, kVec, 2>(a, i, shared);
     __syncthreads();
   }
 }
 
 template <typename Reduction, int kVec>
-__global__ void __launch_bounds__(kMergeThreads)
-    MergeKernel(const __grid_constant__ TileArguments<Reduction> a, int64_t slots) {
-  MergeBlock<Reduction, kVec>(a, slots, blockIdx.x, gridDim.x);
+__global__ void __launch_bounds__(kMergeThreads) MergeKernel(const __grid_constant__ TileArguments<Reduction> a) {
+  MergeBlock<Reduction, kVec>(a, blockIdx.x, gridDim.x);
 }
 
 }  // namespace jax_baracuda::segment

@@ -28,6 +28,10 @@ struct Tuning90 {
   static constexpr int64_t kMinFilteredCells = int64_t{1} << 16, kMinFilteredRows = int64_t{1} << 24;
   static constexpr int64_t kMinFilteredRowsToSegment = 32;
 
+  // Sort: the maximum number of rows for small tiles, and the number of multiprocessors over which larger tiles spread
+  // evenly. It is a constant because scratch, which depends on the tiles, may be planned without a GPU.
+  static constexpr int64_t kMaxRowsOfSmallSortTiles = int64_t{1} << 19, kMultiprocessors = 132;
+
   // Softmax: operands up to this size stay in L2 for the next pass.
   static constexpr int64_t kKeptBytes = int64_t{48} << 20;
   // Softmax: a larger table of sums is built in parts of this size, which fit in L2. Each part reads all rows, so this

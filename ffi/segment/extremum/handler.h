@@ -6,17 +6,6 @@
 
 namespace jax_baracuda::segment {
 
-// The order of rows that segment_max_with_winner returns for the backward pass: [.., rows], or [.., 1] if there is
-// none.
-template <typename Pointer>
-ffi::Error DecodeOrder(const Decoder& decoder, const Problem& problem, const ffi::AnyBuffer& order, Pointer* data,
-                       int64_t* order_size, bool* is_shared = nullptr) {
-  const auto dimensions = order.dimensions();
-  const bool is_absent = dimensions.size() > 0 && dimensions.back() == 1;
-  *order_size = is_absent ? 1 : problem.rows;
-  return decoder.Vector("order", order, ffi::DataType::S32, *order_size, data, is_shared);
-}
-
 template <typename Context, Run<Context, ExtremumCall> kRun, bool kIsMinimum>
 ffi::Error HandleExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                           ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, ReductionOptions options) {
@@ -33,14 +22,12 @@ ffi::Error HandleExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer s
 template <typename Context, Run<Context, ExtremumCall> kRun, bool kIsMinimum>
 ffi::Error HandleExtremumWithWinner(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                                     ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
-                                    ffi::Result<ffi::AnyBuffer> order, ffi::RemainingRets scratch,
-                                    WinnerOptions options) {
+                                    ffi::RemainingRets scratch, WinnerOptions options) {
   constexpr const char* kOp = kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner";
   ExtremumCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
   JB_RETURN_IF_ERROR(decoder.Cells("winner", *winner, ffi::DataType::S32, &call.winner));
-  JB_RETURN_IF_ERROR(DecodeOrder(decoder, call.problem, *order, &call.order, &call.order_size));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
   call.is_minimum = kIsMinimum;
   call.with_winner = true;
@@ -49,10 +36,10 @@ ffi::Error HandleExtremumWithWinner(Context context, ffi::AnyBuffer data, ffi::A
   return kRun(context, kOp, scratch, &call);
 }
 
-// The operands are (d_output, winner, segment_ids, order) and, if ties are shared, data and output.
+// The operands are (d_output, winner, segment_ids) and, if ties are shared, data and output.
 template <typename Context, Run<Context, ExtremumBackwardCall> kRun, bool kIsMinimum>
 ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer winner,
-                                  ffi::AnyBuffer segment_ids, ffi::AnyBuffer order, ffi::RemainingArgs data_and_output,
+                                  ffi::AnyBuffer segment_ids, ffi::RemainingArgs data_and_output,
                                   ffi::Result<ffi::AnyBuffer> d_data, ffi::RemainingRets scratch,
                                   GatherOptions options) {
   constexpr const char* kOp = kIsMinimum ? "segment_min_backward" : "segment_max_backward";
@@ -64,10 +51,6 @@ ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi:
   JB_RETURN_IF_ERROR(
       decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
   JB_RETURN_IF_ERROR(decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner, &call.winner_is_shared));
-  int64_t order_size;
-  JB_RETURN_IF_ERROR(DecodeOrder(decoder, call.problem, order, &call.order, &order_size, &call.order_is_shared));
-  call.has_order = order_size == call.problem.rows;
-  if (!call.has_order) call.order = nullptr;
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, DispatchFloating(call.type, [](auto) {})));
   if (data_and_output.size() == 0) return kRun(context, kOp, scratch, &call);
 
@@ -81,7 +64,6 @@ ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi:
   if (output_is_shared != call.winner_is_shared) {
     return WrongShape(kOp, "output", *output, "that of winner " + ShapeString(winner.dimensions()));
   }
-  call.shares_ties = true;
   return kRun(context, kOp, scratch, &call);
 }
 
@@ -103,9 +85,7 @@ ffi::Error HandleArg(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segmen
 
 template <typename Context>
 auto BindExtremumBackward() {
-  return BindResults<1>(BindOperands<4>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs())
-      .RemainingRets()
-      .template Attrs<GatherOptions>();
+  return BindWithOptionalOperands<Context, 3, 1>().RemainingRets().template Attrs<GatherOptions>();
 }
 
 // The calls that plan parameters describe.
@@ -113,13 +93,6 @@ template <bool kWithWinner>
 ExtremumCall ExtremumCallOf(const PlanParameters& parameters) {
   auto call = CallOf<ExtremumCall>(parameters);
   call.with_winner = kWithWinner;
-  return call;
-}
-
-inline ExtremumBackwardCall ExtremumBackwardCallOf(const PlanParameters& parameters) {
-  auto call = CallOf<ExtremumBackwardCall>(parameters);
-  call.has_order = parameters.at("has_order") != 0;
-  call.shares_ties = parameters.at("shares_ties") != 0;
   return call;
 }
 

@@ -12,18 +12,15 @@ constexpr auto kRunArg = RunOnCuda<ArgCall>;
 
 constexpr auto kPlan = CudaPlanOf<ExtremumCallOf<false>>;
 constexpr auto kPlanWithWinner = CudaPlanOf<ExtremumCallOf<true>>;
-constexpr auto kPlanBackward = CudaPlanOf<ExtremumBackwardCallOf>;
+constexpr auto kPlanBackward = CudaPlanOf<CallOf<ExtremumBackwardCall>>;
 constexpr auto kPlanArg = CudaPlanOf<CallOf<ArgCall>>;
 
 #define JB_BIND_REDUCTION (BindCall<Stream, 2, 1, ReductionOptions>())
-#define JB_BIND_WITH_WINNER (BindCall<Stream, 2, 3, WinnerOptions>())
-#define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics", "atomics_single_feature"
+#define JB_BIND_WITH_WINNER (BindCall<Stream, 2, 2, WinnerOptions>())
+#define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics"
 // With winners there are no private tables; the shared table replaces them.
 #define JB_WITH_WINNER_STRATEGIES \
   kNothing, "fill", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES
-#define JB_BACKWARD_STRATEGIES                                                                          \
-  kNothing, "winners", "winners_in_order", "winners_and_ties", "winners_and_ties_in_order", "all_rows", \
-      "all_rows_in_order"
 
 JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false>), JB_BIND_REDUCTION, kPlan, kNothing,
                JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
@@ -34,9 +31,9 @@ JB_CUDA_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<cudaStream_t
 JB_CUDA_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, true>), JB_BIND_WITH_WINNER,
                kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
 JB_CUDA_TARGET("segment_max_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, false>),
-               BindExtremumBackward<Stream>(), kPlanBackward, JB_BACKWARD_STRATEGIES);
+               BindExtremumBackward<Stream>(), kPlanBackward, kNothing, JB_MAP_ROWS_STRATEGIES);
 JB_CUDA_TARGET("segment_min_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, true>),
-               BindExtremumBackward<Stream>(), kPlanBackward, JB_BACKWARD_STRATEGIES);
+               BindExtremumBackward<Stream>(), kPlanBackward, kNothing, JB_MAP_ROWS_STRATEGIES);
 JB_CUDA_TARGET("segment_argmax", (HandleArg<cudaStream_t, kRunArg, false>), JB_BIND_REDUCTION, kPlanArg, kNothing,
                JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_argmin", (HandleArg<cudaStream_t, kRunArg, true>), JB_BIND_REDUCTION, kPlanArg, kNothing,

@@ -1,4 +1,6 @@
 // Maxima and minima, with or without winners: the choice of a kernel, and the tables of atomic maxima.
+#include <algorithm>
+
 #include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/engine/tuning.h"
 #include "ffi/segment/extremum/table.cuh"
@@ -7,10 +9,13 @@ namespace jax_baracuda::segment {
 namespace {
 
 enum class Algorithm {
-  kReduce,       // in registers (see reduce.cuh)
-  kTable,        // atomic maxima on a table in global memory
-  kSharedTable,  // one table per block in shared memory
+  kReduce,         // in registers (see reduce.cuh)
+  kTable,          // atomic maxima on a table in global memory
+  kFilteredTable,  // the same, but elements are first compared with lower bounds in shared memory
+  kSharedTable,    // one table per block in shared memory
 };
+
+inline constexpr const char* kTableNames[] = {"", "atomics", "filtered_atomics", "shared_table"};
 
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
@@ -19,17 +24,16 @@ constexpr int64_t kSharedTableBytes = 48 * 1024;
 struct ExtremumPlan {
   Algorithm algorithm;
   ReducePlan reduce;  // of kReduce
-  bool filters_rows;  // of kTable: elements are first compared with lower bounds in shared memory
   Plan summary;
 };
 
-bool FiltersRows(const Problem& problem, int64_t key_bytes, bool indices_are_sorted) {
+bool FiltersRows(const Problem& problem, int64_t key_bytes) {
   const int64_t cells = problem.segments * problem.features;
   const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
   const bool has_many_rows =
       problem.rows >= Tuning::kMinFilteredRows && problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
-  return key_bytes == sizeof(uint32_t) && !indices_are_sorted && problem.batch == 1 && problem.features <= 8 &&
-         outgrows_l1 && cells < (int64_t{1} << 31) && has_many_rows;
+  return key_bytes == sizeof(uint32_t) && problem.batch == 1 && problem.features <= 8 && outgrows_l1 &&
+         cells < (int64_t{1} << 31) && has_many_rows;
 }
 
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
@@ -59,81 +63,66 @@ ExtremumPlan Choose(const ExtremumCall& call) {
     if (fits_shared && !(call.indices_are_sorted && with_winner)) {
       algorithm = Algorithm::kSharedTable;
     } else if (strategy == Strategy::kSortThenTiles && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
-      algorithm = Algorithm::kTable;
+      algorithm = FiltersRows(problem, key_bytes) ? Algorithm::kFilteredTable : Algorithm::kTable;
     }
   }
   if (algorithm == Algorithm::kReduce) {
     const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
-    return {algorithm, reduce, false, reduce.Summary()};
+    return {algorithm, reduce, reduce.Summary()};
   }
-  const bool filters_rows = algorithm == Algorithm::kTable && FiltersRows(problem, key_bytes, call.indices_are_sorted);
-  const char* const name = algorithm == Algorithm::kSharedTable ? "shared_table"
-                           : filters_rows                       ? "filtered_atomics"
-                           : problem.features == 1              ? "atomics_single_feature"
-                                                                : "atomics";
   ScratchSizes sizes;
   // If keys are as wide as values, the output itself is the table.
   if (key_bytes != element_bytes) sizes.Add(problem.batch * cells * key_bytes);
-  if (filters_rows) sizes.Add(kFloorBytes);
-  return {algorithm, {}, filters_rows, {name, sizes.total}};
+  if (algorithm == Algorithm::kFilteredTable) sizes.Add(kFloorBytes);
+  return {algorithm, {}, {NameOf(kTableNames, algorithm), sizes.total}};
 }
 
 template <typename T, bool kWithWinner>
-struct Launcher {
-  const ExtremumCall& arguments;
-  const ExtremumPlan& plan;
+struct TableLauncher {
+  const ExtremumCall& call;
+  Algorithm algorithm;
   cudaStream_t stream;
 
-  const T* data = static_cast<const T*>(arguments.data);
-  T* output = static_cast<T*>(arguments.output);
-  const Problem& problem = arguments.problem;
-  const int64_t segments = problem.batch * problem.segments;
-  const FlipWord<T> flip = FlipWordMask<T>(arguments.type, arguments.is_minimum);
+  const Problem& problem = call.problem;
+  const int64_t cells = problem.segments * problem.features;  // per batch element
 
   CudaStatus Launch() const {
-    const bool is_reduced = plan.algorithm == Algorithm::kReduce;
-    if (arguments.order != nullptr && !(is_reduced && plan.reduce.strategy == Strategy::kSortThenTiles)) {
-      JB_RETURN_IF_CUDA_ERROR(LaunchNaturalOrder(problem, arguments.order, stream));
-    }
-    if (!is_reduced) return Table();
-    return kWithWinner ? ReduceWithWinner(arguments, plan.reduce, stream)
-                       : ReduceMaximum(arguments, plan.reduce, stream);
-  }
-
-  CudaStatus Table() const {
-    const int64_t cells = segments * problem.features;
-    ScratchCarver carver(arguments.scratch);
+    const int64_t all_cells = problem.batch * cells;
+    ScratchCarver carver(call.scratch);
     TableArguments<T> a{};
-    a.data = data;
-    a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
+    a.data = static_cast<const T*>(call.data);
+    a.ids = {call.segment_ids, call.ids_are_64_bit, problem.segments};
     a.problem = problem;
-    a.first_wins = arguments.first_wins;
-    a.flip = flip;
+    a.first_wins = call.first_wins;
+    a.flip = FlipWordMask<T>(call.type, call.is_minimum);
+    a.output = static_cast<T*>(call.output);
+    a.winner = call.winner;
     if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
-      a.table = reinterpret_cast<TableKey<T>*>(output);
+      a.table = reinterpret_cast<TableKey<T>*>(a.output);
     } else {
-      a.table = carver.Take<TableKey<T>>(cells);
+      a.table = carver.Take<TableKey<T>>(all_cells);
     }
-    a.output = output;
-    a.winner = arguments.winner;
     // A batch element is split into vectors as a whole, so only its start must be aligned.
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(TableKey<T>), stream));
-    JB_RETURN_IF_CUDA_ERROR(plan.filters_rows ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
-                            : is_aligned      ? TableMax<kWidest>(a)
-                                              : TableMax<1>(a));
-    DecodeTableKernel<T><<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, cells, flip, output);
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, all_cells * sizeof(TableKey<T>), stream));
+    JB_RETURN_IF_CUDA_ERROR(algorithm == Algorithm::kFilteredTable
+                                ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
+                            : is_aligned ? TableMax<kWidest>(a)
+                                         : TableMax<1>(a));
+    DecodeTableKernel<T>
+        <<<GridSize(CeilDivide(all_cells, 256)), 256, 0, stream>>>(a.table, all_cells, a.flip, a.output);
     JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     if constexpr (kWithWinner) {
       // Every byte of kNoWinner is 0xff.
-      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.winner, 0xff, cells * sizeof(int32_t), stream));
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.winner, 0xff, all_cells * sizeof(int32_t), stream));
       return is_aligned ? TableWinner<kWidest>(a) : TableWinner<1>(a);
     }
     return {};
   }
 
+ private:
   // The first rows go directly to the table. The others are split into chunks. Each chunk is filtered by the lower
   // bounds that the table has after the previous one.
   template <int kVec>
@@ -141,7 +130,7 @@ struct Launcher {
     if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
       return JB_CUDA_STATUS(cudaErrorInvalidValue);
     } else {
-      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), problem.segments * problem.features);
+      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), cells);
       int multiprocessors = 0;
       JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
       const uint32_t blocks = kFilterBlocks * multiprocessors;
@@ -153,7 +142,7 @@ struct Launcher {
         // Chunks begin at multiples of 64 rows, to stay aligned.
         const int64_t end = chunk_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * chunk_end;
         TableArguments<T> chunk = a;
-        chunk.data = data + begin * problem.features;
+        chunk.data = a.data + begin * problem.features;
         chunk.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
         chunk.problem.rows = end - begin;
         if (begin == 0) {
@@ -172,55 +161,35 @@ struct Launcher {
     }
   }
 
-  // Enough blocks for several waves on any GPU, but no more than there is work for.
-  int64_t TableBlocksPerBatch(int64_t vectors, int threads, int64_t max_blocks) const {
-    const int64_t blocks = CeilDivide(vectors, threads), max_per_batch = CeilDivide(max_blocks, problem.batch);
-    return blocks < max_per_batch ? blocks : max_per_batch;
-  }
-
-  // As many blocks as are resident at once: each keeps one table for all its rows.
-  CudaStatus SharedTableBlocksPerBatch(int64_t vectors, int64_t* blocks) const {
-    int multiprocessors = 0;
-    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-    *blocks = TableBlocksPerBatch(vectors, kSharedTableThreads, int64_t{kSharedTableBlocks} * multiprocessors);
-    return {};
+  template <int kVec>
+  CudaStatus TableMax(const TableArguments<T>& a) const {
+    return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(TableKey<T>));
   }
 
   template <int kVec>
-  CudaStatus TableMax(TableArguments<T> a) const {
+  CudaStatus TableWinner(const TableArguments<T>& a) const {
+    return OverRows<kVec>(a, TableWinnerKernel<T, kVec>, SharedTableWinnerKernel<T, kVec>,
+                          sizeof(ComputeType<T>) + sizeof(int32_t));
+  }
+
+  using Kernel = void (*)(TableArguments<T>);
+
+  template <int kVec>
+  CudaStatus OverRows(TableArguments<T> a, Kernel of_global_table, Kernel of_shared_table, int64_t cell_bytes) const {
+    const bool is_shared = algorithm == Algorithm::kSharedTable;
+    int64_t max_blocks = int64_t{1} << 20;  // several waves on any GPU
+    if (is_shared) {
+      // As many blocks as are resident at once: each keeps one table for all its rows.
+      int multiprocessors = 0;
+      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+      max_blocks = int64_t{kSharedTableBlocks} * multiprocessors;
+    }
+    const int threads = is_shared ? kSharedTableThreads : 256;
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
-    if (plan.algorithm == Algorithm::kSharedTable) {
-      JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
-      const size_t shared_bytes = problem.segments * problem.features * sizeof(TableKey<T>);
-      SharedTableMaxKernel<T, kVec>
-          <<<GridSize(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
-      return JB_LAUNCH_STATUS(SharedTableMaxKernel);
-    } else if (problem.features == 1) {
-      a.blocks_per_batch = CeilDivide(vectors, kSingleFeatureThreads);
-      const uint32_t blocks = GridSize(problem.batch * a.blocks_per_batch);
-      SingleFeatureMaxKernel<T, kVec><<<blocks, kSingleFeatureThreads, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(SingleFeatureMaxKernel);
-    } else {
-      a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
-      TableMaxKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(TableMaxKernel);
-    }
-  }
-
-  template <int kVec>
-  CudaStatus TableWinner(TableArguments<T> a) const {
-    const int64_t vectors = CeilDivide(problem.rows * problem.features, kVec);
-    if (plan.algorithm == Algorithm::kSharedTable) {
-      JB_RETURN_IF_CUDA_ERROR(SharedTableBlocksPerBatch(vectors, &a.blocks_per_batch));
-      const size_t shared_bytes = problem.segments * problem.features * (sizeof(ComputeType<T>) + sizeof(int32_t));
-      SharedTableWinnerKernel<T, kVec>
-          <<<GridSize(problem.batch * a.blocks_per_batch), kSharedTableThreads, shared_bytes, stream>>>(a);
-      return JB_LAUNCH_STATUS(SharedTableWinnerKernel);
-    } else {
-      a.blocks_per_batch = TableBlocksPerBatch(vectors, 256, int64_t{1} << 20);
-      TableWinnerKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), 256, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(TableWinnerKernel);
-    }
+    a.blocks_per_batch = std::min(CeilDivide(vectors, threads), CeilDivide(max_blocks, problem.batch));
+    const Kernel kernel = is_shared ? of_shared_table : of_global_table;
+    kernel<<<GridSize(problem.batch * a.blocks_per_batch), threads, is_shared ? cells * cell_bytes : 0, stream>>>(a);
+    return JB_LAUNCH_STATUS(OverRows);
   }
 };
 
@@ -229,25 +198,22 @@ struct Launcher {
 Plan ExtremumCall::CudaPlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).summary; }
 
 CudaStatus ExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
-  if (order != nullptr && order_size != problem.rows) {
-    // If no order is wanted, its result still exists and is set to 0.
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(order, 0, problem.batch * order_size * sizeof(int32_t), stream));
-    ExtremumCall without_order = *this;
-    without_order.order = nullptr;
-    return without_order.LaunchOnCuda(stream);
-  }
-  if (problem.HasNoResult()) return order == nullptr ? CudaStatus{} : LaunchNaturalOrder(problem, order, stream);
+  if (problem.HasNoResult()) return {};
   const ExtremumPlan plan = Choose(*this);
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) return status;
-  if (with_winner) {
-    DispatchFloating(
-        type, [&](auto tag) { status = Launcher<typename decltype(tag)::type, true>{*this, plan, stream}.Launch(); });
-  } else {
-    DispatchOrdered(
-        type, [&](auto tag) { status = Launcher<typename decltype(tag)::type, false>{*this, plan, stream}.Launch(); });
+  if (plan.algorithm == Algorithm::kReduce) {
+    return with_winner ? ReduceWithWinner(*this, plan.reduce, stream) : ReduceMaximum(*this, plan.reduce, stream);
   }
-  return status;
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
+  const auto launch = [&](auto tag, auto is_with_winner) {
+    using T = typename decltype(tag)::type;
+    return TableLauncher<T, decltype(is_with_winner)::value>{*this, plan.algorithm, stream}.Launch();
+  };
+  if (with_winner) {
+    return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) { return launch(tag, std::true_type{}); });
+  }
+  return LaunchFor(type, JB_DISPATCH(DispatchOrdered), [&](auto tag) { return launch(tag, std::false_type{}); });
 }
 
 }  // namespace jax_baracuda::segment

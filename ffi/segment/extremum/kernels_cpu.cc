@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <type_traits>
 
 #include "ffi/segment/engine/rows_cpu.h"
@@ -209,19 +208,6 @@ bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const Backward
   return true;
 }
 
-// Writes the identity order, or a single 0. A real order would not help: where grouping pays, the backward kernel
-// groups the rows itself, which is no slower than reading an order and the scattered ids.
-void WriteIdentityOrder(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  const int64_t batch = call.problem.batch, size = call.order_size, bytes = size * sizeof(int32_t);
-  AdviseHugePages(call.order, batch * bytes);
-  const int64_t chunks = ChunksFor(pool, bytes);
-  ParallelFor(pool, batch * chunks, [&](int64_t index) {
-    const int64_t begin = ChunkBegin(size, chunks, index % chunks), end = ChunkBegin(size, chunks, index % chunks + 1);
-    int32_t* const order = call.order + index / chunks * size;
-    std::iota(order + begin, order + end, static_cast<int32_t>(begin));
-  });
-}
-
 int64_t NumCells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
 
 template <typename Reduction>
@@ -241,7 +227,6 @@ bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
 }
 
 bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  WriteIdentityOrder(pool, call);
   bool has_memory = true;
   AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
   AdviseHugePages(call.winner, NumCells(call.problem) * sizeof(int32_t));
@@ -307,11 +292,11 @@ constexpr auto kRunArg = RunOnCpu<ArgCall, RunArg>;
 
 constexpr auto kPlan = PlanOf<PlanExtremum, ExtremumCallOf<false>>;
 constexpr auto kPlanWithWinner = PlanOf<PlanExtremum, ExtremumCallOf<true>>;
-constexpr auto kPlanBackward = PlanOf<PlanBackward, ExtremumBackwardCallOf>;
+constexpr auto kPlanBackward = PlanOf<PlanBackward, CallOf<ExtremumBackwardCall>>;
 constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
 
 #define JB_BIND_REDUCTION (BindCall<ffi::ThreadPool, 2, 1, ReductionOptions>())
-#define JB_BIND_WITH_WINNER (BindCall<ffi::ThreadPool, 2, 3, WinnerOptions>())
+#define JB_BIND_WITH_WINNER (BindCall<ffi::ThreadPool, 2, 2, WinnerOptions>())
 #define JB_REDUCTION_STRATEGIES kNothing, "scan", "group_by_segment"
 #define JB_BACKWARD_STRATEGIES kNothing, "gather", "group_by_segment_streamed"
 

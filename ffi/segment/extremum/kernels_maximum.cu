@@ -5,14 +5,12 @@
 namespace jax_baracuda::segment {
 
 CudaStatus ReduceMaximum(const ExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchOrdered(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchOrdered), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const typename MaxReduction<T>::Outputs outputs{static_cast<T*>(call.output),
                                                     FlipWordMask<T>(call.type, call.is_minimum)};
-    status = LaunchReduction<MaxReduction<T>>(call, plan, outputs, call.order, stream);
+    return LaunchReduction<MaxReduction<T>>(call, plan, outputs, stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

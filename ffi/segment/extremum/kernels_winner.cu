@@ -5,22 +5,16 @@
 namespace jax_baracuda::segment {
 
 CudaStatus ReduceWithWinner(const ExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](auto first_wins) {
       using Reduction = WinnerReduction<T, decltype(first_wins)::value>;
       const typename Reduction::Outputs outputs{static_cast<T*>(call.output), call.winner,
                                                 FlipWordMask<T>(call.type, call.is_minimum)};
-      status = LaunchReduction<Reduction>(call, plan, outputs, call.order, stream);
+      return LaunchReduction<Reduction>(call, plan, outputs, stream);
     };
-    if (call.first_wins) {
-      reduce(std::true_type{});
-    } else {
-      reduce(std::false_type{});
-    }
+    return call.first_wins ? reduce(std::true_type{}) : reduce(std::false_type{});
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -128,8 +128,10 @@ __device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int6
   }
 
   const int64_t first = thread * kVec, stride = threads * kVec;
-  const int64_t stride_rows = stride / features, stride_features = stride - stride_rows * features;
-  int64_t row = first / features, feature = first - row * features;
+  // Divisions of 64 bits would cost more than the elements of a single feature.
+  const int64_t stride_rows = features == 1 ? stride : stride / features;
+  const int64_t stride_features = stride - stride_rows * features;
+  int64_t row = features == 1 ? first : first / features, feature = first - row * features;
   // Vectors cross row boundaries; the last one may pass the end of the data.
   for (int64_t element = first; element < total; element += stride) {
     Elements<T, Index, kVec, false> elements;
@@ -194,34 +196,6 @@ __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ Ta
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   TableKey<T>* table = a.table + b * a.problem.segments * a.problem.features;
   ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(table, elements); });
-}
-
-inline constexpr int kSingleFeatureThreads = 256;
-
-// Rows of one feature, kVec neighbouring rows per thread.
-template <typename T, int kVec>
-__global__ void __launch_bounds__(kSingleFeatureThreads, MinBlocks(kSingleFeatureThreads, 8))
-    SingleFeatureMaxKernel(const __grid_constant__ TableArguments<T> a) {
-  const int64_t b = blockIdx.x / a.blocks_per_batch;
-  const int64_t rows = a.problem.rows;
-  const int64_t row = ((blockIdx.x - b * a.blocks_per_batch) * kSingleFeatureThreads + threadIdx.x) * kVec;
-  if (row >= rows) return;
-  const int count = static_cast<int>(min(rows - row, static_cast<int64_t>(kVec)));
-  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * rows) + row;
-  TableKey<T>* table = a.table + b * a.problem.segments;
-
-  Elements<T, int64_t, kVec, false> elements;
-  if (count == kVec) {
-    elements.values = LoadStreaming<kVec>(data);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[min(i, count - 1)];
-  }
-  elements.values = FlipAll(elements.values, a.flip);
-  a.ids.template LoadRun<kVec>((a.problem.ids_are_shared ? 0 : b * rows) + row, count, [&](int i, uint32_t segment) {
-    elements.first_cell[i] = i < count && segment != kDropped ? static_cast<int64_t>(segment) : int64_t{-1};
-  });
-  RaiseCells<T>(table, elements);
 }
 
 // A floor is the lower bound of a group of neighbouring cells. An element that is not above the floor of its group need

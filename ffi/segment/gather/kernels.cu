@@ -13,7 +13,7 @@ struct GatherCells {
   int64_t features;
 
   template <int kVec>
-  __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t feature, int64_t) const {
+  __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t, int64_t feature) const {
     Vector<T, kVec> values = LoadVector<kVec>(cells + b * cells_per_batch + segment * features + feature);
     if (count != nullptr) {
       using C = ComputeType<T>;
@@ -30,15 +30,13 @@ struct GatherCells {
 Plan GatherCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
 
 CudaStatus GatherCall::LaunchOnCuda(cudaStream_t stream) const {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const GatherCells<T> function{static_cast<const T*>(cells), count,
                                   cells_are_shared ? 0 : problem.segments * problem.features,
                                   count_is_shared ? 0 : problem.segments, problem.features};
-    status = LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(rows), stream);
+    return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(rows), stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -111,10 +111,9 @@ CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
   if (!SegmentsFit(problem.segments) || !SegmentsFit(num_rows) || heads > (int64_t{1} << 20)) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    status = DispatchRowVector<T>(head_features, [&](auto vector) -> CudaStatus {
+    return DispatchRowVector<T>(head_features, [&](auto vector) -> CudaStatus {
       constexpr int kVec = decltype(vector)::value;
       DotArguments<T> a{};
       a.call = *this;
@@ -136,7 +135,6 @@ CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
       return JB_LAUNCH_STATUS(DotKernel);
     });
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -13,33 +13,25 @@ ReducePlan PlanOf(const GatherExtremumCall& call) {
 }
 
 CudaStatus GatherMaximum(const GatherExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    status = ReduceGathered<MaxReduction<T>>(
-        call, plan, GatheredRows<T>{EdgesOf(call, /*clips=*/true)},
-        {static_cast<T*>(call.output), FlipWordMask<T>(call.type, call.is_minimum)}, stream);
+    return LaunchReduction<MaxReduction<T>>(call, plan,
+                                            {static_cast<T*>(call.output), FlipWordMask<T>(call.type, call.is_minimum)},
+                                            stream, GatheredRows<T>{EdgesOf(call, /*clips=*/true)});
   });
-  return status;
 }
 
 CudaStatus GatherWithWinner(const GatherExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](auto first_wins) {
       using Reduction = WinnerReduction<T, decltype(first_wins)::value>;
-      status = ReduceGathered<Reduction>(
-          call, plan, GatheredRows<T, /*kTakesNumbers=*/true>{EdgesOf(call, /*clips=*/true)},
-          {static_cast<T*>(call.output), call.winner, FlipWordMask<T>(call.type, call.is_minimum)}, stream);
+      return LaunchReduction<Reduction>(
+          call, plan, {static_cast<T*>(call.output), call.winner, FlipWordMask<T>(call.type, call.is_minimum)}, stream,
+          GatheredRows<T, /*kTakesNumbers=*/true>{EdgesOf(call, /*clips=*/true)});
     };
-    if (call.first_wins) {
-      reduce(std::true_type{});
-    } else {
-      reduce(std::false_type{});
-    }
+    return call.first_wins ? reduce(std::true_type{}) : reduce(std::false_type{});
   });
-  return status;
 }
 
 }  // namespace

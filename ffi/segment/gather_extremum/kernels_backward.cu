@@ -6,7 +6,7 @@
 namespace jax_baracuda::segment {
 namespace {
 
-ReducePlan PlanOf(const GatherExtremumBackwardCall& call) {
+ReducePlan PlanOf(const GatheringCall& call) {
   return PlanGathered(call, call.problem.features, SumStateBytes(call.type));
 }
 
@@ -31,20 +31,18 @@ struct WonReduction : GatherSumReduction<T> {
   };
 };
 
-// The Input if one edge wins a cell: gathered rows have the winners of their cells. The batch shares no winners.
+// The Input if one edge wins a cell: gathered rows have the winners of their cells.
 template <typename T>
 struct RowsWithWinners : Edges {
   static constexpr bool kTakesEdges = true;
 
-  const int32_t* winners;  // [batch, num_rows, features]
+  const int32_t* winners;  // [batch or 1, num_rows, features]
+  bool winners_are_shared;
 
-  RowsWithWinners From(int64_t element, int64_t edges, int64_t features) const {
-    RowsWithWinners from = *this;
-    from.Advance(element, edges);
-    from.winners += element * num_rows * features;
-    return from;
+  void Advance(int64_t element, int64_t edges, int64_t features) {
+    Edges::Advance(element, edges, features);
+    if (!winners_are_shared) winners += element * num_rows * features;
   }
-  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t) const { return 0; }
 
   template <int kVec>
   struct Row : ComingRow<T, kVec> {
@@ -67,21 +65,22 @@ struct RowsWithWinners : Edges {
 
 // The Input if tied edges share a cell: an edge won the cells whose extremum equals the element of its segment in
 // `reduced`, the data of the forward pass. This also holds if only one edge attains the extremum, and a NaN equals
-// nothing. The batch shares neither array.
+// nothing.
 template <typename T>
 struct RowsWithExtrema : Edges {
   static constexpr bool kTakesEdges = false;
 
-  const T* extrema;  // [batch, num_rows, features]
-  const T* reduced;  // [batch, segments, features]
+  const T* extrema;  // [batch or 1, num_rows, features]
+  bool extrema_are_shared;
+  const T* reduced;  // [batch or 1, segments, features]
+  bool reduced_is_shared;
+  int64_t segments;
 
-  RowsWithExtrema From(int64_t element, int64_t edges, int64_t features) const {
-    RowsWithExtrema from = *this;
-    from.Advance(element, edges);
-    from.extrema += element * num_rows * features;
-    return from;
+  void Advance(int64_t element, int64_t edges, int64_t features) {
+    Edges::Advance(element, edges, features);
+    if (!extrema_are_shared) extrema += element * num_rows * features;
+    if (reduced_is_shared) reduced -= element * segments * features;  // Load numbers segments over the whole batch
   }
-  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t) const { return 0; }
 
   template <int kVec>
   struct Row : ComingRow<T, kVec> {
@@ -105,59 +104,26 @@ struct RowsWithExtrema : Edges {
   };
 };
 
-template <typename T>
-CudaStatus SumOfWinners(const GatherExtremumBackwardCall& call, cudaStream_t stream) {
-  const auto reduce = [&](const auto& input) {
-    return ReduceGathered<WonReduction<T>>(call, PlanOf(call), input, {call.d_data, /*is_wide=*/false}, stream);
-  };
-  const Edges edges = EdgesOf(call, /*clips=*/false);
-  return call.shares_ties ? reduce(RowsWithExtrema<T>{edges, static_cast<const T*>(call.extrema),
-                                                      static_cast<const T*>(call.gathered)})
-                          : reduce(RowsWithWinners<T>{edges, call.winner});
-}
-
-// The call of one batch element.
-template <typename T>
-GatherExtremumBackwardCall ElementOf(const GatherExtremumBackwardCall& call, int64_t b) {
-  const auto of_element = [&](const auto* array, bool is_shared, int64_t size) {
-    return array == nullptr || is_shared ? array : array + b * size;
-  };
-  const Problem& problem = call.problem;
-  const int64_t cells = call.num_rows * problem.features, elements = problem.segments * problem.features;
-  GatherExtremumBackwardCall element = call;
-  element.problem.batch = 1;
-  element.data = of_element(static_cast<const T*>(call.data), problem.data_is_shared, cells);
-  element.segment_ids = of_element(static_cast<const char*>(call.segment_ids), problem.ids_are_shared,
-                                   problem.rows * (call.ids_are_64_bit ? 8 : 4));
-  element.gather_ids = of_element(call.gather_ids, call.gather_ids_are_shared, problem.rows);
-  element.edge_order = of_element(call.edge_order, call.edge_order_is_shared, problem.rows);
-  element.winner = of_element(call.winner, call.winner_is_shared, cells);
-  element.extrema = of_element(static_cast<const T*>(call.extrema), call.winner_is_shared, cells);
-  element.gathered = of_element(static_cast<const T*>(call.gathered), call.gathered_is_shared, elements);
-  element.d_data = static_cast<T*>(call.d_data) + b * elements;
-  return element;
-}
-
 }  // namespace
 
 Plan GatherExtremumBackwardCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 
 CudaStatus GatherExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
-  if (problem.HasNoResult()) return {};
-  const bool is_shared = problem.data_is_shared || winner_is_shared || (gathered != nullptr && gathered_is_shared);
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  // Batch elements that share arrays are launched one by one. That takes no more scratch than the whole batch at once.
+  GatheringCall at_once = *this;
+  if (problem.data_is_shared || winner_is_shared || gathered_is_shared) at_once.problem.batch = problem.batch > 0;
+  const ReducePlan plan = PlanOf(at_once);
+  const Edges edges = EdgesOf(*this, /*clips=*/false);
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (problem.batch == 1 || !is_shared) {
-      status = SumOfWinners<T>(*this, stream);
-      return;
-    }
-    for (int64_t b = 0; b < problem.batch; ++b) {
-      status = SumOfWinners<T>(ElementOf<T>(*this, b), stream);
-      if (!status.ok()) return;
-    }
+    const auto reduce = [&](const auto& input) {
+      return LaunchReduction<WonReduction<T>>(*this, plan, {d_data, /*is_wide=*/false}, stream, input);
+    };
+    return shares_ties
+               ? reduce(RowsWithExtrema<T>{edges, static_cast<const T*>(extrema), winner_is_shared,
+                                           static_cast<const T*>(gathered), gathered_is_shared, problem.segments})
+               : reduce(RowsWithWinners<T>{edges, winner, winner_is_shared});
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -18,11 +18,9 @@ struct WeightedRows : Edges {
   bool weights_are_shared;
   int64_t heads, features_per_head;
 
-  WeightedRows From(int64_t element, int64_t edges, int64_t) const {
-    WeightedRows from = *this;
-    from.Advance(element, edges);
-    if (!weights_are_shared) from.weights += element * edges * heads;
-    return from;
+  void Advance(int64_t element, int64_t edges, int64_t features) {
+    Edges::Advance(element, edges, features);
+    if (!weights_are_shared) weights += element * edges * heads;
   }
   // The position of the first edge's weight.
   __device__ __forceinline__ int64_t At(int64_t b, int64_t edges, int64_t column) const {
@@ -53,18 +51,16 @@ Plan GatherSumCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 
 CudaStatus GatherSumCall::LaunchOnCuda(cudaStream_t stream) const {
   const ReducePlan plan = PlanOf(*this);
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Edges edges = EdgesOf(*this, clips_gather_ids);
     const auto reduce = [&](const auto& input) {
-      return ReduceGathered<GatherSumReduction<T>>(*this, plan, input, {output, is_wide}, stream);
+      return LaunchReduction<GatherSumReduction<T>>(*this, plan, {output, is_wide}, stream, input);
     };
-    status = has_weights ? reduce(WeightedRows<T>{edges, static_cast<const T*>(weights), weights_are_shared, heads,
-                                                  FeaturesPerHead()})
-                         : reduce(GatheredRows<T>{edges});
+    return has_weights ? reduce(WeightedRows<T>{edges, static_cast<const T*>(weights), weights_are_shared, heads,
+                                                FeaturesPerHead()})
+                       : reduce(GatheredRows<T>{edges});
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

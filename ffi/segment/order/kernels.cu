@@ -23,13 +23,14 @@ Plan OrderCall::CudaPlan() const {
 
 CudaStatus OrderCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.batch == 0 || problem.rows == 0) return {};
-  if (!SegmentsFit(problem.segments) || scratch_bytes < CudaPlan().scratch_bytes) {
-    return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  }
+  if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
   if (FitsOneBlock(problem)) {
     return LaunchOneBlockOrder(problem, segment_ids, ids_are_64_bit, order, sorted_ids, stream);
   }
   const Problem part = PartOf(problem);
+  if (scratch_bytes < SegmentOrderScratchBytes(part, /*holds_order=*/part.batch > 1)) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
   for (int64_t b = 0; b < problem.batch; b += part.batch) {
     const int32_t* const ids = static_cast<const int32_t*>(segment_ids) + problem.IdIndex(b, 0);
     const int64_t first = b * problem.rows;

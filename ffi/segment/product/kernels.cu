@@ -20,12 +20,12 @@ struct ProductGradient {
   int64_t features;
 
   template <int kVec>
-  __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t feature, int64_t element) const {
+  __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t row, int64_t feature) const {
     const int64_t cell = segment * features + feature;
     const auto d_values = LoadVector<kVec>(d_output + b * d_output_per_batch + cell);
     const auto mantissas = LoadVector<kVec>(mantissa + b * product_per_batch + cell);
     const auto packeds = LoadVector<kVec>(packed + b * product_per_batch + cell);
-    const auto values = LoadVector<kVec>(data + b * data_per_batch + element);
+    const auto values = LoadVector<kVec>(data + b * data_per_batch + row * features + feature);
     const Vector<C, kVec> wide = Widen(values), d_wide = Widen(d_values);
     Vector<T, kVec> gradient;
     bool are_plain = true;
@@ -80,18 +80,15 @@ Plan ProductCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 Plan ProductBackwardCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
 
 CudaStatus ProductCall::LaunchOnCuda(cudaStream_t stream) const {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchWrapping(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ProductOutputs<T> outputs{static_cast<T*>(output), static_cast<ComputeType<T>*>(mantissa), packed};
-    status = LaunchReduction<ProductReduction<T>>(*this, PlanOf(*this), outputs, nullptr, stream);
+    return LaunchReduction<ProductReduction<T>>(*this, PlanOf(*this), outputs, stream);
   });
-  return status;
 }
 
 CudaStatus ProductBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;
     const ProductGradient<T> function{static_cast<const T*>(d_output),
@@ -102,9 +99,8 @@ CudaStatus ProductBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
                                       product_is_shared ? 0 : cells,
                                       problem.data_is_shared ? 0 : problem.rows * problem.features,
                                       problem.features};
-    status = LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
+    return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -323,7 +323,7 @@ struct Launcher {
     runs.merge.carries = a.carries;
     runs.merge.merge_counters = a.counters->of_merge;
     runs.merge.features = a.lanes;
-    runs.merge.blocks_per_batch = a.tiles;
+    runs.merge.blocks_per_batch = runs.merge.row_blocks = a.tiles;
     runs.merge_blocks = GridSize(CeilDivide(a.tiles, kMergeSlots) * a.lanes.columns);
     const int64_t tiles_per_block = CeilDivide(a.tiles, kBlocksOfFewTiles);
     runs.tiles_per_block = static_cast<int>(tiles_per_block < kMaxTilesPerBlock ? tiles_per_block : kMaxTilesPerBlock);
@@ -394,7 +394,7 @@ struct Launcher {
       a.first_segment = static_cast<uint32_t>(first);
       JB_RETURN_IF_CUDA_ERROR(is_kept ? LaunchSumRows<kVec, true>(a, blocks) : LaunchSumRows<kVec, false>(a, blocks));
     }
-    blocks = blocks_for(kSoftmaxGatherRows);
+    blocks = blocks_for(/*rows_in_flight=*/1);
     if constexpr (kBackward) {
       GradientKernel<T, kVec><<<blocks, kSoftmaxTableThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(GradientKernel);

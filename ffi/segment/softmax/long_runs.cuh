@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kLongRunThreads, LongRunBlocks(sizeof(T)))
   if (threadIdx.x == 0) block_number = atomicAdd(&a.counters->started, 1);
   __syncthreads();
   if (block_number < arguments.merge_blocks) {
-    MergeBlock<Reduction, kVec>(arguments.merge, a.tiles, block_number, arguments.merge_blocks);
+    MergeBlock<Reduction, kVec>(arguments.merge, block_number, arguments.merge_blocks);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) atomicAdd(&a.counters->merged, 1);

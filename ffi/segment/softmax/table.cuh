@@ -15,7 +15,6 @@ namespace jax_baracuda::segment {
 inline constexpr int kSoftmaxTableThreads = 256;
 inline constexpr int kSoftmaxCacheThreads = 768;
 inline constexpr int kSoftmaxRowsInFlight = 2;
-inline constexpr int kSoftmaxGatherRows = 1;  // rows in flight in kernels that read the tables
 
 template <typename T>
 struct SoftmaxTableArguments {
@@ -183,42 +182,30 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableThreads, sizeof(T) == 8 ? 3 : 8))
     DivideKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
   using C = ComputeType<T>;
-  ForEachRows<kVec, kSoftmaxGatherRows>(a, [&](const auto& rows) {
-    Vector<T, kVec> values[kSoftmaxGatherRows];
-    Vector<C, kVec> sums[kSoftmaxGatherRows];
+  ForEachRows<kVec, 1>(a, [&](const auto& rows) {
+    const Vector<T, kVec> values = LoadRow<kVec>(a, 0, rows, 0);
+    const int64_t cell = CellOf(a, rows, 0);
+    const Vector<C, kVec> sums = LoadVector<kVec>(a.sums + cell);
+    Vector<T, kVec> result = Repeat<kVec>(static_cast<T>(C{0}));
+    if (rows.segment[0] != kDropped) {
+      bool needs_max_pass = false;
 #pragma unroll
-    for (int u = 0; u < kSoftmaxGatherRows; ++u) {
-      values[u] = LoadRow<kVec>(a, 0, rows, u);
-    }
-#pragma unroll
-    for (int u = 0; u < kSoftmaxGatherRows; ++u) {
-      sums[u] = LoadVector<kVec>(a.sums + CellOf(a, rows, u));
-    }
-#pragma unroll
-    for (int u = 0; u < kSoftmaxGatherRows; ++u) {
-      if (!rows.exists[u]) continue;
-      Vector<T, kVec> result = Repeat<kVec>(static_cast<T>(C{0}));
-      if (rows.segment[u] != kDropped) {
-        bool needs_max_pass = false;
+      for (int i = 0; i < kVec; ++i) {
+        const C sum = sums.lane[i];
+        result.lane[i] = static_cast<T>(AtMostOne(ScaledExp(static_cast<C>(values.lane[i])) * Reciprocal(sum)));
+        needs_max_pass |= !IsInRange(sum);
+      }
+      if (needs_max_pass) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          const C sum = sums[u].lane[i];
-          result.lane[i] = static_cast<T>(AtMostOne(ScaledExp(static_cast<C>(values[u].lane[i])) * Reciprocal(sum)));
-          needs_max_pass |= !IsInRange(sum);
+          if (IsInRange(sums.lane[i])) continue;
+          const TableKey<C> key = EncodeKey(static_cast<C>(values.lane[i]));
+          if (key > a.maxima[cell + i]) atomicMax(a.maxima + cell + i, key);
         }
-        if (needs_max_pass) {
-          const int64_t cell = CellOf(a, rows, u);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            if (IsInRange(sums[u].lane[i])) continue;
-            const TableKey<C> key = EncodeKey(static_cast<C>(values[u].lane[i]));
-            if (key > a.maxima[cell + i]) atomicMax(a.maxima + cell + i, key);
-          }
-          if (*a.needs_max_pass == 0) *a.needs_max_pass = 1;
-        }
+        if (*a.needs_max_pass == 0) *a.needs_max_pass = 1;
       }
-      StoreStreaming(OutputOf(a, rows, u), result);
     }
+    StoreStreaming(OutputOf(a, rows, 0), result);
   });
 }
 
@@ -258,31 +245,18 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(kSoftmaxTableThreads, MinBlocks(kSoftmaxTableThreads, sizeof(T) == 8 ? 3 : 8))
     GradientKernel(const __grid_constant__ SoftmaxTableArguments<T> a) {
   using C = ComputeType<T>;
-  ForEachRows<kVec, kSoftmaxGatherRows>(a, [&](const auto& rows) {
-    Vector<T, kVec> values[kSoftmaxGatherRows], d_values[kSoftmaxGatherRows];
-    Vector<C, kVec> sums[kSoftmaxGatherRows];
+  ForEachRows<kVec, 1>(a, [&](const auto& rows) {
+    const Vector<T, kVec> values = LoadRow<kVec>(a, 0, rows, 0), d_values = LoadRow<kVec>(a, 1, rows, 0);
+    const Vector<C, kVec> sums = LoadVector<kVec>(a.sums + CellOf(a, rows, 0));
+    Vector<T, kVec> result = Repeat<kVec>(static_cast<T>(C{0}));
+    if (rows.segment[0] != kDropped) {
 #pragma unroll
-    for (int u = 0; u < kSoftmaxGatherRows; ++u) {
-      values[u] = LoadRow<kVec>(a, 0, rows, u);
-      d_values[u] = LoadRow<kVec>(a, 1, rows, u);
-    }
-#pragma unroll
-    for (int u = 0; u < kSoftmaxGatherRows; ++u) {
-      sums[u] = LoadVector<kVec>(a.sums + CellOf(a, rows, u));
-    }
-#pragma unroll
-    for (int u = 0; u < kSoftmaxGatherRows; ++u) {
-      if (!rows.exists[u]) continue;
-      Vector<T, kVec> result = Repeat<kVec>(static_cast<T>(C{0}));
-      if (rows.segment[u] != kDropped) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          result.lane[i] = static_cast<T>(
-              SoftmaxGradient(static_cast<C>(values[u].lane[i]), static_cast<C>(d_values[u].lane[i]), sums[u].lane[i]));
-        }
+      for (int i = 0; i < kVec; ++i) {
+        result.lane[i] = static_cast<T>(
+            SoftmaxGradient(static_cast<C>(values.lane[i]), static_cast<C>(d_values.lane[i]), sums.lane[i]));
       }
-      StoreStreaming(OutputOf(a, rows, u), result);
     }
+    StoreStreaming(OutputOf(a, rows, 0), result);
   });
 }
 

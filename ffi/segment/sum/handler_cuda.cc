@@ -9,13 +9,12 @@ namespace {
 constexpr auto kRun = RunOnCuda<SumCall>;
 
 JB_CUDA_TARGET("segment_sum", (HandleSum<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, SumOptions>()),
-               (CudaPlanOf<SumCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES, "atomics", "atomics_single_feature");
+               (CudaPlanOf<SumCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES, "atomics");
 JB_CUDA_TARGET("segment_mean", (HandleMean<cudaStream_t, kRun>), (BindCall<Stream, 2, 2, SumOptions>()),
-               (CudaPlanOf<SumCallOf<true>>), kNothing, "fill_counts", JB_REDUCE_STRATEGIES, "atomics",
-               "atomics_single_feature");
+               (CudaPlanOf<SumCallOf<true>>), kNothing, "fill_counts", JB_REDUCE_STRATEGIES, "atomics");
 JB_CUDA_TARGET("segment_sum_of_exponentials", (HandleSumOfExponentials<cudaStream_t, kRun>),
                (BindCall<Stream, 2, 1, SumOptions>()), (CudaPlanOf<SumCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES,
-               "atomics", "atomics_single_feature");
+               "atomics");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -15,12 +15,6 @@ struct SumPlan {
 
 int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
-// Whether each thread reads a vector of rows of one feature. Every batch element must then begin at a vector boundary.
-bool TakesSingleFeatures(const Problem& problem, int64_t element_bytes) {
-  const int64_t vector = 16 / ComputeBytes(element_bytes);
-  return problem.features == 1 && (problem.batch == 1 || problem.data_is_shared || problem.rows % vector == 0);
-}
-
 // Depends on shapes and flags only. As reduce.cuh chooses, but unsorted rows that are narrow or few are added to a
 // table, which costs less than sorting them, unless a segment has so many rows that additions contend. Atomic additions
 // have no fixed order, so deterministic sums never use the table. All other calls too large for the sort's 32-bit
@@ -44,67 +38,43 @@ SumPlan Choose(const SumCall& call) {
   if (compute_bytes != element_bytes) {
     sizes.Add(problem.batch * problem.segments * problem.features * compute_bytes);
   }
-  return {true, {}, {TakesSingleFeatures(problem, element_bytes) ? "atomics_single_feature" : "atomics", sizes.total}};
+  return {true, {}, {"atomics", sizes.total}};
 }
 
 template <typename T, bool kIsOfExponentials>
-struct Launcher {
+CudaStatus LaunchTable(const SumCall& call, cudaStream_t stream) {
   using C = ComputeType<T>;
-  using Reduction = SumReduction<T, kIsOfExponentials>;
-  const SumCall& arguments;
-  const SumPlan& plan;
-  cudaStream_t stream;
-
-  const Problem& problem = arguments.problem;
-  T* output = static_cast<T*>(arguments.output);
-
-  CudaStatus Launch() const {
-    if (plan.takes_table) return Table();
-    if (arguments.is_mean) return ReduceMean(arguments, plan.reduce, stream);
-    return LaunchReduction<Reduction>(arguments, plan.reduce, {output}, nullptr, stream);
+  const Problem& problem = call.problem;
+  const int64_t cells = problem.batch * problem.segments * problem.features;
+  T* const output = static_cast<T*>(call.output);
+  SumTableArguments<T> a{};
+  a.data = static_cast<const T*>(call.data);
+  a.ids = {call.segment_ids, call.ids_are_64_bit, problem.segments};
+  a.problem = problem;
+  a.table = sizeof(C) == sizeof(T) ? reinterpret_cast<C*>(output) : static_cast<C*>(call.scratch);
+  a.count = call.count;
+  JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(C), stream));
+  if (a.count != nullptr) {
+    const int64_t bytes = problem.batch * problem.segments * sizeof(int32_t);
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.count, 0, bytes, stream));
   }
-
- private:
-  CudaStatus Table() const {
-    const int64_t cells = problem.batch * problem.segments * problem.features;
-    SumTableArguments<T> a{};
-    a.data = static_cast<const T*>(arguments.data);
-    a.ids = {arguments.segment_ids, arguments.ids_are_64_bit, problem.segments};
-    a.problem = problem;
-    a.table = sizeof(C) == sizeof(T) ? reinterpret_cast<C*>(output) : static_cast<C*>(arguments.scratch);
-    a.count = arguments.count;
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, cells * sizeof(C), stream));
-    if (a.count != nullptr) {
-      const int64_t bytes = problem.batch * problem.segments * sizeof(int32_t);
-      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.count, 0, bytes, stream));
-    }
-    constexpr int kWidest = 16 / sizeof(C);
-    JB_RETURN_IF_CUDA_ERROR(problem.features % kWidest == 0            ? AddRows<kWidest>(a)
-                            : kWidest > 2 && problem.features % 2 == 0 ? AddRows<2>(a)
-                                                                       : AddRows<1>(a));
-    if (sizeof(C) == sizeof(T) && a.count == nullptr) return {};
-    FinishSumTableKernel<T>
-        <<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, a.count, problem.features, cells, output);
-    return JB_LAUNCH_STATUS(FinishSumTableKernel);
-  }
-
-  template <int kVec>
-  CudaStatus AddRows(SumTableArguments<T> a) const {
-    constexpr int kWidest = 16 / sizeof(C);
-    if (TakesSingleFeatures(problem, sizeof(T))) {
-      a.blocks_per_batch = CeilDivide(problem.rows, int64_t{kSumTableThreads} * kWidest);
-      SingleFeatureSumKernel<T, kWidest, kIsOfExponentials>
-          <<<GridSize(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(SingleFeatureSumKernel);
-    } else {
-      a.blocks_per_batch =
-          CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
-      SumTableKernel<T, kVec, kIsOfExponentials>
-          <<<GridSize(problem.batch * a.blocks_per_batch), kSumTableThreads, 0, stream>>>(a);
-      return JB_LAUNCH_STATUS(SumTableKernel);
-    }
-  }
-};
+  const auto add_rows = [&](auto vector) {
+    constexpr int kVec = decltype(vector)::value;
+    a.blocks_per_batch =
+        CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
+    const uint32_t blocks = GridSize(problem.batch * a.blocks_per_batch);
+    SumTableKernel<T, kVec, kIsOfExponentials><<<blocks, kSumTableThreads, 0, stream>>>(a);
+    return JB_LAUNCH_STATUS(SumTableKernel);
+  };
+  constexpr int kWidest = 16 / sizeof(C);
+  JB_RETURN_IF_CUDA_ERROR(problem.features % kWidest == 0 ? add_rows(std::integral_constant<int, kWidest>{})
+                          : problem.features % 2 == 0     ? add_rows(std::integral_constant<int, 2>{})
+                                                          : add_rows(std::integral_constant<int, 1>{}));
+  if (sizeof(C) == sizeof(T) && a.count == nullptr) return {};
+  FinishSumTableKernel<T>
+      <<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a.table, a.count, problem.features, cells, output);
+  return JB_LAUNCH_STATUS(FinishSumTableKernel);
+}
 
 }  // namespace
 
@@ -120,17 +90,23 @@ CudaStatus SumCall::LaunchOnCuda(cudaStream_t stream) const {
     return JB_CUDA_STATUS(cudaMemsetAsync(count, 0, problem.batch * problem.segments * sizeof(int32_t), stream));
   }
   const SumPlan plan = Choose(*this);
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) return status;
-  DispatchWrapping(type, [&](auto tag) {
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
+  if (is_mean && !plan.takes_table) return ReduceMean(*this, plan.reduce, stream);
+  return LaunchFor(type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (!is_of_exponentials) {
-      status = Launcher<T, false>{*this, plan, stream}.Launch();
-    } else if constexpr (std::is_floating_point_v<T>) {
-      status = Launcher<T, true>{*this, plan, stream}.Launch();
+    const auto launch = [&](auto of_exponentials) {
+      constexpr bool kOfExponentials = decltype(of_exponentials)::value;
+      return plan.takes_table ? LaunchTable<T, kOfExponentials>(*this, stream)
+                              : LaunchReduction<SumReduction<T, kOfExponentials>>(*this, plan.reduce,
+                                                                                  {static_cast<T*>(output)}, stream);
+    };
+    if constexpr (std::is_floating_point_v<T>) {
+      if (is_of_exponentials) return launch(std::true_type{});
     }
+    return is_of_exponentials ? JB_CUDA_STATUS(cudaErrorInvalidValue) : launch(std::false_type{});
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

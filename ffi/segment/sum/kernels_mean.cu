@@ -5,13 +5,11 @@
 namespace jax_baracuda::segment {
 
 CudaStatus ReduceMean(const SumCall& call, const ReducePlan& plan, cudaStream_t stream) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const typename MeanReduction<T>::Outputs outputs{static_cast<T*>(call.output), call.count};
-    status = LaunchReduction<MeanReduction<T>>(call, plan, outputs, nullptr, stream);
+    return LaunchReduction<MeanReduction<T>>(call, plan, outputs, stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::segment

@@ -48,7 +48,7 @@ __device__ __forceinline__ void AtomicAddVector(C* address, const Vector<C, kCou
 inline constexpr int kSumTableThreads = 256;
 inline constexpr int kSumVectorsInFlight = 4;
 
-// For rows that are whole vectors: features are a multiple of kVec.
+// For rows that are whole vectors: features are a multiple of kVec. Bound by the atomic additions.
 template <typename T, int kVec, bool kIsOfExponentials>
 __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_constant__ SumTableArguments<T> a) {
   using C = ComputeType<T>;
@@ -84,32 +84,6 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
     AtomicAddVector(table + segment[u] * features + feature[u], terms);
     if (a.count != nullptr && feature[u] == 0) atomicAdd(a.count + b * a.problem.segments + segment[u], 1);
   }
-}
-
-// Rows of one feature, kVec neighbouring rows per thread.
-template <typename T, int kVec, bool kIsOfExponentials>
-__global__ void __launch_bounds__(kSumTableThreads)
-    SingleFeatureSumKernel(const __grid_constant__ SumTableArguments<T> a) {
-  using C = ComputeType<T>;
-  const int64_t b = blockIdx.x / a.blocks_per_batch;
-  const int64_t rows = a.problem.rows;
-  const int64_t row = ((blockIdx.x - b * a.blocks_per_batch) * kSumTableThreads + threadIdx.x) * kVec;
-  if (row >= rows) return;
-  const int count = static_cast<int>(min(rows - row, static_cast<int64_t>(kVec)));
-  const T* const data = a.data + (a.problem.data_is_shared ? 0 : b * rows) + row;
-  C* const table = a.table + b * a.problem.segments;
-  Vector<T, kVec> values;
-  if (count == kVec) {
-    values = LoadStreaming<kVec>(data);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values.lane[i] = data[min(i, count - 1)];
-  }
-  a.ids.template LoadRun<kVec>((a.problem.ids_are_shared ? 0 : b * rows) + row, count, [&](int i, uint32_t segment) {
-    if (i >= count || segment == kDropped) return;
-    AtomicAdd(table + segment, TermOf<kIsOfExponentials>(static_cast<C>(values.lane[i])));
-    if (a.count != nullptr) atomicAdd(a.count + b * a.problem.segments + segment, 1);
-  });
 }
 
 // Writes the results from a finished table, which may be `output` itself if the types are the same.

@@ -64,8 +64,6 @@ def plan_parameters(
     num_segments: int,
     indices_are_sorted: bool = False,
     deterministic: bool = False,
-    has_order: bool = False,
-    shares_ties: bool = False,
     **_: Any,
 ) -> dict[str, int]:
     """The parameters from which the native modules plan a call. `values` gives the element type and the features."""
@@ -77,8 +75,6 @@ def plan_parameters(
         "is_floating": jnp.issubdtype(values.dtype, jnp.floating),
         "indices_are_sorted": indices_are_sorted,
         "deterministic": deterministic,
-        "has_order": has_order,
-        "shares_ties": shares_ties,
     }
 
 

@@ -21,7 +21,6 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import (
@@ -479,16 +478,13 @@ def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool) -> 
 
 
 def _reference_with_winner(
-    data: Array, ids: Array, *, num_segments: int, first_wins: bool, with_order: bool, minimum: bool
-) -> tuple[Array, Array, Array]:
+    data: Array, ids: Array, *, num_segments: int, first_wins: bool, minimum: bool
+) -> tuple[Array, Array]:
     output = extrema_of_segments(data, ids, num_segments, minimum)
-    order = jnp.arange(ids.shape[0] if with_order else 1, dtype=index_dtype(ids.shape[0]))
-    return output, _winners(data, ids, output, first_wins=first_wins, minimum=minimum), order
+    return output, _winners(data, ids, output, first_wins=first_wins, minimum=minimum)
 
 
-def _reference_backward(
-    d_output: Array, winner: Array, ids: Array, order: Array, *data_and_output: Array
-) -> tuple[Array]:
+def _reference_backward(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> tuple[Array]:
     winners, is_member = gather_segments(winner, ids)
     # In the accumulation dtype, so that shares are rounded once.
     cotangents, _ = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
@@ -609,10 +605,10 @@ def _take_winners_of_edges(
 # Programs of one shard, for segments whose rows or edges are split over devices. Devices exchange cells only.
 
 
-def _own_winners(winner: Array, first_row: Array, num_rows: int) -> Array:
+def _own_winners(winner: Array, ids: Array, row_axes: MeshAxes) -> Array:
     """The winners that are rows of this shard, renumbered within it."""
-    row = winner - first_row
-    row = jnp.where((row >= 0) & (row < num_rows), row, NO_WINNER)
+    row = winner - index_of_first_row(ids, row_axes)
+    row = jnp.where((row >= 0) & (row < ids.shape[0]), row, NO_WINNER)
     return jnp.where(winner >= 0, row, winner)
 
 
@@ -650,44 +646,24 @@ def _shard_reduce(
 
 
 def _shard_with_winner(
-    row_dim: str,
-    kernel: ShardKernel,
-    axes: ShardAxes,
-    *operands: Array,
-    first_wins: bool,
-    minimum: bool,
-    with_order: bool = False,
+    row_dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, first_wins: bool, minimum: bool
 ) -> Sequence[Array]:
-    local_output, local_winner, *order = kernel(*operands)
+    local_output, local_winner = kernel(*operands)
     row_axes = axes.get(row_dim, ())
     if not row_axes:
-        return local_output, local_winner, *order
+        return local_output, local_winner
     first_row = index_of_first_row(operands[1 if row_dim == "row" else 2], row_axes)
     local_winner = jnp.where(local_winner >= 0, local_winner + first_row, local_winner)
     merge = functools.partial(_merge_winners, first_wins, minimum)
-    cells = [local_output, local_winner]
-    output, winner = merge_over_shards(merge, cells, row_axes, axes.get("segment", ()))
-    return output, winner, *(x + first_row if with_order else x for x in order)
+    return merge_over_shards(merge, [local_output, local_winner], row_axes, axes.get("segment", ()))
 
 
 def _shard_backward(
-    kernel: ShardKernel,
-    axes: ShardAxes,
-    d_output: Array,
-    winner: Array,
-    ids: Array,
-    order: Array,
-    *data_and_output: Array,
+    kernel: ShardKernel, axes: ShardAxes, d_output: Array, winner: Array, ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
     if row_axes := row_axes_of(axes):
-        num_rows, first_row = ids.shape[0], index_of_first_row(ids, row_axes)
-        winner = _own_winners(winner, first_row, num_rows)
-        if order.shape[0] == num_rows:
-            # If the forward pass was sharded the same way, this is the order of this shard's rows.
-            local = order - first_row
-            is_local = jnp.all((local >= 0) & (local < num_rows))
-            order = jnp.where(is_local, local, jnp.arange(num_rows, dtype=jnp.int32))
-    return kernel(d_output, winner, ids, order, *data_and_output)
+        winner = _own_winners(winner, ids, row_axes)
+    return kernel(d_output, winner, ids, *data_and_output)
 
 
 def _shard_of_winners(
@@ -697,7 +673,7 @@ def _shard_of_winners(
     row_axes = row_axes_of(axes)
     if not row_axes:
         return kernel(d_data, winner, ids, *data_and_output)
-    winner = _own_winners(winner, index_of_first_row(ids, row_axes), ids.shape[0])
+    winner = _own_winners(winner, ids, row_axes)
     wide = d_data.astype(accumulation_dtype(d_data.dtype))
     [local] = kernel(wide, winner, ids, *data_and_output)
     return (jax.lax.psum(local, row_axes).astype(d_data.dtype),)
@@ -720,9 +696,7 @@ def _shard_backward_of_edges(
     if not all_axes:
         return kernel(d_winner, winner, gather_ids, segment_ids, *data_and_output)
     if edge_axes:
-        num_edges = segment_ids.shape[-1]
-        first_edge = index_of_first_row(segment_ids.reshape(-1, num_edges)[0], edge_axes)
-        winner = _own_winners(winner, first_edge, num_edges)
+        winner = _own_winners(winner, segment_ids.reshape(-1, segment_ids.shape[-1])[0], edge_axes)
     wide = [x.astype(accumulation_dtype(d_winner.dtype)) for x in (d_winner, *data_and_output)]
     operands = _join(num_graph_dims, wide[0], winner, gather_ids, segment_ids, *wide[1:])
     [local] = GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel(*operands, **params)
@@ -744,29 +718,17 @@ def _tangent_with_winner(
     indices_are_sorted: bool,
 ) -> Sequence[Array]:
     data, ids = operands
-    output, *winner_and_order = results
+    output, winner = results
     data_and_output = () if first_wins else (data, output)
-    operands = (winner_and_order[0], ids, *map(jax.lax.stop_gradient, data_and_output))
+    operands = (winner, ids, *map(jax.lax.stop_gradient, data_and_output))
     flags = {"indices_are_sorted": indices_are_sorted, "minimum": minimum}
-    return *SEGMENT_EXTREMUM_OF_WINNERS(d_data, *operands, **flags), *winner_and_order
+    return *SEGMENT_EXTREMUM_OF_WINNERS(d_data, *operands, **flags), winner
 
 
 def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
     """The tangent of the op without winners: computes them first."""
-    results = SEGMENT_EXTREMUM_WITH_WINNER(*operands, **params, with_order=False)
+    results = SEGMENT_EXTREMUM_WITH_WINNER(*operands, **params)
     return with_named(_tangent_with_winner, params)(d_data, operands, results)[:1]
-
-
-def _transpose_backward(
-    _: Any, d_results: Sequence[Array], winner: Array, ids: Array, order: Array, *data_and_output: Array, **params: Any
-) -> Sequence[Array]:
-    return SEGMENT_EXTREMUM_OF_WINNERS(*d_results, winner, ids, *data_and_output, **params)
-
-
-def _transpose_of_winners(
-    _: Any, d_results: Sequence[Array], winner: Array, ids: Array, *data_and_output: Array, **params: Any
-) -> Sequence[Array]:
-    return SEGMENT_EXTREMUM_BACKWARD(*d_results, winner, ids, jnp.zeros(1, jnp.int32), *data_and_output, **params)
 
 
 def _sums_of_winners(
@@ -830,16 +792,11 @@ def extremum_targets(name: str) -> dict[str, dict[str, bool]]:
     return {name.format("max"): {"minimum": False}, name.format("min"): {"minimum": True}}
 
 
-def _backward_plan_parameters(
-    d_output: Any, winner: Any, segment_ids: Any, order: Any, *data_and_output: Any
-) -> dict[str, int]:
-    return plan_parameters(
-        d_output,
-        segment_ids,
-        num_segments=d_output.shape[0],
-        has_order=order.shape == segment_ids.shape,
-        shares_ties=bool(data_and_output),
-    )
+_EXTREMA, _EXTREMA_AND_WINNERS = {"output": CELLS}, {"output": CELLS, "winner": CELLS}
+
+
+def _dtypes_with_winner(data: Any, ids: Any, *_: Any) -> list[Any]:
+    return [data.dtype, index_dtype(ids.shape[0])]
 
 
 # H100, time of plain JAX / kernel: 0.7 (188 loops, with and without winners).
@@ -848,7 +805,7 @@ _RULES = (on_gpu("launch-bound: few rows", uncontended, at_most(rows=1 << 14, by
 SEGMENT_EXTREMUM = reduction_op(
     "segment_extremum",
     targets=extremum_targets("segment_{}"),
-    results={"output": CELLS},
+    results=_EXTREMA,
     reference=_reference,
     dtypes=ORDERED_DTYPES,
     guarantee=EXACT,
@@ -860,13 +817,8 @@ SEGMENT_EXTREMUM = reduction_op(
 SEGMENT_EXTREMUM_WITH_WINNER = reduction_op(
     "segment_extremum_with_winner",
     targets=extremum_targets("segment_{}_with_winner"),
-    results=lambda *, with_order: {
-        "output": CELLS,
-        "winner": CELLS,
-        "order": IDS if with_order else ("no order",),
-    },
-    sizes=lambda *, num_segments: {"segment": num_segments, "no order": 1},
-    result_dtypes=lambda data, segment_ids: [data.dtype, *[index_dtype(segment_ids.shape[0])] * 2],
+    results=_EXTREMA_AND_WINNERS,
+    result_dtypes=_dtypes_with_winner,
     reference=_reference_with_winner,
     dtypes=FLOATING_DTYPES,
     guarantee=EXACT,
@@ -879,22 +831,14 @@ SEGMENT_EXTREMUM_WITH_WINNER = reduction_op(
 SEGMENT_EXTREMUM_BACKWARD = gradient_op(
     "segment_extremum_backward",
     targets=extremum_targets("segment_{}_backward"),
-    operands={
-        "d_output": CELLS,
-        "winner": CELLS,
-        "segment_ids": IDS,
-        "order": IDS,
-        "data": ROWS,
-        "output": CELLS,
-    },
-    plan_parameters=_backward_plan_parameters,
+    operands={"d_output": CELLS, "winner": CELLS, "segment_ids": IDS, "data": ROWS, "output": CELLS},
     reference=_reference_backward,
     # H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.45 (60 loops each).
     xla_rules=(on_gpu("gathers and comparisons, which XLA fuses"),),
     guarantee=ROUNDED_ONCE,
     aliases=("unsorted_segment_max_backward",),
     shard_program=_shard_backward,
-    transpose=_transpose_backward,
+    transpose=lambda _, d_data, *others, **params: SEGMENT_EXTREMUM_OF_WINNERS(*d_data, *others, **params),
 )
 
 SEGMENT_EXTREMUM_OF_WINNERS = Op(
@@ -908,7 +852,7 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
     replicated_dims=("segment",),
     reduction_dims=("row",),
     shard_program=_shard_of_winners,
-    transpose=_transpose_of_winners,
+    transpose=lambda _, d_cells, *others, **params: SEGMENT_EXTREMUM_BACKWARD(*d_cells, *others, **params),
 )
 
 
@@ -1024,7 +968,6 @@ _OF_EDGES: dict[str, Any] = {
     "reduction_dims": ("edge",),
     "limit": limit_of_edges,
 }
-_EXTREMA, _EXTREMA_AND_WINNERS = {"output": CELLS}, {"output": CELLS, "winner": CELLS}
 _of_split_edges = functools.partial(of_split_segments, row_dims=("edge",), ids_operand=2)
 
 GATHER_SEGMENT_EXTREMUM = Op(
@@ -1048,7 +991,7 @@ GATHER_SEGMENT_EXTREMUM_WITH_WINNER = Op(
     name="gather_segment_extremum_with_winner",
     targets=extremum_targets("gather_segment_{}_with_winner"),
     results=_EXTREMA_AND_WINNERS,
-    result_dtypes=lambda data, gather_ids, *_: [data.dtype, index_dtype(gather_ids.shape[0])],
+    result_dtypes=_dtypes_with_winner,
     reference=_reference_of_edges_with_winner,
     xla_rules=_RULES_OF_EDGES,
     programs={
@@ -1118,21 +1061,6 @@ class ExtremumParams(Params):
     minimum: bool
 
 
-MIN_ORDERED_ROW_BYTES = 32
-MIN_ORDERED_BYTES = 2**23
-
-
-def _with_order(data: Array, params: Params) -> bool:
-    """Whether the forward kernel returns the order into which it sorts the rows, for the gradient to follow.
-
-    The order is worth its memory if rows are wide and exceed the caches.
-    """
-    if params.indices_are_sorted or not jax_versions.is_static_shape(data.shape):
-        return False
-    row_bytes = math.prod(data.shape[1:]) * data.dtype.itemsize
-    return row_bytes > MIN_ORDERED_ROW_BYTES and data.shape[0] * row_bytes > MIN_ORDERED_BYTES
-
-
 def _primal(params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
     if not plan:
         return SEGMENT_EXTREMUM(data, segment_ids, **vars(params))[0]
@@ -1144,24 +1072,21 @@ def _forward(
     params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     check_numbered("segment_min" if params.minimum else "segment_max", "rows", segment_ids.shape[0])
-    with_order = _with_order(data, params)
     if not plan:
-        output, winner, order = SEGMENT_EXTREMUM_WITH_WINNER(data, segment_ids, **vars(params), with_order=with_order)
+        output, winner = SEGMENT_EXTREMUM_WITH_WINNER(data, segment_ids, **vars(params))
     else:
         order = plan["order"]
         flags = vars(params) | {"indices_are_sorted": True, "has_edge_order": True}
         output, winner = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(data, order, plan["sorted_ids"], order, **flags)
-        order = order if with_order else jnp.zeros(1, jnp.int32)
-    residuals = (winner, segment_ids, order)
-    return output, residuals if params.first_wins else (*residuals, data, output)
+    return output, (winner, segment_ids) if params.first_wins else (winner, segment_ids, data, output)
 
 
 def _gradient(params: ExtremumParams, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
-    winner, ids, order, *data_and_output = residuals
+    winner, ids, *data_and_output = residuals
     # Winners are constant almost everywhere, so the gradient is linear in d_output alone.
     constants = map(jax.lax.stop_gradient, data_and_output)
     flags = {"indices_are_sorted": params.indices_are_sorted, "minimum": params.minimum}
-    [d_data] = SEGMENT_EXTREMUM_BACKWARD(d_output, winner, ids, order, *constants, **flags)
+    [d_data] = SEGMENT_EXTREMUM_BACKWARD(d_output, winner, ids, *constants, **flags)
     return {"data": d_data}
 
 
