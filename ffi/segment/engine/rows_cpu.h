@@ -414,14 +414,14 @@ void FoldRows(const RowBlock& block, const int32_t* places, const typename Reduc
 }
 
 template <typename Reduction>
-JB_CPU_CLONES void MergeCells(const Reduction& reduction, int64_t count, CellsOf<Reduction> later,
-                              CellsOf<Reduction> cells) {
+JB_AVX2_CLONES void MergeCells(const Reduction& reduction, int64_t count, CellsOf<Reduction> later,
+                               CellsOf<Reduction> cells) {
   reduction.Merge(count, later, cells);
 }
 
 template <typename Reduction>
-JB_CPU_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_t first_cell, const int32_t* counts,
-                              CellsOf<Reduction> cells) {
+JB_AVX2_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_t first_cell, const int32_t* counts,
+                               CellsOf<Reduction> cells) {
   reduction.Write(count, first_cell, counts, cells);
 }
 

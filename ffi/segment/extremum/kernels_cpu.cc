@@ -19,9 +19,9 @@
 
 namespace jax_baracuda::segment {
 
-JB_FOLD_NARROW(ExtremumOfKeys<int16_t>);
-JB_FOLD_NARROW(ExtremumOfKeys<int32_t>);
-JB_FOLD_NARROW(ExtremumOfKeys<int64_t>);
+JB_FOLD_NARROW(Extremum<KeyFormat<int16_t, true>>);
+JB_FOLD_NARROW(Extremum<KeyFormat<int32_t, true>>);
+JB_FOLD_NARROW(Extremum<KeyFormat<int64_t, true>>);
 JB_FOLD_NARROW(WinnerOfKeys<int32_t>);
 JB_FOLD_NARROW(WinnerOfKeys<int64_t>);
 

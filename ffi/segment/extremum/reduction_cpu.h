@@ -89,26 +89,19 @@ JB_CPU_CLONES void ConvertToKeys(const Reduction reduction, const typename Reduc
   for (int64_t i = 0; i < count; ++i) to[i] = reduction.KeyOf(from[i]);
 }
 
-// Folds one key that does not equal the best one, without branching on the unpredictable comparison.
-template <typename Key>
-JB_INLINE void FoldOne(Key key, int32_t row, Key& best, int32_t& winner) {
-  const int32_t if_above = -static_cast<int32_t>(key > best);  // a mask, which compilers do not turn into a branch
-  best = std::max(best, key);
-  winner ^= (winner ^ row) & if_above;
+// Selects without a branch, which random numbers would mispredict. Compilers do not turn the mask into one.
+template <typename T>
+JB_INLINE T Select(bool condition, T if_true, T if_false) {
+  return if_false ^ ((if_true ^ if_false) & -static_cast<T>(condition));
 }
 
-template <typename KeyOfCell>
-struct ExtremumOfKeys {
-  using Element = KeyOfCell;
-  using First = KeyOfCell;
-  using Second = NoNumber;
-  using Narrow = ExtremumOfKeys;
-
-  JB_INLINE void Fold(const Element* keys, int32_t /*row*/, int64_t width, CellsOf<ExtremumOfKeys> cells) const {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) cells.first[i] = std::max(cells.first[i], keys[i]);
-  }
-};
+// Folds a key that does not equal the best one.
+template <typename Key>
+JB_INLINE void FoldOne(Key key, int32_t row, Key& best, int32_t& winner) {
+  const bool is_above = key > best;
+  best = Select(is_above, key, best);
+  winner = Select(is_above, row, winner);
+}
 
 // The maximum of keys. Floating numbers are compared as integers: this uses full vectors for 16-bit types too, and does
 // not treat subnormal numbers as zero.
@@ -118,7 +111,7 @@ struct Extremum {
   using Element = Key;
   using First = Key;
   using Second = NoNumber;
-  using Narrow = ExtremumOfKeys<Key>;
+  using Narrow = Extremum;
   static constexpr bool kRounds = false;
 
   Format format;
@@ -133,17 +126,14 @@ struct Extremum {
   JB_INLINE void Fold(const Key* values, int32_t /*row*/, int64_t width, CellsOf<Extremum> cells) const {
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
-      const Key key = KeyOf(values[i]), best = cells.first[i];
-      cells.first[i] = key > best ? key : best;
+      const Key key = format.KeyOf(values[i]), best = cells.first[i];
+      cells.first[i] = width < kMaxNarrowWidth ? Select(key > best, key, best) : std::max(key, best);
     }
   }
 
-  JB_INLINE Key KeyOf(Key value) const { return format.KeyOf(value); }
-  JB_INLINE Narrow ForNarrow() const { return {}; }
-  void Convert(const Key* from, int64_t count, Key* to) const { ConvertToKeys(*this, from, count, to); }
-
   JB_INLINE void Merge(int64_t count, CellsOf<Extremum> later, CellsOf<Extremum> cells) const {
-    Narrow{}.Fold(later.first, 0, count, {cells.first, nullptr});
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) cells.first[i] = std::max(cells.first[i], later.first[i]);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Extremum> cells) const {
@@ -237,9 +227,9 @@ struct ExtremumWithWinner {
   }
 };
 
-extern JB_FOLD_NARROW(ExtremumOfKeys<int16_t>);
-extern JB_FOLD_NARROW(ExtremumOfKeys<int32_t>);
-extern JB_FOLD_NARROW(ExtremumOfKeys<int64_t>);
+extern JB_FOLD_NARROW(Extremum<KeyFormat<int16_t, true>>);
+extern JB_FOLD_NARROW(Extremum<KeyFormat<int32_t, true>>);
+extern JB_FOLD_NARROW(Extremum<KeyFormat<int64_t, true>>);
 extern JB_FOLD_NARROW(WinnerOfKeys<int32_t>);
 extern JB_FOLD_NARROW(WinnerOfKeys<int64_t>);
 

@@ -320,9 +320,11 @@ void GradientOfNarrowRows(const RowBlock& block, int64_t num_segments, int64_t f
     int32_t packed[kBlockNumbers];
     for (int64_t row = 0; row < block.count; ++row) {
       const int64_t first_cell = is_member(row) ? (block.first_segment + block.ids[row]) * features : 0;
-      std::copy_n(cells.d_output + first_cell, features, d_output + row * features);
-      std::copy_n(cells.mantissa + first_cell, features, mantissa + row * features);
-      std::copy_n(cells.packed + first_cell, features, packed + row * features);
+      for (int64_t i = 0; i < features; ++i) {
+        d_output[row * features + i] = cells.d_output[first_cell + i];
+        mantissa[row * features + i] = cells.mantissa[first_cell + i];
+        packed[row * features + i] = cells.packed[first_cell + i];
+      }
     }
     GradientOfAnyRow(CellsOfGradient<T>{d_output, mantissa, packed}, 0, from, numbers, to);
   }
