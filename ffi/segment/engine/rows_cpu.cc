@@ -21,7 +21,7 @@ constexpr int64_t kMinRowsPerRangeCellRow = 8;  // a range's own cells must also
 constexpr int64_t kMaxRoundedRanges = 64;
 constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 constexpr int64_t kMinFeatureBytesPerBlock = 256;
-constexpr int64_t kBlockBytes = 16 * 1024;          // cells of segments that are reduced together
+constexpr int64_t kBlockBytes = 16 * 1024;         // cells of segments that are reduced together
 constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // rows and cells per part of the segments
 constexpr int64_t kMaxSegmentParts = 16;           // each part reads all ids
 
@@ -545,8 +545,7 @@ bool ReduceAll(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduct
 }
 
 void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,
-                          int64_t element_bytes, int64_t max_rows,
-                          FunctionRef<void(int64_t, const RowBlock&)> body) {
+                          int64_t element_bytes, int64_t max_rows, FunctionRef<void(int64_t, const RowBlock&)> body) {
   const int64_t bytes_per_batch = problem.rows * problem.features * element_bytes;
   AdviseHugePages(result, problem.batch * bytes_per_batch);
   const int64_t chunks = ChunksFor(pool, bytes_per_batch);

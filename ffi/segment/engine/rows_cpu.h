@@ -384,9 +384,9 @@ JB_AVX2 void FoldNarrow(const RowBlock block, const int32_t* places, const typen
 }
 
 // Instantiates FoldNarrow, in one file for all that declare it `extern`.
-#define JB_FOLD_NARROW(...)                                                                      \
-  template void FoldNarrow(const RowBlock, const int32_t*, const typename __VA_ARGS__::Element*, \
-                           const __VA_ARGS__, const FoldTarget)
+#define JB_FOLD_NARROW(...)                                                                                         \
+  template void FoldNarrow(const RowBlock, const int32_t*, const typename __VA_ARGS__::Element*, const __VA_ARGS__, \
+                           const FoldTarget)
 
 // Folds a block of rows of any width, `stride` elements apart.
 template <typename Reduction>
@@ -452,7 +452,7 @@ class TypedReduction : public RowReduction {
 template <typename Reduction>
 inline constexpr int64_t kMaxConvertedWidth = std::is_same_v<typename Reduction::Narrow, Reduction> ? 0
                                               : kIsWidenedAtOnce<typename Reduction::Element>       ? 64
-                                                                                              : kMaxNarrowWidth;
+                                                                                                    : kMaxNarrowWidth;
 
 // The reduction of rows [batch or 1, rows, features] in memory order.
 template <typename Reduction>
@@ -611,13 +611,15 @@ template <typename T, typename Prefetch, typename Write>
 JB_INLINE void WriteRowsOfBlock(const RowBlock& block, int64_t num_segments, int64_t width, T* result,
                                 const Prefetch& prefetch, const Write& write) {
   const uint64_t segments = static_cast<uint64_t>(num_segments);
-  for (int64_t i = 0; i < block.count; ++i) {
+  const bool is_in_order = block.offsets == kAllOffsets.values;
+  T* next = result + block.first_row * width;
+  for (int64_t i = 0; i < block.count; ++i, next += width) {
     if (i + kPrefetchDistance < block.known) {
       const int64_t coming = block.ids[i + kPrefetchDistance];
       if (static_cast<uint64_t>(coming) < segments) prefetch(block.first_segment + coming);
     }
-    const int64_t id = block.ids[i], row = RowNumber(block, i);
-    T* const to = result + row * width;
+    const int64_t id = block.ids[i], row = is_in_order ? block.first_row + i : RowNumber(block, i);
+    T* const to = is_in_order ? next : result + row * width;
     if (static_cast<uint64_t>(id) < segments) {
       write(row, block.first_segment + id, to);
     } else {

@@ -204,10 +204,9 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
       const auto arrays = ArraysOfBatch<T>(call, block.batch);
       const StreamBuffer<Bits> buffer(problem.features);
       if (buffer.At(arrays.d_data) == nullptr) return false;
-      grouped.ForEachBlock(0, block.segment_end - block.segment_begin, block.segment_begin, kConvertedIds,
-                           [&](const RowBlock& rows) {
-                             GradientOfWideRows(rows, problem.segments, problem.features, arrays, &buffer);
-                           });
+      grouped.ForEachBlock(
+          0, block.segment_end - block.segment_begin, block.segment_begin, kConvertedIds,
+          [&](const RowBlock& rows) { GradientOfWideRows(rows, problem.segments, problem.features, arrays, &buffer); });
       WriteDroppedRows(problem, block, ids, static_cast<Bits*>(call.d_data));
       FinishStreaming();
       return true;
@@ -246,7 +245,8 @@ bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
   AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
   DispatchKeys(JB_DISPATCH(DispatchOrdered), call.type, call.is_minimum, [&](auto format) {
     using Reduction = Extremum<decltype(format)>;
-    has_memory = ReduceRows(pool, call, call.data, Reduction{format, static_cast<typename Reduction::Key*>(call.output)});
+    has_memory =
+        ReduceRows(pool, call, call.data, Reduction{format, static_cast<typename Reduction::Key*>(call.output)});
   });
   return has_memory;
 }
@@ -267,9 +267,7 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
 // The gradients of minima and maxima are the same function of winners and cotangents.
 bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
-    has_memory = GradientOfAll<typename decltype(tag)::type>(pool, call);
-  });
+  DispatchFloating(call.type, [&](auto tag) { has_memory = GradientOfAll<typename decltype(tag)::type>(pool, call); });
   return has_memory;
 }
 

@@ -89,18 +89,12 @@ JB_CPU_CLONES void ConvertToKeys(const Reduction reduction, const typename Reduc
   for (int64_t i = 0; i < count; ++i) to[i] = reduction.KeyOf(from[i]);
 }
 
-// Selects without a branch, which random numbers would mispredict. Compilers do not turn the mask into one.
-template <typename T>
-JB_INLINE T Select(bool condition, T if_true, T if_false) {
-  return if_false ^ ((if_true ^ if_false) & -static_cast<T>(condition));
-}
-
-// Folds a key that does not equal the best one.
+// Folds one key that does not equal the best one, without branching on the unpredictable comparison.
 template <typename Key>
 JB_INLINE void FoldOne(Key key, int32_t row, Key& best, int32_t& winner) {
-  const bool is_above = key > best;
-  best = Select(is_above, key, best);
-  winner = Select(is_above, row, winner);
+  const int32_t if_above = -static_cast<int32_t>(key > best);  // a mask, which compilers do not turn into a branch
+  best = std::max(best, key);
+  winner ^= (winner ^ row) & if_above;
 }
 
 // The maximum of keys. Floating numbers are compared as integers: this uses full vectors for 16-bit types too, and does
@@ -127,7 +121,7 @@ struct Extremum {
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
       const Key key = format.KeyOf(values[i]), best = cells.first[i];
-      cells.first[i] = width < kMaxNarrowWidth ? Select(key > best, key, best) : std::max(key, best);
+      cells.first[i] = key > best ? key : best;
     }
   }
 

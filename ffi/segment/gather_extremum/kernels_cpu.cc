@@ -74,8 +74,8 @@ struct SelectedRows {
   }
 
   template <typename C>
-  void Change(const int32_t* of_edges, int64_t count, int64_t width, C* numbers) const {
-    WithWidth(width, [&](auto width) __attribute__((always_inline)) {
+  void Change(const int32_t* of_edges, int64_t count, int64_t row_width, C* numbers) const {
+    DispatchNarrow(row_width, [&](auto width) __attribute__((always_inline)) {
       for (int64_t i = 0; i < count; ++i) {
         const uint32_t bits = selection[of_edges[i]];
         C* const of_edge = numbers + i * width;
@@ -88,7 +88,7 @@ struct SelectedRows {
 // Finds the cells won by the edges at positions [begin, end): one bit per feature.
 template <typename T>
 JB_AVX2_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batch, int64_t begin, int64_t end,
-                             uint32_t* selection) {
+                              uint32_t* selection) {
   constexpr int64_t kWordBits = 32;
   const int64_t edges = call.problem.rows, features = call.problem.features, words = SelectionWords(call.problem);
   const int64_t cells = call.num_rows * features;

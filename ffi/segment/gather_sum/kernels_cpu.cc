@@ -11,9 +11,9 @@ namespace {
 
 // Multiplies the narrow rows of edges by the weights of their heads.
 template <typename T, typename C>
-JB_AVX2 void ScaleNarrowRows(const T* weights, int64_t heads, const int32_t* edges, int64_t count, int64_t width,
+JB_AVX2 void ScaleNarrowRows(const T* weights, int64_t heads, const int32_t* edges, int64_t count, int64_t row_width,
                              C* numbers) {
-  DispatchNarrow(width, [&](auto width) __attribute__((always_inline)) {
+  DispatchNarrow(row_width, [&](auto width) __attribute__((always_inline)) {
     const int64_t features = width / heads;
     for (int64_t i = 0; i < count; ++i) {
       const T* const of_edge = weights + edges[i] * heads;

@@ -346,7 +346,8 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
     const int64_t chunks = ChunksFor(pool, cells_per_batch * sizeof(C));
     ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
       const int64_t batch = index / chunks, begin = ChunkBegin(cells_per_batch, chunks, index % chunks);
-      WriteNumerators(CellsOfGradient<T>::OfBatch(call, batch), begin, ChunkBegin(cells_per_batch, chunks, index % chunks + 1),
+      WriteNumerators(CellsOfGradient<T>::OfBatch(call, batch), begin,
+                      ChunkBegin(cells_per_batch, chunks, index % chunks + 1),
                       numerators.get() + batch * cells_per_batch + begin);
     });
   }
@@ -394,9 +395,7 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
 
 bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
   bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
-    has_memory = GradientOfAll<typename decltype(tag)::type>(pool, call);
-  });
+  DispatchFloating(call.type, [&](auto tag) { has_memory = GradientOfAll<typename decltype(tag)::type>(pool, call); });
   return has_memory;
 }
 

@@ -102,7 +102,8 @@ const ComputeType<T>* NumbersOf(const RowBlock& block, const T* rows, int64_t fe
   if constexpr (std::is_same_v<T, ComputeType<T>>) {
     return first;
   } else {
-    ConvertBlock(block, first, features, memory, [](const T* from, int64_t count, float* to) { Widen(from, count, to); });
+    ConvertBlock(block, first, features, memory,
+                 [](const T* from, int64_t count, float* to) { Widen(from, count, to); });
     return memory;
   }
 }

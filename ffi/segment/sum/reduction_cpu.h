@@ -40,7 +40,7 @@ struct Sum {
   using Narrow = Sum<First>;
   static constexpr bool kRounds = kIsFloating<T>;
 
-  void* output = nullptr;     // of T, or of First if is_wide
+  void* output = nullptr;  // of T, or of First if is_wide
   bool is_wide = false;
   int64_t mean_features = 0;  // for means: the number of features
 
