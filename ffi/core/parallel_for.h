@@ -2,17 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <utility>
 
 #include "ffi/core/function_ref.h"
-#include "ffi/core/subnormals.h"
-#include "ffi/core/thread_sanitizer.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
@@ -24,68 +16,7 @@ namespace jax_baracuda {
 // deadlock. Therefore the calling thread claims chunks from the shared counter too, and waits only for chunks that
 // another thread has already claimed: those are running. A helper that starts late finds no chunk left and touches
 // nothing but the shared state it co-owns.
-//
-// Not inlined: inlining would dominate compile time, and run time depends only on the loop in `body`.
-__attribute__((noinline)) inline void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks,
-                                                  FunctionRef<void(int64_t)> body) {
-  if (num_chunks <= 1) {
-    const ScopedSubnormals subnormals;
-    if (num_chunks == 1) body(int64_t{0});
-    return;
-  }
-  struct State {
-    State(int64_t chunks, FunctionRef<void(int64_t)> loop_body) : num_chunks(chunks), body(loop_body) {}
-    const int64_t num_chunks;
-    const FunctionRef<void(int64_t)> body;  // valid while any chunk is unfinished
-    std::atomic<int64_t> next{0};
-    int64_t finished = 0;  // guarded by mutex
-    std::mutex mutex;
-    std::condition_variable all_finished;
-
-    // Chunks are independent, so claiming one needs no memory ordering.
-    int64_t Claim() { return next.fetch_add(1, std::memory_order_relaxed); }
-
-    void Work() {
-      const ScopedSubnormals subnormals;
-      int64_t done = 0;
-      for (int64_t chunk = Claim(); chunk < num_chunks; chunk = Claim()) {
-        body(chunk);
-        ++done;
-      }
-      if (done == 0) return;
-      std::lock_guard<std::mutex> lock(mutex);
-      HappensAfter(&mutex);
-      finished += done;
-      HappensBefore(&mutex);
-      if (finished == num_chunks) all_finished.notify_all();
-    }
-  };
-  // The pool copies a task and runs the copy.
-  struct Task {
-    std::shared_ptr<State> state;
-
-    explicit Task(std::shared_ptr<State> loop) : state(std::move(loop)) {}
-    Task(const Task& other) : state(other.state) { HappensBefore(state.get()); }
-    void operator()() const {
-      HappensAfter(state.get());
-      state->Work();
-    }
-  };
-  auto state = std::make_shared<State>(num_chunks, body);
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_chunks) - 1;
-  try {
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
-  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
-    // Continue with fewer helpers. Returning here would end `body` while scheduled helpers may use it.
-  }
-  LetTasksStart();
-  state->Work();
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->all_finished.wait(lock, [&] {
-    HappensAfter(&state->mutex);
-    return state->finished == num_chunks;
-  });
-}
+void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, FunctionRef<void(int64_t)> body);
 
 // The number of chunks for `total_bytes` of work: enough to keep the pool busy, but each large enough to be worth
 // waking a thread (about 20 microseconds).

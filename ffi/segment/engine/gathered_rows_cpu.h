@@ -31,101 +31,137 @@ struct EdgeNumbers {
 
 JB_INLINE int64_t NearestRow(int64_t id, int64_t num_rows) { return std::max<int64_t>(0, std::min(id, num_rows - 1)); }
 
-// The gathered rows of a call (see rows_cpu.h): complete rows, rows times the weights of their heads, or selected
-// elements of rows.
+// The edges of a batch element from a position on, and the rows that they gather.
 template <typename T>
-struct GatheredRows {
-  static constexpr bool kSplitsFeatures = false;  // a thread's features could start inside a head
+struct EdgesOfBatch {
+  const T* rows;
+  const int32_t* gather_ids;
+  EdgeNumbers numbers;
+  int64_t num_rows, features;
+  bool clips;         // gather ids out of range name the nearest row; otherwise those edges add nothing
+  bool rows_are_far;  // too large for a near cache, so that prefetching a random row pays
 
-  GatheringCall call;
-  bool clips;                  // gather ids out of range name the nearest row; otherwise those edges add nothing
-  const T* weights = nullptr;  // [batch or 1, edges, heads]
-  bool weights_are_shared = false;
-  int64_t heads = 1;
-  const uint32_t* selection = nullptr;  // [batch, edges, selection_words], one bit per element of a row
-  int64_t selection_words = 0;
-
-  struct Element {
-    static constexpr bool kAreInOrder = false;
-
-    const T* rows;
-    const int32_t* gather_ids;
-    int64_t num_rows;
-    bool clips;
-    const T* weights;
-    int64_t heads;
-    const uint32_t* selection;
-    int64_t selection_words;
-    EdgeNumbers numbers;
-
-    // The same rows, with positions counted from `place` on.
-    JB_INLINE Element From(int64_t place, int64_t /*stride*/) const {
-      Element from = *this;
-      from.gather_ids += place;
-      from.numbers.first_place += place;
-      if (numbers.order != nullptr) from.numbers.order += place;
-      return from;
-    }
-
-    // The gathered row of an edge; out of range if the edge has none.
-    JB_INLINE int64_t Row(int32_t place) const {
-      return clips ? NearestRow(gather_ids[place], num_rows) : gather_ids[place];
-    }
-    JB_INLINE bool Exists(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows); }
-
-    JB_INLINE void Prefetch(int32_t place, int64_t stride, int64_t width) const {
-      const int64_t row = Row(place);
-      if (Exists(row)) PrefetchRow(rows + row * stride, width);
-      if (selection != nullptr) PrefetchRow(selection + numbers[place] * selection_words, selection_words);
-    }
-
-    // Prefetches both ends: a narrow row may straddle two cache lines.
-    JB_INLINE void PrefetchNarrow(int32_t place, int64_t width) const {
-      const int64_t row = Row(place);
-      if (!Exists(row)) return;
-      __builtin_prefetch(rows + row * width);
-      __builtin_prefetch(rows + row * width + width - 1);
-    }
-
-    template <typename Reduction>
-    JB_INLINE void Fold(const Reduction& reduction, int32_t place, int64_t stride, int64_t width,
-                        CellsOf<Reduction> cells) const {
-      const int64_t row = Row(place);
-      if (!Exists(row)) return;
-      const int64_t edge = numbers[place];
-      const T* const values = rows + row * stride;
-      if constexpr (Reduction::kTakesWeights) {
-        if (weights != nullptr) {
-          WithNumbers(values, width, [&](const auto* row_numbers) __attribute__((always_inline)) {
-            reduction.FoldScaled(row_numbers, weights + edge * heads, heads, width, cells);
-          });
-          return;
-        }
-      }
-      if constexpr (Reduction::kTakesSelection) {
-        WithNumbers(values, width, [&](const auto* row_numbers) __attribute__((always_inline)) {
-          reduction.FoldSelected(row_numbers, selection + edge * selection_words, width, cells);
-        });
-      } else {
-        FoldRow(reduction, values, static_cast<int32_t>(edge), width, cells);
-      }
-    }
-  };
-
-  JB_INLINE Element At(const Problem& problem, int64_t batch, int64_t feature) const {
-    const int64_t edges = problem.rows;
-    return {
-        OfElement(static_cast<const T*>(call.data), problem.data_is_shared, batch, call.num_rows * problem.features) +
-            feature,
-        OfElement(call.gather_ids, call.gather_ids_are_shared, batch, edges),
-        call.num_rows,
-        clips,
-        OfElement(weights, weights_are_shared, batch, edges * heads),
-        heads,
-        OfElement(selection, /*is_shared=*/false, batch, edges * selection_words),
-        selection_words,
-        EdgeNumbers(call.edge_order, call.edge_order_is_shared, batch, edges)};
+  EdgesOfBatch(const GatheringCall& call, bool clips, int64_t batch, int64_t place)
+      : rows(OfElement(static_cast<const T*>(call.data), call.problem.data_is_shared, batch,
+                       call.num_rows * call.problem.features)),
+        gather_ids(OfElement(call.gather_ids, call.gather_ids_are_shared, batch, call.problem.rows) + place),
+        numbers(call.edge_order, call.edge_order_is_shared, batch, call.problem.rows),
+        num_rows(call.num_rows),
+        features(call.problem.features),
+        clips(clips),
+        rows_are_far(AreFar(num_rows * features, sizeof(T))) {
+    numbers.first_place = place;
+    if (numbers.order != nullptr) numbers.order += place;
   }
+
+  JB_INLINE bool HasRow(int32_t place) const {
+    return clips || static_cast<uint32_t>(gather_ids[place]) < static_cast<uint64_t>(num_rows);
+  }
+  JB_INLINE const T* Row(int32_t place) const { return rows + NearestRow(gather_ids[place], num_rows) * features; }
+};
+
+// Copies the narrow rows of a block's edges, one after another.
+template <typename Bits>
+JB_AVX2 void CopyNarrowRows(const RowBlock block, const EdgesOfBatch<Bits> edges, Bits* to) {
+  DispatchNarrow(edges.features, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < block.count; ++i) {
+      if (edges.rows_are_far && i + kScanPrefetchDistance < block.known) {
+        const int64_t coming = edges.gather_ids[block.offsets[i + kScanPrefetchDistance]];
+        const Bits* const row = edges.rows + NearestRow(coming, edges.num_rows) * width;
+        __builtin_prefetch(row);
+        __builtin_prefetch(row + width - 1);  // the row may straddle two cache lines
+      }
+      const Bits* const from = edges.rows + NearestRow(edges.gather_ids[block.offsets[i]], edges.num_rows) * width;
+      for (int64_t j = 0; j < width; ++j) to[i * width + j] = from[j];
+    }
+  });
+}
+
+template <typename Reduction, typename Input>
+JB_CPU_CLONES void FoldGathered(const RowBlock block, const EdgesOfBatch<typename Reduction::Element> edges,
+                                const Input input, const Reduction reduction, const FoldTarget target) {
+  const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
+  const int64_t width = target.width;
+  ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
+    if (i + kPrefetchDistance < block.known) {
+      const int32_t coming = block.offsets[i + kPrefetchDistance];
+      if (edges.rows_are_far) PrefetchRow(edges.Row(coming), width);
+      input.Prefetch(edges.numbers[coming]);
+    }
+    const int32_t place = block.offsets[i];
+    if (edges.HasRow(place)) {
+      input.Fold(reduction, edges.Row(place), edges.numbers[place], width, cells + segment * width);
+    }
+  });
+}
+
+// Complete rows, as the input of a GatheredReduction: what else an edge has, and how it changes the row.
+struct PlainRows {
+  JB_INLINE PlainRows OfBatch(int64_t /*batch*/) const { return {}; }
+
+  JB_INLINE void Prefetch(int64_t /*edge*/) const {}
+
+  // Folds the row of an edge.
+  template <typename Reduction>
+  JB_INLINE void Fold(const Reduction& reduction, const typename Reduction::Element* row, int64_t edge, int64_t width,
+                      CellsOf<Reduction> cells) const {
+    reduction.Fold(row, static_cast<int32_t>(edge), width, cells);
+  }
+
+  // Changes the narrow rows of `count` edges, before they are folded.
+  template <typename Number>
+  void Change(const int32_t* /*edges*/, int64_t /*count*/, int64_t /*width*/, Number* /*numbers*/) const {}
+};
+
+// The reduction of the rows that edges gather.
+template <typename Reduction, typename Input = PlainRows>
+class GatheredReduction final : public TypedReduction<Reduction> {
+ public:
+  using Element = typename Reduction::Element;
+  using Narrow = typename Reduction::Narrow;
+
+  // A thread's features could start inside a head, so threads do not split rows.
+  GatheredReduction(const GatheringCall& call, bool clips, const Reduction& reduction, const Input& input = {})
+      : TypedReduction<Reduction>(
+            call.problem, IsNarrow(call.problem.features) ? kConvertedNumbers / call.problem.features : kConvertedIds,
+            /*splits_features=*/false, reduction),
+        call_(call),
+        clips_(clips),
+        input_(input) {}
+
+  void Fold(const RowBlock& block, const FoldTarget& target) const override {
+    if (call_.num_rows == 0) return;
+    const EdgesOfBatch<Element> edges(call_, clips_, target.batch, block.first_row);
+    const Input input = input_.OfBatch(target.batch);
+    if (!IsNarrow(target.width)) return FoldGathered(block, edges, input, this->reduction, target);
+    int32_t numbers[kConvertedIds], ids[kConvertedIds + kScanPrefetchDistance];
+    for (int64_t i = 0; i < block.count; ++i) numbers[i] = static_cast<int32_t>(edges.numbers[block.offsets[i]]);
+    RowBlock of_numbers{block.count, block.known, 0, block.first_segment, numbers, block.ids};
+    if (!clips_) {
+      of_numbers.ids = ids;
+      for (int64_t i = 0; i < block.known; ++i) ids[i] = edges.HasRow(block.offsets[i]) ? block.ids[i] : -1;
+    }
+    using Bits = BitsOf<Element>;
+    Element rows[kConvertedNumbers];
+    CopyNarrowRows(block, EdgesOfBatch<Bits>(call_, clips_, target.batch, block.first_row),
+                   reinterpret_cast<Bits*>(rows));
+    const auto fold = [&](auto* elements, const Narrow& reduction) {
+      input.Change(numbers, block.count, target.width, elements);
+      FoldNarrow(of_numbers, kAllOffsets.values, elements, reduction, target);
+    };
+    if constexpr (std::is_same_v<Narrow, Reduction>) {
+      fold(rows, this->reduction);
+    } else {
+      typename Narrow::Element elements[kConvertedNumbers];
+      this->reduction.Convert(rows, block.count * target.width, elements);
+      fold(elements, this->reduction.ForNarrow());
+    }
+  }
+
+ private:
+  const GatheringCall& call_;
+  const bool clips_;
+  const Input input_;
 };
 
 }  // namespace jax_baracuda::segment

@@ -17,9 +17,38 @@
 #include "ffi/segment/extremum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
+
+JB_FOLD_NARROW(Extremum<KeyFormat<int16_t, true>>);
+JB_FOLD_NARROW(Extremum<KeyFormat<int32_t, true>>);
+JB_FOLD_NARROW(Extremum<KeyFormat<int64_t, true>>);
+JB_FOLD_NARROW(WinnerOfKeys<int32_t>);
+JB_FOLD_NARROW(WinnerOfKeys<int64_t>);
+
 namespace {
 
 constexpr int64_t kMinStreamedRowBytes = 256;
+
+// The first row with the greatest key.
+template <typename KeyOfCell>
+struct ArgOfKeys {
+  using Element = KeyOfCell;
+  using First = KeyOfCell;
+  using Second = int32_t;
+  using Narrow = ArgOfKeys;
+
+  JB_INLINE static void MergeOne(CellsOf<ArgOfKeys> cells, int64_t i, First key, int32_t row) {
+    ArgCell<First> cell{cells.first[i], cells.second[i]};
+    MergeArgCell(cell, key, row);
+    cells.first[i] = cell.best;
+    cells.second[i] = cell.row;
+  }
+
+  JB_INLINE void Fold(const First* keys, int32_t row, int64_t width, CellsOf<ArgOfKeys> cells) const {
+    if (width == 1 && *keys != *cells.first) return FoldOne(*keys, row, *cells.first, *cells.second);
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) MergeOne(cells, i, keys[i], row);
+  }
+};
 
 template <typename Format>
 struct ArgExtremum {
@@ -27,7 +56,8 @@ struct ArgExtremum {
   using Element = Key;
   using First = std::common_type_t<Key, int32_t>;
   using Second = int32_t;
-  static constexpr bool kRounds = false, kHoldsRuns = true;
+  using Narrow = ArgOfKeys<First>;
+  static constexpr bool kRounds = false;
 
   Format format;
   int32_t no_row;  // result of an empty segment
@@ -40,24 +70,22 @@ struct ArgExtremum {
     std::fill_n(cells.second, count, ArgCell<First>{}.row);
   }
 
-  JB_INLINE First KeyOf(Key value) const { return format.WithOneZero(format.template KeyOf<First>(value)); }
-
-  JB_INLINE static void MergeOne(CellsOf<ArgExtremum> cells, int64_t i, First key, int32_t row) {
-    ArgCell<First> cell{cells.first[i], cells.second[i]};
-    MergeArgCell(cell, key, row);
-    cells.first[i] = cell.best;
-    cells.second[i] = cell.row;
+  JB_INLINE First KeyOf(Key value) const {
+    const First key = format.template KeyOf<First>(value);
+    return Format::kOfFloating ? WithOneZero(key) : key;
   }
 
   JB_INLINE void Fold(const Key* values, int32_t row, int64_t width, CellsOf<ArgExtremum> cells) const {
-    if (width == 1 && TakeOne(format, KeyOf(*values), row, *cells.first, *cells.second)) return;
     JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) MergeOne(cells, i, KeyOf(values[i]), row);
+    for (int64_t i = 0; i < width; ++i) Narrow::MergeOne(cells, i, KeyOf(values[i]), row);
   }
+
+  JB_INLINE Narrow ForNarrow() const { return {}; }
+  void Convert(const Key* from, int64_t count, First* to) const { ConvertToKeys(*this, from, count, to); }
 
   JB_INLINE void Merge(int64_t count, CellsOf<ArgExtremum> later, CellsOf<ArgExtremum> cells) const {
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) MergeOne(cells, i, later.first[i], later.second[i]);
+    for (int64_t i = 0; i < count; ++i) Narrow::MergeOne(cells, i, later.first[i], later.second[i]);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<ArgExtremum> cells) const {
@@ -67,114 +95,91 @@ struct ArgExtremum {
   }
 };
 
+// Writes the gradient of those elements of a row that tie for the extremum. Called for few rows, so that all other code
+// needs the type's width only.
 template <typename T>
+JB_AVX2_CLONES void ShareTies(const BitsOf<T>* d_output, const int32_t* winner, const BitsOf<T>* output,
+                              const BitsOf<T>* data, int64_t width, BitsOf<T>* d_row) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < width; ++i) {
+    const bool attains = AreEqual(BitCast<T>(data[i]), BitCast<T>(output[i]));
+    const BitsOf<T> share = BitCast<BitsOf<T>>(TiedShare(winner[i], BitCast<T>(d_output[i])));
+    d_row[i] = IsTie(winner[i]) && attains ? share : d_row[i];
+  }
+}
+
+// The arrays of a batch element. Floating numbers are bits, because the gradient copies them unless they tie.
+template <typename Bits>
 struct BackwardArrays {
-  SegmentIds ids;
-  const T* d_output;
+  const Bits* d_output;
   const int32_t* winner;
-  const T* data;    // nullptr if ties are not shared
-  const T* output;  // likewise
-  T* d_data;
-  bool d_output_is_shared;
-  bool winner_is_shared;
-};
+  const Bits* data;    // nullptr if ties are not shared
+  const Bits* output;  // likewise
+  Bits* d_data;
+  void (*share_ties)(const Bits*, const int32_t*, const Bits*, const Bits*, int64_t, Bits*);
 
-// Winners, cotangents and maxima of a batch element, or of one of its segments.
-template <typename T>
-struct CellRows {
-  const T* d_output;
-  const int32_t* winner;
-  const T* output;  // nullptr if ties are not shared
-
-  JB_INLINE static CellRows OfBatch(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch) {
-    const int64_t first = batch * problem.segments * problem.features;
-    const int64_t first_winner = arrays.winner_is_shared ? 0 : first;
-    return {arrays.d_output + (arrays.d_output_is_shared ? 0 : first), arrays.winner + first_winner,
-            arrays.output == nullptr ? nullptr : arrays.output + first_winner};
-  }
-
-  JB_INLINE CellRows OfSegment(int64_t segment, int64_t width) const {
-    const int64_t first = segment * width;
-    return {d_output + first, winner + first, output == nullptr ? nullptr : output + first};
+  // Writes the gradient of one row to d_row.
+  JB_INLINE void WriteRow(int64_t row, int64_t segment, int64_t width, Bits* d_row) const {
+    const Bits* const from = d_output + segment * width;
+    const int32_t* const winners = winner + segment * width;
+    int32_t lowest_winner = 0;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) {
+      const Bits number = from[i];
+      d_row[i] = winners[i] == static_cast<int32_t>(row) ? number : Bits{0};
+      lowest_winner = std::min(lowest_winner, winners[i]);
+    }
+    if (!IsTie(lowest_winner) || data == nullptr) return;
+    share_ties(from, winners, output + segment * width, data + row * width, width, d_row);
   }
 };
 
-// Writes the gradient of one row; `data` is the row itself, or nullptr if ties are not shared.
 template <typename T>
-JB_INLINE void GradientOfRow(const CellRows<T> cells, const T* data, int32_t row, int64_t width, T* d_row) {
-  int32_t lowest_winner = 0;
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) {
-    // Selects bits, which vectorises for 16-bit types too; all bits zero is +0.
-    const BitsOf<T> d_output = BitCast<BitsOf<T>>(cells.d_output[i]);
-    const BitsOf<T> bits = cells.winner[i] == row ? d_output : BitsOf<T>{0};
-    std::memcpy(static_cast<void*>(d_row + i), &bits, sizeof(T));
-    lowest_winner = std::min(lowest_winner, cells.winner[i]);
-  }
-  if (!IsTie(lowest_winner) || data == nullptr) return;
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) {
-    const int32_t winner = cells.winner[i];
-    if (IsTie(winner) && AreEqual(data[i], cells.output[i])) d_row[i] = TiedShare(winner, cells.d_output[i]);
-  }
-}
-
-template <typename T>
-JB_INLINE const T* DataOfRow(const Problem& problem, const BackwardArrays<T>& arrays, int64_t batch, int64_t row) {
-  return arrays.data == nullptr ? nullptr : arrays.data + problem.DataRow(batch, row) * problem.features;
-}
-
-template <typename T, typename Width>
-JB_INLINE void GradientInOrder(const Problem& problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                               const BackwardArrays<T>& arrays, Width width) {
-  const CellRows<T> cells = CellRows<T>::OfBatch(problem, arrays, batch);
-  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    PrefetchRow(cells.d_output + segment * width, width);
-    PrefetchRow(cells.winner + segment * width, width);
+BackwardArrays<BitsOf<T>> ArraysOfBatch(const ExtremumBackwardCall& call, int64_t batch) {
+  const Problem& problem = call.problem;
+  const int64_t cells = problem.segments * problem.features;
+  const auto from = [&](const void* array, bool is_shared, int64_t size) {
+    const auto* const bits = static_cast<const BitsOf<T>*>(array);
+    return bits == nullptr || is_shared ? bits : bits + batch * size;
   };
-  WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, width, arrays.d_data, prefetch,
-                      [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-                        GradientOfRow(cells.OfSegment(segment, width), DataOfRow(problem, arrays, batch, row),
-                                      static_cast<int32_t>(row), width, d_row);
-                      });
+  return {from(call.d_output, call.d_output_is_shared, cells),
+          call.winner + (call.winner_is_shared ? 0 : batch * cells),
+          from(call.data, problem.data_is_shared, problem.rows * problem.features),
+          from(call.output, call.winner_is_shared, cells),
+          static_cast<BitsOf<T>*>(call.d_data) + batch * problem.rows * problem.features,
+          ShareTies<T>};
 }
 
-template <typename T>
-JB_CPU_CLONES_OF_NARROW void GradientOfNarrowRows(const Problem problem, int64_t batch, int64_t row_begin,
-                                                  int64_t row_end, const BackwardArrays<T> arrays) {
-  DispatchNarrow(problem.features, [&](auto width) __attribute__((always_inline)) {
-    GradientInOrder(problem, batch, row_begin, row_end, arrays, width);
+template <typename Bits, typename Width, typename Write>
+JB_INLINE void WriteGradient(const RowBlock& block, int64_t segments, const BackwardArrays<Bits>& arrays, Width width,
+                             const Write& write) {
+  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
+    PrefetchRow(arrays.d_output + segment * width, width);
+    PrefetchRow(arrays.winner + segment * width, width);
+  };
+  WriteRowsOfBlock(block, segments, width, arrays.d_data, prefetch, write);
+}
+
+template <typename Bits>
+JB_AVX2 void GradientOfNarrowRows(const RowBlock block, int64_t segments, int64_t features,
+                                  const BackwardArrays<Bits> arrays) {
+  DispatchNarrow(features, [&](auto width) __attribute__((always_inline)) {
+    WriteGradient(block, segments, arrays, width,
+                  [&](int64_t row, int64_t segment, Bits* d_row)
+                      __attribute__((always_inline)) { arrays.WriteRow(row, segment, width, d_row); });
   });
 }
 
-template <typename T>
-JB_CPU_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                      const BackwardArrays<T> arrays) {
-  GradientInOrder(problem, batch, row_begin, row_end, arrays, problem.features);
-}
-
-// The gradient of the rows of a block of segments. Returns false if allocation fails.
-template <typename T>
-JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, const GroupedRows& grouped,
-                                   const BackwardArrays<T> arrays) {
-  const int64_t features = problem.features;
-  const CellRows<T> all_cells = CellRows<T>::OfBatch(problem, arrays, block.batch);
-  const StreamBuffer<T> buffer(features);
-  T* const d_rows = arrays.d_data + block.batch * problem.rows * features;
-  if (buffer.At(d_rows) == nullptr) return false;
-  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
-    const CellRows<T> cells = all_cells.OfSegment(segment, features);
-    const int64_t group = segment - block.segment_begin;
-    for (int32_t place = grouped.Begin(group); place < grouped.End(group); ++place) {
-      const int32_t row = grouped[place];
-      T* const d_row = d_rows + row * features;
-      GradientOfRow(cells, DataOfRow(problem, arrays, block.batch, row), row, features, buffer.At(d_row));
-      StreamLines(d_row, buffer.At(d_row), features * sizeof(T));
-    }
-  }
-  WriteDroppedRows(problem, block, arrays.ids, arrays.d_data);
-  FinishStreaming();
-  return true;
+// Through `buffer`, if not nullptr, rows are streamed.
+template <typename Bits>
+JB_AVX2_CLONES void GradientOfWideRows(const RowBlock block, int64_t segments, int64_t features,
+                                       const BackwardArrays<Bits> arrays, const StreamBuffer<Bits>* buffer) {
+  WriteGradient(block, segments, arrays, features,
+                [&](int64_t row, int64_t segment, Bits* d_row) __attribute__((always_inline)) {
+                  Bits* const to = buffer == nullptr ? d_row : buffer->At(d_row);
+                  arrays.WriteRow(row, segment, features, to);
+                  if (buffer != nullptr) StreamLines(d_row, to, features * sizeof(Bits));
+                });
 }
 
 // The actual strategy also depends on the ids: GradientOfAll gathers if they are sorted.
@@ -188,40 +193,46 @@ Strategy ChooseGradient(const Problem& problem, int64_t element_bytes) {
 
 // Returns false if allocation fails.
 template <typename T>
-bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const BackwardArrays<T>& arrays) {
-  if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !EachBatchIsSorted(problem, arrays.ids)) {
-    const int64_t total_bytes = problem.batch * problem.rows * problem.features * sizeof(T);
-    AdviseHugePages(arrays.d_data, total_bytes);
-    const Blocking blocking(problem, /*item_size=*/0, std::max<int64_t>(1, pool.num_threads()));
-    return ForEachGroupedBlock(pool, problem, blocking, arrays.ids,
-                               [&](const Block& block, const GroupedRows& grouped) {
-                                 return GradientGrouped(problem, block, grouped, arrays);
-                               });
+bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
+  using Bits = BitsOf<T>;
+  const Problem& problem = call.problem;
+  const SegmentIds ids(call);
+  if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !AreSorted(problem, ids)) {
+    AdviseHugePages(call.d_data, problem.batch * problem.rows * problem.features * sizeof(T));
+    const auto write = [&](const Block& block, const GroupedRows& grouped) {
+      const auto arrays = ArraysOfBatch<T>(call, block.batch);
+      const StreamBuffer<Bits> buffer(problem.features);
+      if (buffer.At(arrays.d_data) == nullptr) return false;
+      grouped.ForEachBlock(
+          0, block.segment_end - block.segment_begin, block.segment_begin, kConvertedIds,
+          [&](const RowBlock& rows) { GradientOfWideRows(rows, problem.segments, problem.features, arrays, &buffer); });
+      WriteDroppedRows(problem, block, ids, static_cast<Bits*>(call.d_data));
+      FinishStreaming();
+      return true;
+    };
+    return ForEachGroupedBlock(pool, problem, /*item_size=*/0, std::max<int64_t>(1, pool.num_threads()), ids, write);
   }
-  ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-    if (IsNarrow(problem.features)) {
-      GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays);
-    } else {
-      GradientOfWideRows(problem, batch, row_begin, row_end, arrays);
-    }
-  });
+  ForEachBlockOfResult(pool, problem, ids, call.d_data, sizeof(T), kConvertedIds,
+                       [&](int64_t batch, const RowBlock& block) {
+                         const auto arrays = ArraysOfBatch<T>(call, batch);
+                         if (IsNarrow(problem.features)) {
+                           GradientOfNarrowRows(block, problem.segments, problem.features, arrays);
+                         } else {
+                           GradientOfWideRows<Bits>(block, problem.segments, problem.features, arrays, nullptr);
+                         }
+                       });
   return true;
 }
 
 int64_t NumCells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
-
-template <typename Reduction>
-bool Reduce(ffi::ThreadPool& pool, const SegmentCall& call, const void* data, const Reduction& reduction) {
-  using Key = typename Reduction::Key;
-  return ReduceAll(pool, call.problem, SegmentIds(call), DirectRows<Key>{static_cast<const Key*>(data)}, reduction);
-}
 
 bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
   bool has_memory = true;
   AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
   DispatchKeys(JB_DISPATCH(DispatchOrdered), call.type, call.is_minimum, [&](auto format) {
     using Reduction = Extremum<decltype(format)>;
-    has_memory = Reduce(pool, call, call.data, Reduction{format, static_cast<typename Reduction::Key*>(call.output)});
+    has_memory =
+        ReduceRows(pool, call, call.data, Reduction{format, static_cast<typename Reduction::Key*>(call.output)});
   });
   return has_memory;
 }
@@ -233,7 +244,7 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
   DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
     using Reduction = ExtremumWithWinner<decltype(format)>;
     auto* const output = static_cast<typename Reduction::Key*>(call.output);
-    has_memory = Reduce(pool, call, call.data, Reduction{format, call.first_wins, output, call.winner});
+    has_memory = ReduceRows(pool, call, call.data, Reduction{format, call.first_wins, output, call.winner});
   });
   return has_memory;
 }
@@ -241,18 +252,7 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
 // The gradients of minima and maxima are the same function of winners and cotangents.
 bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const BackwardArrays<T> arrays{SegmentIds(call),
-                                   static_cast<const T*>(call.d_output),
-                                   call.winner,
-                                   static_cast<const T*>(call.data),
-                                   static_cast<const T*>(call.output),
-                                   static_cast<T*>(call.d_data),
-                                   call.d_output_is_shared,
-                                   call.winner_is_shared};
-    has_memory = GradientOfAll(pool, call.problem, arrays);
-  });
+  DispatchFloating(call.type, [&](auto tag) { has_memory = GradientOfAll<typename decltype(tag)::type>(pool, call); });
   return has_memory;
 }
 
@@ -261,7 +261,7 @@ bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
   AdviseHugePages(call.row, NumCells(call.problem) * sizeof(int32_t));
   DispatchKeys(JB_DISPATCH(DispatchWide), call.type, call.is_minimum, [&](auto format) {
     const auto no_row = static_cast<int32_t>(call.problem.rows);
-    has_memory = Reduce(pool, call, call.data, ArgExtremum<decltype(format)>{format, no_row, call.row});
+    has_memory = ReduceRows(pool, call, call.data, ArgExtremum<decltype(format)>{format, no_row, call.row});
   });
   return has_memory;
 }
@@ -270,7 +270,7 @@ template <template <typename> class Reduction, typename Dispatch>
 Plan PlanReduction(const SegmentCall& call, const Dispatch& dispatch) {
   return PlanOfType(call, dispatch, [&](auto tag) {
     using Format = decltype(FormatOf<typename decltype(tag)::type>(0));
-    return ChooseStrategy<Reduction<Format>>(call.problem, /*has_counts=*/false);
+    return ChooseStrategy(call.problem, CellTypeOf<Reduction<Format>>(), /*has_counts=*/false);
   });
 }
 

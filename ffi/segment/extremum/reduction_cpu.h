@@ -17,8 +17,9 @@ namespace jax_baracuda::segment {
 template <typename T>
 using KeyType = std::make_signed_t<BitsOf<T>>;
 
-template <typename IntegerOfBits, bool kOfFloating>
+template <typename IntegerOfBits, bool kOfFloating_>
 struct KeyFormat {
+  static constexpr bool kOfFloating = kOfFloating_;
   using Key = IntegerOfBits;
 
   Key flip;      // see FlipMask
@@ -41,12 +42,6 @@ struct KeyFormat {
   // The key of the maximum of no rows.
   JB_INLINE Key Identity() const { return static_cast<Key>(~infinity); }
 
-  // Maps the keys of -0 and +0, -1 and 0, to one key.
-  template <typename Wide>
-  JB_INLINE Wide WithOneZero(Wide key) const {
-    return kOfFloating ? static_cast<Wide>(key - (key >> (8 * sizeof(Wide) - 1))) : key;
-  }
-
  private:
   template <typename Wide>
   JB_INLINE Wide WithReversedNegatives(Wide bits) const {
@@ -54,6 +49,12 @@ struct KeyFormat {
     return static_cast<Wide>(bits ^ ((bits >> (8 * sizeof(Wide) - 1)) & kMagnitude));
   }
 };
+
+// Maps the keys of -0 and +0, -1 and 0, to one key.
+template <typename Key>
+JB_INLINE Key WithOneZero(Key key) {
+  return static_cast<Key>(key - (key >> (8 * sizeof(Key) - 1)));
+}
 
 template <typename T>
 KeyFormat<KeyType<T>, kIsFloating<T>> FormatOf(BitsOf<T> flip) {
@@ -77,19 +78,23 @@ void DispatchKeys(const Dispatch& dispatch, ElementType type, bool is_minimum, c
 template <typename T>
 JB_INLINE bool AreEqual(T a, T b) {
   const auto format = FormatOf<T>(0);
-  return format.WithOneZero(format.KeyOf(BitCast<KeyType<T>>(a))) ==
-         format.WithOneZero(format.KeyOf(BitCast<KeyType<T>>(b)));
+  return WithOneZero(format.KeyOf(BitCast<KeyType<T>>(a))) == WithOneZero(format.KeyOf(BitCast<KeyType<T>>(b)));
 }
 
-// Folds one key without branching on the unpredictable comparison. Returns false and does nothing if its number equals
-// the best one.
-template <typename Format, typename Key>
-JB_INLINE bool TakeOne(const Format& format, Key key, int32_t row, Key& best, int32_t& winner) {
-  if (format.WithOneZero(key) == format.WithOneZero(best)) return false;
+// Converts elements to keys of cells, for loops that are compiled once per width of these keys.
+template <typename Reduction>
+JB_CPU_CLONES void ConvertToKeys(const Reduction reduction, const typename Reduction::Element* from, int64_t count,
+                                 typename Reduction::First* to) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) to[i] = reduction.KeyOf(from[i]);
+}
+
+// Folds one key that does not equal the best one, without branching on the unpredictable comparison.
+template <typename Key>
+JB_INLINE void FoldOne(Key key, int32_t row, Key& best, int32_t& winner) {
   const int32_t if_above = -static_cast<int32_t>(key > best);  // a mask, which compilers do not turn into a branch
   best = std::max(best, key);
   winner ^= (winner ^ row) & if_above;
-  return true;
 }
 
 // The maximum of keys. Floating numbers are compared as integers: this uses full vectors for 16-bit types too, and does
@@ -100,8 +105,8 @@ struct Extremum {
   using Element = Key;
   using First = Key;
   using Second = NoNumber;
-  static constexpr bool kRounds = false, kHoldsRuns = true;
-  static constexpr bool kTakesWeights = false, kTakesSelection = false;
+  using Narrow = Extremum;
+  static constexpr bool kRounds = false;
 
   Format format;
   Key* output;  // the bits of results
@@ -132,14 +137,46 @@ struct Extremum {
   }
 };
 
+// The maximum of keys of floating numbers, and its winner.
+template <typename KeyOfCell>
+struct WinnerOfKeys {
+  using Element = KeyOfCell;
+  using First = KeyOfCell;
+  using Second = int32_t;
+  using Narrow = WinnerOfKeys;
+
+  bool first_wins;
+
+  // Folds in a row, or the cell of later rows as MergeCell does, without branches and without conditional stores. The
+  // winner of a NaN does not matter. `counted_twice` is 1 if both tie counts include the identity.
+  JB_INLINE void Take(First key, int32_t its_winner, int32_t counted_twice, CellsOf<WinnerOfKeys> cells,
+                      int64_t i) const {
+    const First best = cells.first[i], number = WithOneZero(key), best_number = WithOneZero(best);
+    const int32_t winner_before = cells.second[i];
+    const int32_t first = winner_before == kNoWinner ? its_winner : winner_before;
+    const int32_t shared = counted_twice - TieCount(winner_before) - TieCount(its_winner);
+    const int32_t of_equal = number == best_number ? (first_wins ? first : shared) : winner_before;
+    cells.first[i] = key > best ? key : best;
+    cells.second[i] = number > best_number ? its_winner : of_equal;
+  }
+
+  JB_INLINE void Fold(const First* keys, int32_t row, int64_t width, CellsOf<WinnerOfKeys> cells) const {
+    if (width == 1 && WithOneZero(*keys) != WithOneZero(*cells.first)) {
+      return FoldOne(*keys, row, *cells.first, *cells.second);
+    }
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) Take(keys[i], row, 0, cells, i);
+  }
+};
+
 template <typename Format>
 struct ExtremumWithWinner {
   using Key = typename Format::Key;
   using Element = Key;
   using First = std::common_type_t<Key, int32_t>;  // at least as wide as winners, so that vectors need no repacking
   using Second = int32_t;
-  static constexpr bool kRounds = false, kHoldsRuns = true;
-  static constexpr bool kTakesWeights = false, kTakesSelection = false;
+  using Narrow = WinnerOfKeys<First>;
+  static constexpr bool kRounds = false;
 
   Format format;
   bool first_wins;
@@ -153,30 +190,20 @@ struct ExtremumWithWinner {
     std::fill_n(cells.second, count, kNoWinner);
   }
 
-  // Folds in a row, or the cell of later rows as MergeCell does, without branches and without conditional stores. The
-  // winner of a NaN does not matter. `counted_twice` is 1 if both tie counts include the identity.
-  JB_INLINE void Take(First key, int32_t its_winner, int32_t counted_twice, CellsOf<ExtremumWithWinner> cells,
-                      int64_t i) const {
-    const First best = cells.first[i], number = format.WithOneZero(key), best_number = format.WithOneZero(best);
-    const int32_t winner_before = cells.second[i];
-    const int32_t first = winner_before == kNoWinner ? its_winner : winner_before;
-    const int32_t shared = counted_twice - TieCount(winner_before) - TieCount(its_winner);
-    const int32_t of_equal = number == best_number ? (first_wins ? first : shared) : winner_before;
-    cells.first[i] = key > best ? key : best;
-    cells.second[i] = number > best_number ? its_winner : of_equal;
-  }
+  JB_INLINE First KeyOf(Key value) const { return format.template KeyOf<First>(value); }
+  JB_INLINE Narrow ForNarrow() const { return {first_wins}; }
+  void Convert(const Key* from, int64_t count, First* to) const { ConvertToKeys(*this, from, count, to); }
 
   JB_INLINE void Fold(const Key* values, int32_t row, int64_t width, CellsOf<ExtremumWithWinner> cells) const {
-    if (width == 1 && TakeOne(format, format.template KeyOf<First>(*values), row, *cells.first, *cells.second)) return;
     JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) Take(format.template KeyOf<First>(values[i]), row, 0, cells, i);
+    for (int64_t i = 0; i < width; ++i) ForNarrow().Take(KeyOf(values[i]), row, 0, cells, i);
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<ExtremumWithWinner> later, CellsOf<ExtremumWithWinner> cells) const {
     const First identity = format.Identity();
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      Take(later.first[i], later.second[i], cells.first[i] == identity ? 1 : 0, cells, i);
+      ForNarrow().Take(later.first[i], later.second[i], cells.first[i] == identity ? 1 : 0, cells, i);
     }
   }
 
@@ -193,5 +220,11 @@ struct ExtremumWithWinner {
     }
   }
 };
+
+extern JB_FOLD_NARROW(Extremum<KeyFormat<int16_t, true>>);
+extern JB_FOLD_NARROW(Extremum<KeyFormat<int32_t, true>>);
+extern JB_FOLD_NARROW(Extremum<KeyFormat<int64_t, true>>);
+extern JB_FOLD_NARROW(WinnerOfKeys<int32_t>);
+extern JB_FOLD_NARROW(WinnerOfKeys<int64_t>);
 
 }  // namespace jax_baracuda::segment

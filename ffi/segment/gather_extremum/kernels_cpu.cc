@@ -9,7 +9,7 @@
 #include "ffi/segment/engine/gathered_rows_cpu.h"
 #include "ffi/segment/extremum/reduction_cpu.h"
 #include "ffi/segment/gather_extremum/handler.h"
-#include "ffi/segment/gather_sum/reduction_cpu.h"
+#include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -23,12 +23,13 @@ bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
   DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
     using Format = decltype(format);
     auto* const output = static_cast<typename Format::Key*>(call.output);
-    const GatheredRows<typename Format::Key> rows{call, /*clips=*/true};
+    const auto reduce = [&](const auto& reduction) {
+      has_memory = ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/true, reduction));
+    };
     if (call.with_winner) {
-      const ExtremumWithWinner<Format> reduction{format, call.first_wins, output, call.winner};
-      has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, reduction);
+      reduce(ExtremumWithWinner<Format>{format, call.first_wins, output, call.winner});
     } else {
-      has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, Extremum<Format>{format, output});
+      reduce(Extremum<Format>{format, output});
     }
   });
   return has_memory;
@@ -39,17 +40,55 @@ Plan PlanGatherExtremum(const GatherExtremumCall& call) {
   return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using Format = decltype(FormatOf<typename decltype(tag)::type>(0));
     using Reduction = std::conditional_t<kWithWinner, ExtremumWithWinner<Format>, Extremum<Format>>;
-    return ChooseStrategy<Reduction>(call.problem, /*has_counts=*/false);
+    return ChooseStrategy(call.problem, CellTypeOf<Reduction>(), /*has_counts=*/false);
   });
 }
 
 // Words per edge, with one bit per feature.
 int64_t SelectionWords(const Problem& problem) { return CeilDivide(problem.features, 32); }
 
+// Selected elements of rows (see PlainRows).
+struct SelectedRows {
+  const uint32_t* selection;  // [batch, edges, words], one bit per element of a row
+  int64_t edges, words;
+
+  JB_INLINE SelectedRows OfBatch(int64_t batch) const { return {selection + batch * edges * words, edges, words}; }
+
+  JB_INLINE void Prefetch(int64_t edge) const { PrefetchRow(selection + edge * words, words); }
+
+  template <typename T>
+  JB_INLINE void Fold(const Sum<T>&, const T* row, int64_t edge, int64_t width, CellsOf<Sum<T>> cells) const {
+    using C = ComputeType<T>;
+    constexpr int64_t kWordBits = 32;
+    const uint32_t* const selected = selection + edge * words;
+    WithNumbers(row, width, [&](const auto* numbers) __attribute__((always_inline)) {
+      for (int64_t begin = 0; begin < width; begin += kWordBits) {
+        const uint32_t bits = selected[begin / kWordBits];
+        const auto* const from = numbers + begin;
+        C* const to = cells.first + begin;
+        const int count = static_cast<int>(std::min(kWordBits, width - begin));
+        JB_VECTORIZE
+        for (int i = 0; i < count; ++i) to[i] += (bits >> i & 1) != 0 ? static_cast<C>(from[i]) : C{0};
+      }
+    });
+  }
+
+  template <typename C>
+  void Change(const int32_t* of_edges, int64_t count, int64_t row_width, C* numbers) const {
+    DispatchNarrow(row_width, [&](auto width) __attribute__((always_inline)) {
+      for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = selection[of_edges[i]];
+        C* const of_edge = numbers + i * width;
+        for (int64_t j = 0; j < width; ++j) of_edge[j] = (bits >> j & 1) != 0 ? of_edge[j] : C{0};
+      }
+    });
+  }
+};
+
 // Finds the cells won by the edges at positions [begin, end): one bit per feature.
 template <typename T>
-JB_CPU_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batch, int64_t begin, int64_t end,
-                             uint32_t* selection) {
+JB_AVX2_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t batch, int64_t begin, int64_t end,
+                              uint32_t* selection) {
   constexpr int64_t kWordBits = 32;
   const int64_t edges = call.problem.rows, features = call.problem.features, words = SelectionWords(call.problem);
   const int64_t cells = call.num_rows * features;
@@ -119,19 +158,16 @@ bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwa
       SelectWon<T>(call, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
                    ChunkBegin(problem.rows, chunks, chunk + 1), selection.get());
     });
-    GatheredRows<T> rows{call, /*clips=*/false};
-    rows.selection = selection.get();
-    rows.selection_words = words;
     AdviseHugePages(call.d_data, problem.batch * problem.segments * problem.features * sizeof(T));
-    has_memory = ReduceAll(pool, problem, SegmentIds(call), rows,
-                           GatherSum</*T=*/T, /*kSelects=*/true>{call.d_data, /*is_wide=*/false});
+    const SelectedRows rows{selection.get(), problem.rows, words};
+    has_memory = ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/false, Sum<T>{call.d_data}, rows));
   });
   return has_memory;
 }
 
 Plan PlanGatherExtremumBackward(const GatherExtremumBackwardCall& call) {
   return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    return ChooseStrategy<GatherSum<typename decltype(tag)::type, true>>(call.problem, /*has_counts=*/false);
+    return ChooseStrategy(call.problem, CellTypeOf<Sum<typename decltype(tag)::type>>(), /*has_counts=*/false);
   });
 }
 

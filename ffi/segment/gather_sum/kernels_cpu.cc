@@ -2,30 +2,89 @@
 
 #include <cstdint>
 
+#include "ffi/segment/engine/gathered_rows_cpu.h"
 #include "ffi/segment/gather_sum/handler.h"
-#include "ffi/segment/gather_sum/reduction_cpu.h"
+#include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
 namespace {
+
+// Multiplies the narrow rows of edges by the weights of their heads.
+template <typename T, typename C>
+JB_AVX2 void ScaleNarrowRows(const T* weights, int64_t heads, const int32_t* edges, int64_t count, int64_t row_width,
+                             C* numbers) {
+  DispatchNarrow(row_width, [&](auto width) __attribute__((always_inline)) {
+    const int64_t features = width / heads;
+    for (int64_t i = 0; i < count; ++i) {
+      const T* const of_edge = weights + edges[i] * heads;
+      if (heads == 1) {
+        for (int64_t j = 0; j < width; ++j) numbers[i * width + j] *= static_cast<C>(*of_edge);
+        continue;
+      }
+      for (int64_t head = 0; head < heads; ++head) {
+        for (int64_t j = 0; j < features; ++j) {
+          numbers[i * width + head * features + j] *= static_cast<C>(of_edge[head]);
+        }
+      }
+    }
+  });
+}
+
+// Rows times the weights of their heads (see PlainRows).
+template <typename T>
+struct WeightedRows {
+  const T* weights;  // [batch or 1, edges, heads]
+  bool are_shared;
+  int64_t edges, heads;
+
+  JB_INLINE WeightedRows OfBatch(int64_t batch) const {
+    return {OfElement(weights, are_shared, batch, edges * heads), true, edges, heads};
+  }
+
+  JB_INLINE void Prefetch(int64_t /*edge*/) const {}
+
+  JB_INLINE void Fold(const Sum<T>&, const T* row, int64_t edge, int64_t width, CellsOf<Sum<T>> cells) const {
+    using C = ComputeType<T>;
+    const int64_t features = width / heads;
+    WithNumbers(row, width, [&](const auto* numbers) __attribute__((always_inline)) {
+      for (int64_t head = 0; head < heads; ++head) {
+        const C weight = static_cast<C>(weights[edge * heads + head]);
+        const auto* const from = numbers + head * features;
+        C* const to = cells.first + head * features;
+        JB_VECTORIZE
+        for (int64_t i = 0; i < features; ++i) to[i] += weight * static_cast<C>(from[i]);
+      }
+    });
+  }
+
+  void Change(const int32_t* of_edges, int64_t count, int64_t width, ComputeType<T>* numbers) const {
+    ScaleNarrowRows(weights, heads, of_edges, count, width, numbers);
+  }
+};
 
 bool RunGatherSum(ffi::ThreadPool& pool, const GatherSumCall& call) {
   const Problem& problem = call.problem;
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const GatherSum<T> reduction{call.output, call.is_wide};
+    const Sum<T> sum{call.output, call.is_wide};
     const int64_t element_bytes = call.is_wide ? sizeof(ComputeType<T>) : sizeof(T);
-    AdviseHugePages(reduction.output, problem.batch * problem.segments * problem.features * element_bytes);
-    const GatheredRows<T> rows{call, call.clips_gather_ids, static_cast<const T*>(call.weights),
-                               call.weights_are_shared, call.heads};
-    has_memory = ReduceAll(pool, problem, SegmentIds(call), rows, reduction);
+    AdviseHugePages(call.output, problem.batch * problem.segments * problem.features * element_bytes);
+    const auto reduce = [&](const auto& input) {
+      has_memory = ReduceAll(pool, SegmentIds(call), GatheredReduction(call, call.clips_gather_ids, sum, input));
+    };
+    if (call.weights == nullptr) {
+      reduce(PlainRows{});
+    } else {
+      reduce(WeightedRows<T>{static_cast<const T*>(call.weights), call.weights_are_shared, problem.rows, call.heads});
+    }
   });
   return has_memory;
 }
 
 Plan PlanGatherSum(const GatherSumCall& call) {
   return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    return ChooseStrategy<GatherSum<typename decltype(tag)::type>>(call.problem, /*has_counts=*/false);
+    return ChooseStrategy(call.problem, CellTypeOf<Sum<typename decltype(tag)::type>>(), /*has_counts=*/false);
   });
 }
 

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
+#include <memory>
 #include <type_traits>
 
 #include "ffi/segment/engine/rows_cpu.h"
@@ -12,15 +14,6 @@
 
 namespace jax_baracuda::segment {
 namespace {
-
-// 1 if a number is not normal, or if its exponent field is less than kMargin away from those of zero and infinity;
-// otherwise 0. (An integer, so that a vectorised loop can combine it over many numbers.)
-template <typename C>
-JB_INLINE SignedBits<C> IsUnusual(C value) {
-  constexpr int kMargin = 4;
-  const auto field = FieldOf(value);
-  return field < kMargin || field > FloatingFormat<C>::kExponentMask - kMargin ? 1 : 0;
-}
 
 // The first number of an unfinished cell is the mantissa of a Product, the second its packed part. The mantissa is the
 // product itself, and the second number unset, as long as the product is normal with an exponent field below
@@ -44,28 +37,13 @@ JB_INLINE SignedBits<C> LeavesSide(C cell, C product) {
   return field == 0 || field == FloatingFormat<C>::kExponentMask || IsShifted(cell) != IsShifted(product) ? 1 : 0;
 }
 
-// The product of all members but `value`, if `value` is not unusual and the product not extreme.
-template <typename C>
-JB_INLINE C WithoutOrdinary(C value, Residual<C> product) {
-  return MantissaOf(product.mantissa) / value * PowerOfTwo<C>(product.Exponent());
-}
-
-// 0 if all members are ordinary numbers, and the product is in the normal range both with and without `value`;
-// otherwise 1.
-template <typename C>
-JB_INLINE SignedBits<C> IsExtreme(Residual<C> product, C value) {
-  constexpr SignedBits<C> kMax = FloatingFormat<C>::kExponentBias - 2;
-  const SignedBits<C> exponent = product.Exponent(), others = exponent - ExponentOf(value);
-  return (product.packed & kCountMask) != 0 || std::abs(exponent) > kMax || std::abs(others) > kMax ? 1 : 0;
-}
-
 template <typename T>
 struct FloatingProduct {
   using Element = T;
   using First = ComputeType<T>;
   using Second = int64_t;
-  using Widened = FloatingProduct<First>;
-  static constexpr bool kRounds = true, kHoldsRuns = true, kFoldsBoth = false;
+  using Narrow = FloatingProduct<First>;
+  static constexpr bool kRounds = true;
   static constexpr bool kSecondIsRare = true;  // only shifted cells have one
 
   T* output;
@@ -80,8 +58,14 @@ struct FloatingProduct {
     std::fill_n(cells.first, count, First{1});
   }
 
+  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<FloatingProduct> cells) const {
+    ForEachPart(values, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+      FoldNumbers(numbers, count, cells + begin);
+    });
+  }
+
   template <typename Number>
-  JB_INLINE void Fold(const Number* values, int32_t /*row*/, int64_t width, CellsOf<FloatingProduct> cells) const {
+  JB_INLINE static void FoldNumbers(const Number* values, int64_t width, CellsOf<FloatingProduct> cells) {
     SignedBits<First> leaves = 0;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
@@ -97,6 +81,9 @@ struct FloatingProduct {
       }
     }
   }
+
+  JB_INLINE Narrow ForNarrow() const { return {}; }
+  void Convert(const T* from, int64_t count, First* to) const { Widen(from, count, to); }
 
   JB_INLINE void Merge(int64_t count, CellsOf<FloatingProduct> later, CellsOf<FloatingProduct> cells) const {
     SignedBits<First> leaves = 0;
@@ -123,13 +110,6 @@ struct FloatingProduct {
     constexpr int kShift = kShiftedField<First> - FloatingFormat<First>::kExponentBias;
     cells.first[i] = product.mantissa * PowerOfTwo<First>(kShift);
     cells.second[i] = product.packed - kShift * (1 << kCountBits);
-  }
-
-  JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const {
-    std::fill_n(output + first_cell, count, static_cast<T>(First{1}));
-    if (mantissa == nullptr) return;
-    std::fill_n(mantissa + first_cell, count, First{1});
-    std::fill_n(packed + first_cell, count, 0);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
@@ -166,7 +146,8 @@ struct IntegerProduct {
   using Element = T;
   using First = T;
   using Second = NoNumber;
-  static constexpr bool kRounds = false, kHoldsRuns = true;
+  using Narrow = IntegerProduct;
+  static constexpr bool kRounds = false;
 
   T* output;
 
@@ -192,101 +173,46 @@ struct IntegerProduct {
 
 constexpr int64_t kBlockNumbers = 128;  // per block of narrow rows; one unusual number slows down a whole block
 
-template <typename T>
-struct GradientArrays {
-  SegmentIds ids;
-  const T* d_output;
-  const ComputeType<T>* mantissa;
-  const int32_t* packed;
-  const T* data;
-  T* d_data;
-  bool d_output_is_shared;
-  bool product_is_shared;
-};
-
-// The width is not a constant, so that this is compiled once.
-template <typename T, typename C>
-JB_CPU_CLONES void GradientOfAnyRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
-                                    int64_t width, T* d_row) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) {
-    const Residual<C> product{mantissa[i], packed[i]};
-    Store(product.OfOthersTimes(static_cast<C>(data[i]), static_cast<C>(d_output[i])), d_row + i);
-  }
-}
-
-template <typename T, typename C, typename Number>
-JB_INLINE void GradientOfPart(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
-                              const Number* d_numbers, const Number* numbers, int64_t width, T* d_row) {
-  SignedBits<C> unusual = 0;
-  JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) {
-    const C number = static_cast<C>(numbers[i]);
-    unusual |= IsUnusual(number) | IsExtreme(Residual<C>{mantissa[i], packed[i]}, number);
-  }
-  if (unusual == 0) {
-    StoreEach(width, d_row, [&](int64_t i) __attribute__((always_inline)) {
-      const C others = WithoutOrdinary(static_cast<C>(numbers[i]), Residual<C>{mantissa[i], packed[i]});
-      return static_cast<C>(d_numbers[i]) * others;
-    });
-  } else {
-    GradientOfAnyRow(d_output, mantissa, packed, data, width, d_row);
-  }
-}
-
-template <typename T, typename C>
-JB_INLINE void GradientOfRow(const T* d_output, const C* mantissa, const int32_t* packed, const T* data, int64_t width,
-                             T* d_row) {
-  ForEachPart(d_output, data, width,
-              [&](int64_t begin, int64_t count, const auto* d_numbers, const auto* numbers)
-                  __attribute__((always_inline)) {
-                    GradientOfPart(d_output + begin, mantissa + begin, packed + begin, data + begin, d_numbers, numbers,
-                                   count, d_row + begin);
-                  });
-}
-
-template <typename T>
-struct CellsOfGradient {
-  const T* d_output;
-  const ComputeType<T>* mantissa;
-  const int32_t* packed;
-
-  JB_INLINE static CellsOfGradient OfBatch(const Problem& problem, const GradientArrays<T>& arrays, int64_t batch) {
-    const int64_t first = batch * problem.segments * problem.features, product = arrays.product_is_shared ? 0 : first;
-    return {arrays.d_output + (arrays.d_output_is_shared ? 0 : first), arrays.mantissa + product,
-            arrays.packed + product};
-  }
-};
-
-// The cells of the segments of a block's rows.
-template <typename T>
-struct CellsOfBlock {
-  T d_output[kBlockNumbers];
-  ComputeType<T> mantissa[kBlockNumbers];
-  int32_t packed[kBlockNumbers];
-
-  JB_INLINE void Copy(const CellsOfGradient<T>& cells, int64_t from, int64_t count, int64_t to) {
-    for (int64_t i = 0; i < count; ++i) {
-      d_output[to + i] = cells.d_output[from + i];
-      mantissa[to + i] = cells.mantissa[from + i];
-      packed[to + i] = cells.packed[from + i];
-    }
-  }
-};
-
 // Bounds of exponents, so that intermediates of (product * cotangent) / number neither overflow nor underflow.
 template <typename C>
 inline constexpr SignedBits<C> kMaxProduct = FloatingFormat<C>::kExponentBias / 2;
 template <typename C>
 inline constexpr SignedBits<C> kMaxOther = kMaxProduct<C> / 2 - 1;
 
+// The cells of a batch element, or copies of some of them.
+template <typename T>
+struct CellsOfGradient {
+  const T* d_output;
+  const ComputeType<T>* mantissa;
+  const int32_t* packed;
+
+  static CellsOfGradient OfBatch(const ProductBackwardCall& call, int64_t batch) {
+    const int64_t first = batch * call.problem.segments * call.problem.features;
+    const int64_t product = call.product_is_shared ? 0 : first;
+    return {static_cast<const T*>(call.d_output) + (call.d_output_is_shared ? 0 : first),
+            static_cast<const ComputeType<T>*>(call.mantissa) + product, call.packed + product};
+  }
+};
+
+// The general formula, for `count` elements of a row. The cells are those from `cell` on.
+template <typename T>
+JB_CPU_CLONES void GradientOfAnyRow(const CellsOfGradient<T> cells, int64_t cell, const T* data, int64_t count,
+                                    T* d_row) {
+  using C = ComputeType<T>;
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) {
+    const Residual<C> product{cells.mantissa[cell + i], cells.packed[cell + i]};
+    Store(product.OfOthersTimes(static_cast<C>(data[i]), static_cast<C>(cells.d_output[cell + i])), d_row + i);
+  }
+}
+
 // The product of each cell of [begin, end) times its cotangent; NaN if the cell needs the general formula.
 template <typename T, typename C>
 JB_CPU_CLONES void WriteNumerators(const CellsOfGradient<T> cells, int64_t begin, int64_t end, C* to) {
   JB_VECTORIZE
-  for (int64_t i = begin; i < end; ++i) {
-    const C d_output = static_cast<C>(cells.d_output[i]);
-    const Residual<C> residual{cells.mantissa[i], cells.packed[i]};
+  for (int64_t i = 0; i < end - begin; ++i) {
+    const C d_output = static_cast<C>(cells.d_output[begin + i]);
+    const Residual<C> residual{cells.mantissa[begin + i], cells.packed[begin + i]};
     const SignedBits<C> exponent = residual.Exponent();
     const C product = WithExponent(residual.mantissa, exponent);
     const bool is_enough = (residual.packed & kCountMask) == 0 && std::abs(exponent) <= kMaxProduct<C> &&
@@ -310,33 +236,6 @@ JB_INLINE bool Divide(const C* numerators, const Number* numbers, int64_t width,
   return true;
 }
 
-// Whether to multiply products and cotangents once per cell, so that each row reads only one scattered array.
-inline bool UsesNumerators(const Problem& problem) {
-  return problem.features <= kMaxNarrowWidth ? 4 * problem.rows >= problem.segments
-                                             : problem.rows >= kMinRowsPerCellRow * problem.segments;
-}
-
-// Copies the numerators of narrow rows with these ids, one row after another; arbitrary ones for dropped rows. Returns
-// whether there are dropped rows. After `ids`, `coming` more ids follow.
-template <typename C>
-bool CopyNumerators(const C* numerators, uint64_t segments, const int32_t* ids, int64_t count, int64_t coming,
-                    int64_t features, C* to) {
-  bool has_dropped = false;
-  DispatchNarrow(features, [&](auto width) __attribute__((always_inline)) {
-    for (int64_t row = 0; row < count; ++row) {
-      const int64_t ahead = row + kScanPrefetchDistance;
-      if (ahead < count + coming && static_cast<uint64_t>(ids[ahead]) < segments) {
-        __builtin_prefetch(numerators + ids[ahead] * width);
-      }
-      const bool is_member = static_cast<uint64_t>(ids[row]) < segments;
-      has_dropped = has_dropped || !is_member;
-      const C* const from = numerators + (is_member ? ids[row] * width : 0);
-      for (int64_t i = 0; i < width; ++i) to[row * width + i] = from[i];
-    }
-  });
-  return has_dropped;
-}
-
 // Divides the numbers of a row, or of a block of rows. Returns false if an element needs the general formula.
 template <typename T, typename C>
 JB_INLINE bool DivideAll(const C* numerators, const T* data, int64_t count, T* d_data) {
@@ -352,107 +251,120 @@ JB_CPU_CLONES bool DivideBlock(const C* numerators, const T* data, int64_t count
   return DivideAll(numerators, data, count, d_data);
 }
 
-// `numerators` are those of a batch element.
-template <typename T, typename C>
-void GradientOfNarrowRows(const Problem& problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                          const GradientArrays<T>& arrays, const C* numerators) {
-  const int64_t features = problem.features, block_rows = kBlockNumbers / features;
-  const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
-  const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
-  T* const d_data = arrays.d_data + batch * problem.rows * features;
-  const uint64_t segments = static_cast<uint64_t>(problem.segments);
-  const auto of_ids = [&](int64_t ids_begin, int64_t ids_end, const int32_t* row_ids, int64_t first_segment) {
-    C of_rows[kBlockNumbers];
-    for (int64_t begin = ids_begin; begin < ids_end; begin += block_rows) {
-      const int64_t end = std::min(begin + block_rows, ids_end), numbers = (end - begin) * features;
-      const int32_t* const ids = row_ids + (begin - ids_begin);
-      const T* const from = data + begin * features;
-      T* const to = d_data + begin * features;
-      const bool has_dropped = CopyNumerators(numerators + first_segment * features, segments, ids, end - begin,
-                                              ids_end - end, features, of_rows);
-      const auto is_member = [&](int64_t row) { return static_cast<uint64_t>(ids[row]) < segments; };
-      if (!DivideBlock(of_rows, from, numbers, to)) {
-        CellsOfBlock<T> block;
-        for (int64_t row = 0; row < end - begin; ++row) {
-          block.Copy(cells, is_member(row) ? (first_segment + ids[row]) * features : 0, features, row * features);
-        }
-        GradientOfAnyRow(block.d_output, block.mantissa, block.packed, from, numbers, to);
+// Whether to multiply products and cotangents once per cell, so that each row reads only one scattered array.
+bool UsesNumerators(const Problem& problem) {
+  if (problem.segments == 0) return false;
+  return problem.features <= kMaxNarrowWidth ? 4 * problem.rows >= problem.segments
+                                             : problem.rows >= kMinRowsPerCellRow * problem.segments;
+}
+
+// Copies the numerators of the narrow rows of a block, one row after another; arbitrary ones for dropped rows.
+// Returns whether there are dropped rows.
+template <typename C>
+JB_AVX2 bool CopyNumerators(const C* numerators, const RowBlock block, uint64_t segments, int64_t features, C* to) {
+  bool has_dropped = false;
+  DispatchNarrow(features, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < block.count; ++i) {
+      const int64_t ahead = i + kScanPrefetchDistance;
+      if (ahead < block.known && static_cast<uint64_t>(block.ids[ahead]) < segments) {
+        __builtin_prefetch(numerators + (block.first_segment + block.ids[ahead]) * width);
       }
-      for (int64_t row = 0; has_dropped && row < end - begin; ++row) {
-        if (!is_member(row)) WriteZeros(to + row * features, features);
-      }
+      const bool is_member = static_cast<uint64_t>(block.ids[i]) < segments;
+      has_dropped = has_dropped || !is_member;
+      const C* const from = numerators + (is_member ? (block.first_segment + block.ids[i]) * width : 0);
+      for (int64_t j = 0; j < width; ++j) to[i * width + j] = from[j];
     }
-  };
-  ForEachBlockOfIds(problem, arrays.ids, batch, row_begin, row_end, of_ids);
+  });
+  return has_dropped;
 }
 
+// `numerators` are those of a batch element, or nullptr if they are computed for each row.
 template <typename T, typename C>
-JB_CPU_CLONES void GradientOfWideRows(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                                      const GradientArrays<T> arrays, const C* numerators) {
-  const int64_t features = problem.features;
-  const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
-  const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
-  const auto prefetch = [&](int64_t segment)
-                            __attribute__((always_inline)) { PrefetchRow(numerators + segment * features, features); };
-  WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
-                      [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-                        const int64_t cell = segment * features;
-                        const T* const numbers = data + row * features;
-                        if (DivideAll(numerators + cell, numbers, features, d_row)) return;
-                        GradientOfAnyRow(cells.d_output + cell, cells.mantissa + cell, cells.packed + cell, numbers,
-                                         features, d_row);
-                      });
-}
-
-template <typename T>
-JB_CPU_CLONES void Gradient(const Problem problem, int64_t batch, int64_t row_begin, int64_t row_end,
-                            const GradientArrays<T> arrays) {
-  const int64_t features = problem.features;
-  const auto cells = CellsOfGradient<T>::OfBatch(problem, arrays, batch);
-  const T* const data = arrays.data + problem.DataRow(batch, 0) * features;
+JB_CPU_CLONES void GradientOfWideRows(const RowBlock block, int64_t segments, int64_t features,
+                                      const CellsOfGradient<T> cells, const C* numerators, const T* data, T* d_data) {
   const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
+    if (numerators != nullptr) return PrefetchRow(numerators + segment * features, features);
     PrefetchRow(cells.d_output + segment * features, features);
     PrefetchRow(cells.mantissa + segment * features, features);
     PrefetchRow(cells.packed + segment * features, features);
   };
-  WriteRowsOfSegments(problem, arrays.ids, batch, row_begin, row_end, features, arrays.d_data, prefetch,
-                      [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-                        const int64_t first = segment * features;
-                        GradientOfRow(cells.d_output + first, cells.mantissa + first, cells.packed + first,
-                                      data + row * features, features, d_row);
-                      });
+  WriteRowsOfBlock(block, segments, features, d_data, prefetch,
+                   [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
+                     const T* const numbers = data + row * features;
+                     C of_row[kWidenedAtOnce];
+                     for (int64_t begin = 0; begin < features; begin += kWidenedAtOnce) {
+                       const int64_t count = std::min(kWidenedAtOnce, features - begin);
+                       const int64_t cell = segment * features + begin;
+                       if (numerators == nullptr) WriteNumerators(cells, cell, cell + count, of_row);
+                       const C* const from = numerators == nullptr ? of_row : numerators + cell;
+                       if (DivideAll(from, numbers + begin, count, d_row + begin)) continue;
+                       GradientOfAnyRow(cells, cell, numbers + begin, count, d_row + begin);
+                     }
+                   });
+}
+
+// `numerators` are those of a batch element.
+template <typename T, typename C>
+void GradientOfNarrowRows(const RowBlock& block, int64_t num_segments, int64_t features,
+                          const CellsOfGradient<T>& cells, const C* numerators, const T* data, T* d_data) {
+  const uint64_t segments = static_cast<uint64_t>(num_segments);
+  const int64_t numbers = block.count * features;
+  const T* const from = data + block.first_row * features;
+  T* const to = d_data + block.first_row * features;
+  C of_rows[kBlockNumbers];
+  const bool has_dropped = CopyNumerators(numerators, block, segments, features, of_rows);
+  const auto is_member = [&](int64_t i) { return static_cast<uint64_t>(block.ids[i]) < segments; };
+  if (!DivideBlock(of_rows, from, numbers, to)) {
+    T d_output[kBlockNumbers];
+    C mantissa[kBlockNumbers];
+    int32_t packed[kBlockNumbers];
+    for (int64_t row = 0; row < block.count; ++row) {
+      const int64_t first_cell = is_member(row) ? (block.first_segment + block.ids[row]) * features : 0;
+      for (int64_t i = 0; i < features; ++i) {
+        d_output[row * features + i] = cells.d_output[first_cell + i];
+        mantissa[row * features + i] = cells.mantissa[first_cell + i];
+        packed[row * features + i] = cells.packed[first_cell + i];
+      }
+    }
+    GradientOfAnyRow(CellsOfGradient<T>{d_output, mantissa, packed}, 0, from, numbers, to);
+  }
+  for (int64_t i = 0; has_dropped && i < block.count; ++i) {
+    if (!is_member(i)) WriteZeros(to + i * features, features);
+  }
 }
 
 // Returns false if allocation fails.
 template <typename T>
-bool GradientOfAll(ffi::ThreadPool& pool, const Problem& problem, const GradientArrays<T>& arrays) {
+bool GradientOfAll(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
   using C = ComputeType<T>;
-  const auto for_each_chunk = [&](const auto& body) {
-    ForEachChunkOfRows(pool, problem, arrays.d_data, sizeof(T), body);
-  };
-  if (!UsesNumerators(problem) || problem.segments == 0) {
-    for_each_chunk([&](int64_t batch, int64_t row_begin, int64_t row_end) {
-      Gradient(problem, batch, row_begin, row_end, arrays);
+  const Problem& problem = call.problem;
+  const int64_t segments = problem.segments, features = problem.features, cells_per_batch = segments * features;
+  std::unique_ptr<C[]> numerators;
+  if (UsesNumerators(problem)) {
+    numerators = Allocate<C>(problem.batch * cells_per_batch);
+    if (numerators == nullptr) return false;
+    const int64_t chunks = ChunksFor(pool, cells_per_batch * sizeof(C));
+    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+      const int64_t batch = index / chunks, begin = ChunkBegin(cells_per_batch, chunks, index % chunks);
+      WriteNumerators(CellsOfGradient<T>::OfBatch(call, batch), begin,
+                      ChunkBegin(cells_per_batch, chunks, index % chunks + 1),
+                      numerators.get() + batch * cells_per_batch + begin);
     });
-    return true;
   }
-  const int64_t cells_per_batch = problem.segments * problem.features;
-  const auto numerators = Allocate<C>(problem.batch * cells_per_batch);
-  if (numerators == nullptr) return false;
-  const int64_t chunks = ChunksFor(pool, cells_per_batch * sizeof(C));
-  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-    const int64_t batch = index / chunks, chunk = index % chunks;
-    WriteNumerators(CellsOfGradient<T>::OfBatch(problem, arrays, batch), ChunkBegin(cells_per_batch, chunks, chunk),
-                    ChunkBegin(cells_per_batch, chunks, chunk + 1), numerators.get() + batch * cells_per_batch);
-  });
-  for_each_chunk([&](int64_t batch, int64_t row_begin, int64_t row_end) {
-    const C* const of_batch = numerators.get() + batch * cells_per_batch;
-    if (IsNarrow(problem.features)) {
-      GradientOfNarrowRows(problem, batch, row_begin, row_end, arrays, of_batch);
-    } else {
-      GradientOfWideRows(problem, batch, row_begin, row_end, arrays, of_batch);
-    }
-  });
+  const bool is_narrow = numerators != nullptr && IsNarrow(features);
+  ForEachBlockOfResult(pool, problem, SegmentIds(call), call.d_data, sizeof(T),
+                       is_narrow ? kBlockNumbers / features : kConvertedIds, [&](int64_t batch, const RowBlock& block) {
+                         const auto cells = CellsOfGradient<T>::OfBatch(call, batch);
+                         const C* const of_batch =
+                             numerators == nullptr ? nullptr : numerators.get() + batch * cells_per_batch;
+                         const T* const data = static_cast<const T*>(call.data) + problem.DataRow(batch, 0) * features;
+                         T* const d_data = static_cast<T*>(call.d_data) + batch * problem.rows * features;
+                         if (is_narrow) {
+                           GradientOfNarrowRows(block, segments, features, cells, of_batch, data, d_data);
+                         } else {
+                           GradientOfWideRows(block, segments, features, cells, of_batch, data, d_data);
+                         }
+                       });
   return true;
 }
 
@@ -464,8 +376,7 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](const auto& reduction) {
       AdviseHugePages(reduction.output, cells * sizeof(T));
-      has_memory =
-          ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)}, reduction);
+      has_memory = ReduceRows(pool, call, call.data, reduction);
     };
     T* const to = static_cast<T*>(call.output);
     if constexpr (kIsFloating<T>) {
@@ -484,18 +395,7 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
 
 bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
   bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const GradientArrays<T> arrays{SegmentIds(call),
-                                   static_cast<const T*>(call.d_output),
-                                   static_cast<const ComputeType<T>*>(call.mantissa),
-                                   call.packed,
-                                   static_cast<const T*>(call.data),
-                                   static_cast<T*>(call.d_data),
-                                   call.d_output_is_shared,
-                                   call.product_is_shared};
-    has_memory = GradientOfAll(pool, call.problem, arrays);
-  });
+  DispatchFloating(call.type, [&](auto tag) { has_memory = GradientOfAll<typename decltype(tag)::type>(pool, call); });
   return has_memory;
 }
 
@@ -503,7 +403,7 @@ Plan PlanProduct(const ProductCall& call) {
   return PlanOfType(call, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Reduction = std::conditional_t<kIsFloating<T>, FloatingProduct<T>, IntegerProduct<T>>;
-    return ChooseStrategy<Reduction>(call.problem, /*has_counts=*/false);
+    return ChooseStrategy(call.problem, CellTypeOf<Reduction>(), /*has_counts=*/false);
   });
 }
 

@@ -15,12 +15,13 @@
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/softmax/arithmetic.h"
 #include "ffi/segment/softmax/handler.h"
+#include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
 namespace {
 
 constexpr int64_t kNarrowFeatures = 16;       // below this, rows are too short to vectorise each by itself
-constexpr int64_t kBlockNumbers = 1024;       // numbers per block of such rows
+constexpr int64_t kBlockNumbers = 1024;       // numbers per block of rows in order, which have at most so many features
 constexpr int64_t kSegmentNumbers = 1 << 15;  // largest segment whose weights are kept, in numbers
 
 // The maximum of each cell; arbitrary if a member is NaN, because the sum of its weights is NaN anyway.
@@ -29,10 +30,10 @@ struct Maximum {
   using Element = T;
   using First = ComputeType<T>;
   using Second = NoNumber;
-  using Widened = Maximum<First>;
-  static constexpr bool kRounds = false, kHoldsRuns = false, kFoldsBoth = false;
+  using Narrow = Maximum<First>;
+  static constexpr bool kRounds = false;
 
-  First* output;
+  First* output = nullptr;
 
   JB_INLINE CellsOf<Maximum> ResultCells() const { return {output, nullptr}; }
 
@@ -49,43 +50,20 @@ struct Maximum {
     }
   }
 
-  template <typename U>
-  JB_INLINE void Fold(const U* values, int32_t /*row*/, int64_t width, CellsOf<Maximum> cells) const {
-    Take(values, width, cells.first);
+  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Maximum> cells) const {
+    ForEachPart(values, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+      Take(numbers, count, cells.first + begin);
+    });
   }
+
+  JB_INLINE Narrow ForNarrow() const { return {}; }
+  void Convert(const T* from, int64_t count, First* to) const { Widen(from, count, to); }
 
   JB_INLINE void Merge(int64_t count, CellsOf<Maximum> later, CellsOf<Maximum> cells) const {
     Take(later.first, count, cells.first);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Maximum> cells) const {
-    WriteNumbers(cells.first, count, output + first_cell);
-  }
-};
-
-// Sums of numbers that are computed from rows.
-template <typename C>
-struct ComputedSum {
-  using Element = C;
-  using First = C;
-  using Second = NoNumber;
-  static constexpr bool kRounds = true, kHoldsRuns = false;
-
-  C* output;
-
-  JB_INLINE CellsOf<ComputedSum> ResultCells() const { return {output, nullptr}; }
-
-  JB_INLINE void Start(int64_t count, CellsOf<ComputedSum> cells) const { std::fill_n(cells.first, count, C{0}); }
-
-  JB_INLINE void Fold(const C* numbers, int32_t /*row*/, int64_t width, CellsOf<ComputedSum> cells) const {
-    AddNumbers(numbers, width, cells.first);
-  }
-
-  JB_INLINE void Merge(int64_t count, CellsOf<ComputedSum> later, CellsOf<ComputedSum> cells) const {
-    AddNumbers(later.first, count, cells.first);
-  }
-
-  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<ComputedSum> cells) const {
     WriteNumbers(cells.first, count, output + first_cell);
   }
 };
@@ -112,20 +90,22 @@ JB_INLINE void WriteQuotients(const C* weights, const C* sums, int64_t width, T*
   StoreEach(width, to, [&](int64_t i) __attribute__((always_inline)) { return weights[i] / sums[i]; });
 }
 
-template <typename T>
-struct SoftmaxArrays {
-  SegmentIds ids;
-  const T* logits;
-  T* probabilities;
-};
-
 // Rows per block. Their weights or results are computed together.
-int64_t RowsAtOnce(const Problem& problem) { return std::max<int64_t>(1, kBlockNumbers / problem.features); }
+int64_t RowsAtOnce(const Problem& problem) {
+  return std::max<int64_t>(1, kBlockNumbers / std::max<int64_t>(1, problem.features));
+}
 
-// Memory for the numbers of the rows of a block.
-template <typename C>
-std::unique_ptr<C[]> BlockMemory(const Problem& problem) {
-  return Allocate<C>(std::max(kBlockNumbers, problem.features));
+// The rows of a block as ComputeType<T>: in place, or converted into `memory` at the same offsets.
+template <typename T>
+const ComputeType<T>* NumbersOf(const RowBlock& block, const T* rows, int64_t features, ComputeType<T>* memory) {
+  const T* const first = rows + block.first_row * features;
+  if constexpr (std::is_same_v<T, ComputeType<T>>) {
+    return first;
+  } else {
+    ConvertBlock(block, first, features, memory,
+                 [](const T* from, int64_t count, float* to) { Widen(from, count, to); });
+    return memory;
+  }
 }
 
 JB_INLINE bool IsMember(const RowBlock& block, const Problem& problem, int64_t i) {
@@ -187,40 +167,65 @@ void WriteBlock(const RowBlock& block, int64_t features, ComputeType<T>* memory,
   }
 }
 
-// Sums weights into the cells of `segments`. Returns false if allocation fails.
-template <typename T, typename C>
-bool SumWeightsInOrder(const Problem& problem, const SoftmaxArrays<T>& arrays, int64_t batch, int64_t row_begin,
-                       int64_t row_end, SegmentRange segments, bool are_listed, const C* maxima, C* sums) {
-  const ComputedSum<C> sum{nullptr};
-  const auto numbers = BlockMemory<C>(problem), weights = BlockMemory<C>(problem);
-  if (numbers == nullptr || weights == nullptr) return false;
-  const auto target = StartCells(problem, sum, segments, are_listed, CellsOf<ComputedSum<C>>{sums, nullptr}, nullptr);
-  const T* const logits = arrays.logits + problem.DataRow(batch, 0) * problem.features;
-  ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, segments, are_listed, RowsAtOnce(problem),
-                     [&](const RowBlock& block) {
-                       WeighBlock(block, problem, NumbersOf(block, logits, problem.features, numbers.get()), maxima,
-                                  weights.get());
-                       FoldBlock(block.OfAll(), typename DirectRows<C>::Element{weights.get()}, sum, target);
-                     });
-  return true;
+// The type of sums over rows of T that are computed from other arrays.
+template <typename T>
+CellType TypeOfSums() {
+  CellType type = CellTypeOf<Sum<ComputeType<T>>>();
+  type.element_bytes = sizeof(T);
+  return type;
 }
 
-template <typename T, typename C>
-bool WriteProbabilitiesInOrder(const Problem& problem, const SoftmaxArrays<T>& arrays, int64_t batch, int64_t row_begin,
-                               int64_t row_end, const C* maxima, const C* sums) {
-  const auto numbers = BlockMemory<C>(problem), weights = BlockMemory<C>(problem);
-  if (numbers == nullptr || weights == nullptr) return false;
-  const int64_t features = problem.features;
-  const T* const logits = arrays.logits + problem.DataRow(batch, 0) * features;
-  T* const probabilities = arrays.probabilities + batch * problem.rows * features;
-  ForEachBlockOfRows(
-      problem, arrays.ids, batch, row_begin, row_end, SegmentRange{0, problem.segments},
-      /*are_listed=*/false, RowsAtOnce(problem), [&](const RowBlock& block) {
-        WeighBlock(block, problem, NumbersOf(block, logits, features, numbers.get()), maxima, weights.get());
-        WriteBlock(block, features, numbers.get(), probabilities,
-                   [&](C* to) { NormalizeBlock(block, problem, sums, static_cast<const C*>(weights.get()), to); });
-      });
-  return true;
+template <typename T>
+struct SoftmaxArrays {
+  using C = ComputeType<T>;
+
+  SegmentIds ids;
+  const T* logits;
+  T* probabilities;
+  C *maxima = nullptr, *sums = nullptr;  // of cells; for rows in order
+
+  // Calculates the weights of a block of rows in order.
+  void Weigh(const RowBlock& block, const Problem& problem, int64_t batch, C* weights) const {
+    C numbers[kBlockNumbers];
+    const T* const rows = logits + problem.DataRow(batch, 0) * problem.features;
+    WeighBlock(block, problem, NumbersOf(block, rows, problem.features, numbers), OfBatch(maxima, problem, batch),
+               weights);
+  }
+
+  static const C* OfBatch(const C* cells, const Problem& problem, int64_t batch) {
+    return cells + batch * problem.segments * problem.features;
+  }
+};
+
+// The sums of weights.
+template <typename T>
+class WeightSums final : public TypedReduction<Sum<ComputeType<T>>> {
+ public:
+  using C = ComputeType<T>;
+
+  WeightSums(const Problem& problem, const SoftmaxArrays<T>& arrays)
+      : TypedReduction<Sum<C>>(problem, RowsAtOnce(problem), /*splits_features=*/false, Sum<C>{arrays.sums},
+                               TypeOfSums<T>()),
+        arrays_(arrays) {}
+
+  void Fold(const RowBlock& block, const FoldTarget& target) const override {
+    C weights[kBlockNumbers];
+    arrays_.Weigh(block, this->problem, target.batch, weights);
+    FoldRows(block, kAllOffsets.values, weights, this->reduction, target);
+  }
+
+ private:
+  const SoftmaxArrays<T>& arrays_;
+};
+
+template <typename T>
+void WriteProbabilities(const RowBlock& block, const Problem& problem, int64_t batch, const SoftmaxArrays<T>& arrays) {
+  using C = ComputeType<T>;
+  C weights[kBlockNumbers], numbers[kBlockNumbers];
+  arrays.Weigh(block, problem, batch, weights);
+  const C* const sums = arrays.OfBatch(arrays.sums, problem, batch);
+  WriteBlock(block, problem.features, numbers, arrays.probabilities + batch * problem.rows * problem.features,
+             [&](C* to) { NormalizeBlock(block, problem, sums, static_cast<const C*>(weights), to); });
 }
 
 // Writes the rows of a result in arbitrary order, each once.
@@ -263,8 +268,8 @@ JB_CPU_CLONES bool SoftmaxGrouped(const Problem problem, const Block block, cons
     const int32_t begin = grouped.Begin(group), end = grouped.End(group);
     const bool are_kept = (end - begin) * width <= kSegmentNumbers;
     maximum.Start(width, {maxima, nullptr});
-    ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
-      FoldRow(maximum, logits + row * features, row, width, {maxima, nullptr});
+    grouped.ForEachRow(begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
+      maximum.Fold(logits + row * features, row, width, {maxima, nullptr});
     });
     std::fill_n(sums, width, C{0});
     C* next = weights.get();
@@ -324,15 +329,13 @@ JB_INLINE void GradientOfRow(const T* probabilities, const T* d_probabilities, c
 
 // Adds the products of the rows of a block to the cells of their segments.
 template <typename C>
-JB_CPU_CLONES void SumProductsOfBlock(const RowBlock block, const C* x, const C* y,
-                                      const FoldTarget<ComputedSum<C>> target) {
-  WithWidth(target.features, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember(
-        block, typename DirectRows<C>::Element{}, target, width,
-        [&](int64_t i) __attribute__((always_inline)) { return block.offsets[i]; },
-        [&](int32_t offset, int64_t segment) __attribute__((always_inline)) {
-          AddProducts(x + offset * width, y + offset * width, width, target.cells.first + segment * width);
-        });
+JB_CPU_CLONES void SumProductsOfBlock(const RowBlock block, const C* x, const C* y, const FoldTarget target) {
+  C* const sums = static_cast<C*>(target.cells.first);
+  WithWidth(target.width, [&](auto width) __attribute__((always_inline)) {
+    ForEachMember<Sum<C>>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
+      const int64_t first = block.offsets[i] * width;
+      AddProducts(x + first, y + first, width, sums + segment * width);
+    });
   });
 }
 
@@ -351,41 +354,38 @@ JB_CPU_CLONES void GradientOfBlock(const RowBlock block, const Problem problem, 
   });
 }
 
-// Returns false if allocation fails.
-template <typename T, typename C>
-bool SumProductsInOrder(const Problem& problem, const GradientArrays<T>& arrays, int64_t batch, int64_t row_begin,
-                        int64_t row_end, SegmentRange segments, bool are_listed, C* sums) {
-  const auto x = BlockMemory<C>(problem), y = BlockMemory<C>(problem);
-  if (x == nullptr || y == nullptr) return false;
-  const auto target = StartCells(problem, ComputedSum<C>{nullptr}, segments, are_listed,
-                                 CellsOf<ComputedSum<C>>{sums, nullptr}, nullptr);
-  const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
-  const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
-  ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, segments, are_listed, RowsAtOnce(problem),
-                     [&](const RowBlock& block) {
-                       SumProductsOfBlock(block, NumbersOf(block, probabilities, problem.features, x.get()),
-                                          NumbersOf(block, d_probabilities, problem.features, y.get()), target);
-                     });
-  return true;
-}
+// The sums of products of probabilities and cotangents.
+template <typename T>
+class ProductSums final : public TypedReduction<Sum<ComputeType<T>>> {
+ public:
+  using C = ComputeType<T>;
 
+  ProductSums(const Problem& problem, const GradientArrays<T>& arrays, C* sums)
+      : TypedReduction<Sum<C>>(problem, RowsAtOnce(problem), /*splits_features=*/false, Sum<C>{sums}, TypeOfSums<T>()),
+        arrays_(arrays) {}
+
+  void Fold(const RowBlock& block, const FoldTarget& target) const override {
+    C x[kBlockNumbers], y[kBlockNumbers];
+    SumProductsOfBlock(
+        block, NumbersOf(block, arrays_.RowsOfProbabilities(this->problem, target.batch), target.width, x),
+        NumbersOf(block, arrays_.RowsOfCotangents(this->problem, target.batch), target.width, y), target);
+  }
+
+ private:
+  const GradientArrays<T>& arrays_;
+};
+
+// `sums` are those of all batch elements.
 template <typename T, typename C>
-bool WriteGradientInOrder(const Problem& problem, const GradientArrays<T>& arrays, int64_t batch, int64_t row_begin,
-                          int64_t row_end, const C* sums) {
-  const auto x = BlockMemory<C>(problem), y = BlockMemory<C>(problem);
-  if (x == nullptr || y == nullptr) return false;
+void WriteGradient(const RowBlock& block, const Problem& problem, int64_t batch, const GradientArrays<T>& arrays,
+                   const C* sums) {
+  C x[kBlockNumbers], y[kBlockNumbers];
   const int64_t features = problem.features;
-  const T* const probabilities = arrays.RowsOfProbabilities(problem, batch);
-  const T* const d_probabilities = arrays.RowsOfCotangents(problem, batch);
-  T* const d_logits = arrays.d_logits + batch * problem.rows * features;
-  ForEachBlockOfRows(problem, arrays.ids, batch, row_begin, row_end, SegmentRange{0, problem.segments},
-                     /*are_listed=*/false, RowsAtOnce(problem), [&](const RowBlock& block) {
-                       const C* const of_rows = NumbersOf(block, probabilities, features, x.get());
-                       const C* const d_rows = NumbersOf(block, d_probabilities, features, y.get());
-                       WriteBlock(block, features, x.get(), d_logits,
-                                  [&](C* to) { GradientOfBlock(block, problem, of_rows, d_rows, sums, to); });
-                     });
-  return true;
+  const C* const probabilities = NumbersOf(block, arrays.RowsOfProbabilities(problem, batch), features, x);
+  const C* const d_probabilities = NumbersOf(block, arrays.RowsOfCotangents(problem, batch), features, y);
+  WriteBlock(block, features, x, arrays.d_logits + batch * problem.rows * features, [&](C* to) {
+    GradientOfBlock(block, problem, probabilities, d_probabilities, sums + batch * problem.segments * features, to);
+  });
 }
 
 template <typename T>
@@ -407,7 +407,7 @@ JB_CPU_CLONES bool GradientGrouped(const Problem problem, const Block block, con
     const int64_t group = segment - block.segment_begin;
     const int32_t begin = grouped.Begin(group), end = grouped.End(group);
     std::fill_n(sums.get(), width, C{0});
-    ForEachGroupedRow(grouped, begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
+    grouped.ForEachRow(begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
       AddProducts(probabilities + row * features, d_probabilities + row * features, width, sums.get());
     });
     for (int32_t place = begin; place < end; ++place) {
@@ -430,62 +430,50 @@ Strategy ChooseStrategy(const Problem& problem, int64_t states) {
   const int64_t result_bytes = problem.batch * problem.rows * row_bytes;
   if (result_bytes == 0) return Strategy::kNothing;
   if (problem.segments == 0) return Strategy::kFill;
-  if (ReducesInOrder<T>(problem, row_bytes, states * sizeof(C))) return ChooseScan<ComputedSum<C>>(problem, row_bytes);
+  if (problem.features <= kBlockNumbers && ReducesInOrder(problem, sizeof(T), states * sizeof(C))) {
+    return ChooseScan(problem, /*rounds=*/true, row_bytes);
+  }
   return result_bytes >= kMinStreamedBytes ? Strategy::kStreamedGroups : Strategy::kGroupBySegment;
 }
 
-// Calls in_order(bytes of a row) or grouped(block, grouped rows, is_streamed). Returns false if allocation fails.
+// Calls in_order() or grouped(block, grouped rows, is_streamed). Returns false if allocation fails.
 template <typename T>
 bool ForEachSegment(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t states, T* result,
-                    FunctionRef<bool(int64_t)> in_order,
-                    FunctionRef<bool(const Block&, const GroupedRows&, bool)> grouped) {
+                    FunctionRef<bool()> in_order, FunctionRef<bool(const Block&, const GroupedRows&, bool)> grouped) {
   const Strategy strategy = ChooseStrategy<T>(problem, states);
   if (strategy == Strategy::kNothing) return true;
-  const int64_t row_bytes = problem.features * static_cast<int64_t>(sizeof(T));
-  const int64_t result_bytes = problem.batch * problem.rows * row_bytes;
+  const int64_t result_bytes = problem.batch * problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
   AdviseHugePages(result, result_bytes);
   if (strategy == Strategy::kFill) {
     WriteZeroBytes(pool, result, result_bytes);
     return true;
   }
-  if (strategy == Strategy::kScan || strategy == Strategy::kSplitScan) return in_order(row_bytes);
-  const Blocking blocking(problem, sizeof(T), NumThreads(pool, result_bytes));
-  return ForEachGroupedBlock(pool, problem, blocking, ids, [&](const Block& block, const GroupedRows& rows) {
-    return grouped(block, rows, strategy == Strategy::kStreamedGroups);
-  });
+  if (strategy == Strategy::kScan || strategy == Strategy::kSplitScan) return in_order();
+  return ForEachGroupedBlock(pool, problem, sizeof(T), NumThreads(pool, result_bytes), ids,
+                             [&](const Block& block, const GroupedRows& rows) {
+                               return grouped(block, rows, strategy == Strategy::kStreamedGroups);
+                             });
 }
 
 constexpr int64_t kForwardStates = 2, kBackwardStates = 1;
 
 template <typename T>
-bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<T>& arrays) {
+bool Softmax(ffi::ThreadPool& pool, const Problem& problem, SoftmaxArrays<T> arrays) {
   using C = ComputeType<T>;
-  const auto in_order = [&](int64_t row_bytes) {
-    const int64_t cells_per_batch = problem.segments * problem.features;
-    const auto maxima = Allocate<C>(problem.batch * cells_per_batch);
-    const auto sums = Allocate<C>(problem.batch * cells_per_batch);
-    if (maxima == nullptr || sums == nullptr) return false;
-    const Maximum<T> maximum{maxima.get()};
-    if (!Scan(pool, problem, arrays.ids, DirectRows<T>{arrays.logits}, maximum)) return false;
-    std::atomic<bool> has_memory{true};
-    const auto fold_weights = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments,
-                                  bool are_listed, CellsOf<ComputedSum<C>> cells, int32_t*) {
-      if (!SumWeightsInOrder(problem, arrays, batch, row_begin, row_end, segments, are_listed,
-                             maxima.get() + batch * cells_per_batch, cells.first)) {
-        has_memory = false;
-      }
-    };
-    const ComputedSum<C> sum{sums.get()};
-    if (!Scan<ComputedSum<C>>(pool, problem, arrays.ids, row_bytes, sum, nullptr, fold_weights)) return false;
-    ForEachChunkOfRows(pool, problem, arrays.probabilities, sizeof(T),
-                       [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-                         const int64_t first_cell = batch * cells_per_batch;
-                         if (!WriteProbabilitiesInOrder(problem, arrays, batch, row_begin, row_end,
-                                                        maxima.get() + first_cell, sums.get() + first_cell)) {
-                           has_memory = false;
-                         }
-                       });
-    return has_memory.load();
+  const auto in_order = [&] {
+    const int64_t cells = problem.batch * problem.segments * problem.features;
+    const auto memory = Allocate<C>(2 * cells);
+    if (memory == nullptr) return false;
+    arrays.maxima = memory.get();
+    arrays.sums = memory.get() + cells;
+    if (!Scan(pool, arrays.ids, DirectReduction(problem, arrays.logits, Maximum<T>{arrays.maxima})) ||
+        !Scan(pool, arrays.ids, WeightSums<T>(problem, arrays))) {
+      return false;
+    }
+    ForEachBlockOfResult(
+        pool, problem, arrays.ids, arrays.probabilities, sizeof(T), RowsAtOnce(problem),
+        [&](int64_t batch, const RowBlock& block) { WriteProbabilities(block, problem, batch, arrays); });
+    return true;
   };
   return ForEachSegment(pool, problem, arrays.ids, kForwardStates, arrays.probabilities, in_order,
                         [&](const Block& block, const GroupedRows& grouped, bool is_streamed) {
@@ -496,26 +484,13 @@ bool Softmax(ffi::ThreadPool& pool, const Problem& problem, const SoftmaxArrays<
 template <typename T>
 bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const GradientArrays<T>& arrays) {
   using C = ComputeType<T>;
-  const auto in_order = [&](int64_t row_bytes) {
-    const int64_t cells_per_batch = problem.segments * problem.features;
-    const auto sums = Allocate<C>(problem.batch * cells_per_batch);
-    if (sums == nullptr) return false;
-    std::atomic<bool> has_memory{true};
-    const auto fold_products = [&](int64_t batch, int64_t row_begin, int64_t row_end, SegmentRange segments,
-                                   bool are_listed, CellsOf<ComputedSum<C>> cells, int32_t*) {
-      if (!SumProductsInOrder(problem, arrays, batch, row_begin, row_end, segments, are_listed, cells.first)) {
-        has_memory = false;
-      }
-    };
-    const ComputedSum<C> sum{sums.get()};
-    if (!Scan<ComputedSum<C>>(pool, problem, arrays.ids, row_bytes, sum, nullptr, fold_products)) return false;
-    ForEachChunkOfRows(
-        pool, problem, arrays.d_logits, sizeof(T), [&](int64_t batch, int64_t row_begin, int64_t row_end) {
-          if (!WriteGradientInOrder(problem, arrays, batch, row_begin, row_end, sums.get() + batch * cells_per_batch)) {
-            has_memory = false;
-          }
-        });
-    return has_memory.load();
+  const auto in_order = [&] {
+    const auto sums = Allocate<C>(problem.batch * problem.segments * problem.features);
+    if (sums == nullptr || !Scan(pool, arrays.ids, ProductSums<T>(problem, arrays, sums.get()))) return false;
+    ForEachBlockOfResult(
+        pool, problem, arrays.ids, arrays.d_logits, sizeof(T), RowsAtOnce(problem),
+        [&](int64_t batch, const RowBlock& block) { WriteGradient(block, problem, batch, arrays, sums.get()); });
+    return true;
   };
   return ForEachSegment(pool, problem, arrays.ids, kBackwardStates, arrays.d_logits, in_order,
                         [&](const Block& block, const GroupedRows& grouped, bool is_streamed) {

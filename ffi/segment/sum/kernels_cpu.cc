@@ -7,74 +7,14 @@
 #include "ffi/core/exp_cpu.h"
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/sum/handler.h"
+#include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
+
+JB_FOLD_NARROW(Sum<float>);
+JB_FOLD_NARROW(Sum<double>);
+
 namespace {
-
-// Writes the means of segments from sums of `width` features each. The first sum is feature `into_first` of its
-// segment.
-template <typename C, typename T>
-JB_INLINE void DivideByCounts(const C* sums, int64_t count, int64_t into_first, int64_t width, const int32_t* counts,
-                              T* to) {
-  constexpr int64_t kAtOnce = 256;
-  C rows[kAtOnce];
-  int64_t left = width - into_first;  // features left of the segment
-  for (int64_t begin = 0; begin < count; begin += kAtOnce) {
-    const int64_t part = std::min(kAtOnce, count - begin);
-    for (int64_t i = 0; i < part;) {
-      const int64_t end = std::min(i + left, part);
-      left -= end - i;
-      for (const C divisor = static_cast<C>(std::max(*counts, 1)); i < end; ++i) rows[i] = divisor;
-      if (left == 0) {
-        ++counts;
-        left = width;
-      }
-    }
-    StoreEach(part, to + begin, [&](int64_t i) __attribute__((always_inline)) { return sums[begin + i] / rows[i]; });
-  }
-}
-
-// Integers are summed as unsigned ones, which wrap. Only floating types have means.
-template <typename T>
-struct Sum {
-  using Element = T;
-  using First = ComputeType<T>;
-  using Second = NoNumber;
-  using Widened = Sum<First>;
-  static constexpr bool kRounds = kIsFloating<T>, kHoldsRuns = true, kFoldsBoth = true;
-
-  T* output;
-  int64_t features;
-  bool is_mean;
-
-  JB_INLINE CellsOf<Sum> ResultCells() const { return is_mean ? CellsOf<Sum>{} : CellsAt<Sum>(output); }
-
-  JB_INLINE void Start(int64_t count, CellsOf<Sum> cells) const { std::fill_n(cells.first, count, First{0}); }
-
-  template <typename Value>
-  JB_INLINE void Fold(const Value* values, int32_t /*row*/, int64_t width, CellsOf<Sum> cells) const {
-    AddNumbers(values, width, cells.first);
-  }
-
-  JB_INLINE void Merge(int64_t count, CellsOf<Sum> later, CellsOf<Sum> cells) const {
-    AddNumbers(later.first, count, cells.first);
-  }
-
-  JB_INLINE void WriteEmpty(int64_t count, int64_t first_cell) const { WriteZeros(output + first_cell, count); }
-
-  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* counts, CellsOf<Sum> cells) const {
-    T* const to = output + first_cell;
-    if (!kIsFloating<T> || !is_mean) {
-      WriteNumbers(cells.first, count, to);
-    } else if (features == 1) {
-      StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) {
-        return cells.first[i] / static_cast<First>(std::max(counts[i], 1));
-      });
-    } else {
-      DivideByCounts(cells.first, count, first_cell % features, features, counts, to);
-    }
-  }
-};
 
 // Sums of exponentials; C is float or double.
 template <typename C>
@@ -82,7 +22,8 @@ struct SumOfExponentials {
   using Element = C;
   using First = C;
   using Second = NoNumber;
-  static constexpr bool kRounds = true, kHoldsRuns = true;
+  using Narrow = SumOfExponentials;
+  static constexpr bool kRounds = true;
 
   C* output;
 
@@ -115,14 +56,11 @@ bool RunSum(ffi::ThreadPool& pool, const SumCall& call) {
     using T = typename decltype(tag)::type;
     T* const output = static_cast<T*>(call.output);
     AdviseHugePages(output, problem.batch * problem.segments * problem.features * sizeof(T));
-    const auto reduce = [&](const auto& reduction) {
-      has_memory = ReduceAll(pool, problem, SegmentIds(call), DirectRows<T>{static_cast<const T*>(call.data)},
-                             reduction, call.count);
-    };
     if (!call.is_of_exponentials) {
-      reduce(Sum<T>{output, problem.features, call.is_mean});
+      const Sum<T> sum{output, /*is_wide=*/false, call.is_mean ? problem.features : 0};
+      has_memory = ReduceRows(pool, call, call.data, sum, call.count);
     } else if constexpr (std::is_floating_point_v<T>) {
-      reduce(SumOfExponentials<T>{output});
+      has_memory = ReduceRows(pool, call, call.data, SumOfExponentials<T>{output});
     }
   });
   return has_memory;
@@ -130,7 +68,7 @@ bool RunSum(ffi::ThreadPool& pool, const SumCall& call) {
 
 Plan PlanSum(const SumCall& call) {
   return PlanOfType(call, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
-    return ChooseStrategy<Sum<typename decltype(tag)::type>>(call.problem, /*has_counts=*/call.is_mean);
+    return ChooseStrategy(call.problem, CellTypeOf<Sum<typename decltype(tag)::type>>(), /*has_counts=*/call.is_mean);
   });
 }
 
