@@ -131,18 +131,19 @@ JB_CPU_CLONES void SiluGradient(const T* dy, Runs runs, C* z) {
   }
 }
 
-// Transposes the first `times` numbers of rows of `length` numbers to [times, channels]. kLength is 0 or the length.
+// Transposes numbers [begin, begin + times) of each channel's row to [times, channels]. Rows have kLength numbers, or
+// `length` if kLength is 0.
 template <int kLength, typename T, typename C>
-JB_CPU_CLONES void LoadColumns(const T* rows, int64_t length, int64_t times, int64_t channels, C* to) {
+JB_CPU_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
   const int64_t stride = kLength == 0 ? length : kLength;
   for (int64_t time = 0; time < times; ++time, to += channels) {
-    const T* const from = rows + time;
+    const T* const from = rows + begin + time;
     JB_VECTORIZE
     for (int64_t c = 0; c < channels; ++c) to[c] = static_cast<C>(from[c * stride]);
   }
 }
 
-// The reverse. kLength is 0, or equal to both numbers.
+// Transposes a tile to the first `times` numbers of rows of `length` numbers. kLength is 0, or equal to both.
 template <int kLength, typename T, typename C>
 JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, int64_t channels, T* rows) {
   const int64_t stride = kLength == 0 ? length : kLength, count = kLength == 0 ? times : kLength;
@@ -221,37 +222,34 @@ struct Masks {
   Masks From(int64_t time) const { return {data + time, count - time, is_transposed}; }
 };
 
-// The same for any width, tap by tap, without the taps that do not count. Taps before `first_tap` are in `out` already.
+// Adds one tap, for the times whose mask has the bit set. Times after the last mask get nothing.
 template <bool kOverTimes, typename C>
-JB_CPU_CLONES void CorrelateByTap(const C* __restrict in, int64_t in_stride, const C* __restrict weights,
-                                  int64_t weight_stride, const C* __restrict biases, int width, int first_tap,
-                                  Masks masks, bool silu, int64_t times, int64_t channels, C* __restrict out,
-                                  int64_t out_stride) {
-  const int64_t rows = kOverTimes ? 1 : times, columns = kOverTimes ? times : channels;
-  for (int64_t row = 0; row < rows; ++row, in += in_stride, out += out_stride) {
-    if (first_tap == 0) {
-      for (int64_t i = 0; i < columns; ++i) out[i] = biases[kOverTimes ? 0 : i];
+JB_CPU_CLONES void AddTap(const C* __restrict in, int64_t in_stride, const C* __restrict weights, const uint8_t* masks,
+                          int64_t num_masks, int bit, int64_t times, int64_t channels, C* __restrict out,
+                          int64_t out_stride) {
+  if constexpr (kOverTimes) {
+    const C weight = *weights;
+    if (masks == nullptr) {
+      JB_VECTORIZE
+      for (int64_t t = 0; t < times; ++t) out[t] += weight * in[t];
+    } else {
+      const int64_t count = std::min(times, num_masks);
+      JB_VECTORIZE
+      for (int64_t t = 0; t < count; ++t) out[t] += (masks[t] >> bit & 1) != 0 ? weight * in[t] : C{0};
     }
-    for (int k = first_tap; k < width; ++k) {
-      const C* const from = in + (kOverTimes ? k : k * in_stride);
-      const C* const weight = weights + k * weight_stride;
-      const C first_weight = *weight;
-      const int bit = masks.is_transposed ? k : width - 1 - k;
-      const int64_t first_mask = row + (masks.is_transposed ? k : 0);
-      if (kOverTimes && masks.data != nullptr) {
-        const uint8_t* const of_tap = masks.data + first_mask;
-        const int64_t count = std::min(columns, masks.count - first_mask);
-        JB_VECTORIZE
-        for (int64_t i = 0; i < count; ++i) out[i] += (of_tap[i] >> bit & 1) != 0 ? first_weight * from[i] : C{0};
-      } else if (masks.data == nullptr || (first_mask < masks.count && (masks.data[first_mask] >> bit & 1) != 0)) {
-        JB_VECTORIZE
-        for (int64_t i = 0; i < columns; ++i) out[i] += (kOverTimes ? first_weight : weight[i]) * from[i];
-      }
+  } else {
+    for (int64_t t = 0; t < times; ++t, in += in_stride, out += out_stride) {
+      if (masks != nullptr && (t >= num_masks || (masks[t] >> bit & 1) == 0)) continue;
+      JB_VECTORIZE
+      for (int64_t c = 0; c < channels; ++c) out[c] += weights[c] * in[c];
     }
-    if (!silu) continue;
-    JB_VECTORIZE
-    for (int64_t i = 0; i < columns; ++i) out[i] = Silu(out[i]);
   }
+}
+
+template <typename C>
+JB_CPU_CLONES void ApplySilu(C* z, int64_t count) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) z[i] = Silu(z[i]);
 }
 
 // The numbers of one 64-byte vector register, or of several shorter ones.
@@ -282,14 +280,18 @@ JB_CPU_CLONES void SumProducts(View<const C> in, const C* dz, int64_t times, int
     }
     for (int k = 0; k <= kWidth; ++k) {
       if (k == kWidth && sums_of_dz == nullptr) return;
-      C numbers[kLanes];
-      std::memcpy(numbers, &products[k], sizeof(Vector));
       double* const to = k < kWidth ? sums.data + k * sums.stride : sums_of_dz;
       if constexpr (kOverTimes) {
         double total = 0;
-        for (const C number : numbers) total += static_cast<double>(number);
+        if constexpr (kLanes == 1) {
+          total = static_cast<double>(products[k]);
+        } else {
+          for (int64_t lane = 0; lane < kLanes; ++lane) total += static_cast<double>(products[k][lane]);
+        }
         *to += total;
       } else {
+        C numbers[kLanes];
+        std::memcpy(numbers, &products[k], sizeof(Vector));
         for (int64_t lane = 0; lane < kLanes; ++lane) to[first + lane] += static_cast<double>(numbers[lane]);
       }
     }
@@ -305,33 +307,48 @@ JB_CPU_CLONES void SumProducts(View<const C> in, const C* dz, int64_t times, int
   }
 }
 
-// The sums of products for any width, tap by tap, with masks as in CorrelateByTap.
+// Adds the sums of products of one tap, for the times whose mask has the bit set.
 template <bool kOverTimes, typename C>
-JB_CPU_CLONES void SumProductsByTap(View<const C> in, const C* dz, int width, const uint8_t* masks, int64_t times,
-                                    int64_t channels, View<double> sums) {
+JB_CPU_CLONES void SumProductsOfTap(const C* in, int64_t in_stride, const C* dz, const uint8_t* masks, int bit,
+                                    int64_t times, int64_t channels, double* sums) {
   if constexpr (kOverTimes) {
-    for (int k = 0; k < width; ++k) {
-      C lanes[Lanes<C>::kCount] = {};
-      for (int64_t begin = 0; begin < times; begin += Lanes<C>::kCount) {
-        const int64_t count = std::min(Lanes<C>::kCount, times - begin);
-        JB_VECTORIZE
-        for (int64_t i = begin; i < begin + count; ++i) {
-          lanes[i - begin] += (masks[i] >> (width - 1 - k) & 1) != 0 ? dz[i] * in.data[i + k] : C{0};
-        }
+    C lanes[Lanes<C>::kCount] = {};
+    for (int64_t begin = 0; begin < times; begin += Lanes<C>::kCount) {
+      const int64_t count = std::min(Lanes<C>::kCount, times - begin);
+      JB_VECTORIZE
+      for (int64_t i = 0; i < count; ++i) {
+        lanes[i] += (masks[begin + i] >> bit & 1) != 0 ? dz[begin + i] * in[begin + i] : C{0};
       }
-      double total = 0;
-      for (const C lane : lanes) total += static_cast<double>(lane);
-      sums.data[k * sums.stride] += total;
     }
+    double total = 0;
+    for (const C lane : lanes) total += static_cast<double>(lane);
+    *sums += total;
+  } else {
+    for (int64_t t = 0; t < times; ++t, in += in_stride, dz += channels) {
+      if ((masks[t] >> bit & 1) == 0) continue;
+      JB_VECTORIZE
+      for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(dz[c] * in[c]);
+    }
+  }
+}
+
+// Adds the sum of dz of each channel.
+template <bool kOverTimes, typename C>
+JB_CPU_CLONES void SumGradients(const C* dz, int64_t times, int64_t channels, double* sums) {
+  if constexpr (kOverTimes) {
+    C lanes[Lanes<C>::kCount] = {};
+    for (int64_t begin = 0; begin < times; begin += Lanes<C>::kCount) {
+      const int64_t count = std::min(Lanes<C>::kCount, times - begin);
+      JB_VECTORIZE
+      for (int64_t i = 0; i < count; ++i) lanes[i] += dz[begin + i];
+    }
+    double total = 0;
+    for (const C lane : lanes) total += static_cast<double>(lane);
+    *sums += total;
   } else {
     for (int64_t t = 0; t < times; ++t, dz += channels) {
-      for (int k = 0; k < width; ++k) {
-        if ((masks[t] >> (width - 1 - k) & 1) == 0) continue;
-        const C* const from = in.data + (t + k) * in.stride;
-        double* const to = sums.data + k * sums.stride;
-        JB_VECTORIZE
-        for (int64_t c = 0; c < channels; ++c) to[c] += static_cast<double>(dz[c] * from[c]);
-      }
+      JB_VECTORIZE
+      for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(dz[c]);
     }
   }
 }
@@ -464,7 +481,7 @@ class Convolution {
   }
 
   void Copy(const T* from, int64_t times, int64_t channels, C* tile) const {
-    if (is_transposed_) return LoadRows(from, problem_.length, times, channels, tile);
+    if (is_transposed_) return LoadRows(from, problem_.length, 0, times, channels, tile);
     LoadRuns(from, RunsOf(times, channels), tile);
   }
 
@@ -483,7 +500,7 @@ class Convolution {
       const int64_t length = call_.state_length;
       const T* const state =
           StateAt(static_cast<const T*>(call_.initial_state.data), call_.initial_state.is_shared, place, length);
-      LoadRows(state + length + begin, length, -begin, place.channels, buffer);
+      LoadRows(state, length, length + begin, -begin, place.channels, buffer);
     }
     if (end > 0) Copy(At(call_.x, place, 0), end, place.channels, buffer - begin * place.channels);
     return {buffer, place.channels};
@@ -522,10 +539,11 @@ class Convolution {
       double* const sums_of_dz = rows.From(problem_.width).data;
       OverTimes([&](auto over_times) {
         if (has_masks) {
-          SumProductsByTap<over_times>(first, first_dz, problem_.width, masks + begin, end - begin, place.channels,
-                                       rows);
-          return causal_conv1d::SumProducts<0, over_times>(first, first_dz, end - begin, place.channels, rows,
-                                                           sums_of_dz);
+          for (int k = 0; k < problem_.width; ++k) {
+            SumProductsOfTap<over_times>(first.From(k).data, first.stride, first_dz, masks + begin,
+                                         problem_.width - 1 - k, end - begin, place.channels, rows.From(k).data);
+          }
+          return SumGradients<over_times>(first_dz, end - begin, place.channels, sums_of_dz);
         }
         for (int tap = 0; tap < problem_.width; tap += kMaxConstantWidth) {
           DispatchWidth(std::min(problem_.width - tap, kMaxConstantWidth), [&](auto width) {
@@ -552,12 +570,25 @@ class Convolution {
                  int64_t channels, View<C> out) const {
     ForEachRun(masks, times, [&](int64_t begin, int64_t end, bool has_masks) {
       OverTimes([&](auto over_times) {
-        const auto by_tap = [&](int first_tap, const Masks& of_run) {
-          CorrelateByTap<over_times>(in.From(begin).data, in.stride, weights.data, weights.stride, biases,
-                                     problem_.width, first_tap, of_run, silu, end - begin, channels,
-                                     out.From(begin).data, out.stride);
+        const auto add_taps = [&](int first_tap, const Masks& of_run) {
+          for (int k = first_tap; k < problem_.width; ++k) {
+            const int later = of_run.is_transposed ? k : 0, bit = of_run.is_transposed ? k : problem_.width - 1 - k;
+            const uint8_t* const of_tap = of_run.data == nullptr ? nullptr : of_run.data + later;
+            AddTap<over_times>(in.From(begin + k).data, in.stride, weights.From(k).data, of_tap, of_run.count - later,
+                               bit, end - begin, channels, out.From(begin).data, out.stride);
+          }
+          if (!silu) return;
+          const int64_t rows = over_times ? 1 : end - begin, columns = over_times ? end - begin : channels;
+          for (int64_t row = 0; row < rows; ++row) ApplySilu(out.From(begin + row).data, columns);
         };
-        if (has_masks) return by_tap(0, masks.From(begin));
+        if (has_masks) {
+          if (over_times) {
+            std::fill(out.From(begin).data, out.From(end).data, *biases);
+          } else {
+            for (int64_t t = begin; t < end; ++t) std::copy_n(biases, channels, out.From(t).data);
+          }
+          return add_taps(0, masks.From(begin));
+        }
         const bool is_wide = problem_.width > kMaxConstantWidth;
         DispatchWidth(std::min(problem_.width, kMaxConstantWidth), [&](auto width) {
           const auto run = [&](auto with_silu) {
@@ -567,7 +598,7 @@ class Convolution {
           };
           silu && !is_wide ? run(std::true_type{}) : run(std::false_type{});
         });
-        if (is_wide) by_tap(kMaxConstantWidth, {nullptr, 0, false});
+        if (is_wide) add_taps(kMaxConstantWidth, {nullptr, 0, false});
       });
     });
   }
@@ -581,12 +612,14 @@ class Convolution {
     };
     if (masks.data == nullptr || is_whole(0, times)) return body(int64_t{0}, times, false);
     const int64_t step = over_times_ ? kBlockTimesOfChannel : kBlockTimes;
-    for (int64_t begin = 0; begin < times;) {
-      int64_t end = std::min(begin + step, times);
-      const bool has_masks = !is_whole(begin, end);
-      while (end < times && is_whole(end, std::min(end + step, times)) != has_masks) end = std::min(end + step, times);
+    bool next_has_masks = !is_whole(0, std::min(step, times));
+    for (int64_t begin = 0, end = 0; begin < times; begin = end) {
+      const bool has_masks = next_has_masks;
+      do {
+        end = std::min(end + step, times);
+        if (end < times) next_has_masks = !is_whole(end, std::min(end + step, times));
+      } while (end < times && next_has_masks == has_masks);
       body(begin, end, has_masks);
-      begin = end;
     }
   }
 
@@ -594,16 +627,17 @@ class Convolution {
     return over_times_ ? Runs{1, times, 0} : Runs{times, channels, problem_.channels};
   }
 
-  // Transposes the first `times` numbers of each channel's row of `length` numbers to [times, channels].
+  // Transposes numbers [begin, begin + times) of each channel's row of `length` numbers to [times, channels].
   template <typename Number>
-  static void LoadRows(const Number* rows, int64_t length, int64_t times, int64_t channels, C* to) {
-    WithLength(length, [&](auto constant_length) { LoadColumns<constant_length>(rows, length, times, channels, to); });
+  static void LoadRows(const Number* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
+    WithLength(length,
+               [&](auto constant_length) { LoadColumns<constant_length>(rows, length, begin, times, channels, to); });
   }
 
   // `count` numbers per channel as `count` rows; zeros if the operand is absent.
   void LoadParameter(const Parameter& parameter, int64_t batch, int64_t count, C* to) const {
     const int64_t first = parameter.is_shared ? 0 : batch * problem_.channels * count;
-    const auto load = [&](const auto* numbers) { LoadRows(numbers + first, count, count, problem_.channels, to); };
+    const auto load = [&](const auto* numbers) { LoadRows(numbers + first, count, 0, count, problem_.channels, to); };
     if (parameter.data == nullptr) {
       std::fill_n(to, count * problem_.channels, C{0});
     } else if (parameter.type == call_.type) {
