@@ -307,48 +307,32 @@ JB_CPU_CLONES void SumProducts(View<const C> in, const C* dz, int64_t times, int
   }
 }
 
-// Adds the sums of products of one tap, for the times whose mask has the bit set.
-template <bool kOverTimes, typename C>
-JB_CPU_CLONES void SumProductsOfTap(const C* in, int64_t in_stride, const C* dz, const uint8_t* masks, int bit,
-                                    int64_t times, int64_t channels, double* sums) {
+// Adds the sums of products of one tap, for the times whose mask has the bit set; if !kOfTap, the sums of dz.
+template <bool kOverTimes, bool kOfTap, typename C>
+JB_CPU_CLONES void SumTap(const C* in, int64_t in_stride, const C* dz, const uint8_t* masks, int bit, int64_t times,
+                          int64_t channels, double* sums) {
   if constexpr (kOverTimes) {
-    C lanes[Lanes<C>::kCount] = {};
-    for (int64_t begin = 0; begin < times; begin += Lanes<C>::kCount) {
-      const int64_t count = std::min(Lanes<C>::kCount, times - begin);
+    constexpr int64_t kLanes = Lanes<C>::kCount;
+    C lanes[kLanes] = {};
+    const auto add = [&](int64_t begin, auto count) __attribute__((always_inline)) {
+      const int64_t size = count;
       JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) {
-        lanes[i] += (masks[begin + i] >> bit & 1) != 0 ? dz[begin + i] * in[begin + i] : C{0};
+      for (int64_t i = 0; i < size; ++i) {
+        const int64_t t = begin + i;
+        lanes[i] += !kOfTap ? dz[t] : (masks[t] >> bit & 1) != 0 ? dz[t] * in[t] : C{0};
       }
-    }
+    };
+    int64_t begin = 0;
+    for (; begin + kLanes <= times; begin += kLanes) add(begin, std::integral_constant<int64_t, kLanes>{});
+    add(begin, times - begin);
     double total = 0;
     for (const C lane : lanes) total += static_cast<double>(lane);
     *sums += total;
   } else {
     for (int64_t t = 0; t < times; ++t, in += in_stride, dz += channels) {
-      if ((masks[t] >> bit & 1) == 0) continue;
+      if (kOfTap && (masks[t] >> bit & 1) == 0) continue;
       JB_VECTORIZE
-      for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(dz[c] * in[c]);
-    }
-  }
-}
-
-// Adds the sum of dz of each channel.
-template <bool kOverTimes, typename C>
-JB_CPU_CLONES void SumGradients(const C* dz, int64_t times, int64_t channels, double* sums) {
-  if constexpr (kOverTimes) {
-    C lanes[Lanes<C>::kCount] = {};
-    for (int64_t begin = 0; begin < times; begin += Lanes<C>::kCount) {
-      const int64_t count = std::min(Lanes<C>::kCount, times - begin);
-      JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) lanes[i] += dz[begin + i];
-    }
-    double total = 0;
-    for (const C lane : lanes) total += static_cast<double>(lane);
-    *sums += total;
-  } else {
-    for (int64_t t = 0; t < times; ++t, dz += channels) {
-      JB_VECTORIZE
-      for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(dz[c]);
+      for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(kOfTap ? dz[c] * in[c] : dz[c]);
     }
   }
 }
@@ -539,11 +523,12 @@ class Convolution {
       double* const sums_of_dz = rows.From(problem_.width).data;
       OverTimes([&](auto over_times) {
         if (has_masks) {
-          for (int k = 0; k < problem_.width; ++k) {
-            SumProductsOfTap<over_times>(first.From(k).data, first.stride, first_dz, masks + begin,
-                                         problem_.width - 1 - k, end - begin, place.channels, rows.From(k).data);
-          }
-          return SumGradients<over_times>(first_dz, end - begin, place.channels, sums_of_dz);
+          const auto sum = [&](auto of_tap, int k, double* to) {
+            SumTap<over_times, of_tap>(first.From(k).data, first.stride, first_dz, masks + begin, reach() - k,
+                                       end - begin, place.channels, to);
+          };
+          for (int k = 0; k < problem_.width; ++k) sum(std::true_type{}, k, rows.From(k).data);
+          return sum(std::false_type{}, 0, sums_of_dz);
         }
         for (int tap = 0; tap < problem_.width; tap += kMaxConstantWidth) {
           DispatchWidth(std::min(problem_.width - tap, kMaxConstantWidth), [&](auto width) {
