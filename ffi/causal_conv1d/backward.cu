@@ -1,9 +1,8 @@
-// The backward kernel for rows along the length ([.., channels, length]), the final kernels of both layouts, and the
-// launchers.
-#include "ffi/causal_conv1d/backward.cuh"
-#include "ffi/causal_conv1d/causal_conv1d.cuh"
-#include "ffi/causal_conv1d/channels_last.cuh"
+// The backward kernel for rows along the length ([.., channels, length]), and the final kernels of both layouts.
+#include <algorithm>
+
 #include "ffi/causal_conv1d/rows.cuh"
+#include "ffi/causal_conv1d/tuning.h"
 #include "ffi/core/partial_sums.cuh"
 
 namespace jax_baracuda::causal_conv1d {
@@ -185,22 +184,6 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
   }
 }
 
-RowsPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
-  return RowsPlan(problem, element_bytes, Tuning::BackwardRows(element_bytes, problem.has_same_sequence));
-}
-
-template <typename T>
-CudaStatus LaunchRows(const BackwardCall& call, Tiling tiling, cudaStream_t stream) {
-  const Problem& problem = call.problem;
-  const BackwardArguments<T> arguments(call);
-  const RowsGrid grid(BackwardPlan(problem, sizeof(T)), tiling);
-  return DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
-    const auto kernel = BackwardRows<T, width, has_masks>;
-    kernel<<<GridSize(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
-    return JB_LAUNCH_STATUS(BackwardRows);
-  });
-}
-
 inline constexpr int kMaxSumThreads = Tuning::kMinSumChannels * Tuning::kMaxSumLanes;
 
 // Adds up the partial sums of each channel. Threads of a block along x have neighbouring channels; threads along y
@@ -307,40 +290,23 @@ CudaStatus LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cud
   return JB_LAUNCH_STATUS(BackwardEnd);
 }
 
-int64_t PartsOfBatchElement(const Problem& problem, int64_t element_bytes) {
-  if (problem.HasNoElement()) return 0;
-  return problem.examples * (problem.channels_last ? PartsOfExampleChannelsLast(problem, element_bytes)
-                                                   : BackwardPlan(problem, element_bytes).tiles);
-}
-
 }  // namespace
 
-int64_t BackwardScratchBytes(const Problem& problem, int64_t element_bytes) {
-  const int64_t compute_bytes = std::max<int64_t>(element_bytes, sizeof(float));
-  return problem.batch * PartsOfBatchElement(problem, element_bytes) * problem.channels * (problem.width + 1) *
-         compute_bytes;
-}
-
-Tiling ChooseBackward(const Problem& problem, int64_t element_bytes, bool is_shared, bool is_aligned) {
-  if (problem.HasNoElement()) return Tiling::kNothing;
-  if (problem.channels_last) return ChannelsLastTiling(problem.channels, element_bytes, is_aligned);
-  return TilingOf(problem, BackwardPlan(problem, element_bytes), element_bytes, is_shared, is_aligned);
-}
-
-CudaStatus LaunchBackward(const BackwardCall& call, cudaStream_t stream) {
+CudaStatus Launch(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
+  const Problem& problem = call.problem;
   return DispatchType(call.type, [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
-    const Problem& problem = call.problem;
-    // Kernels for rows load weights and biases element by element, so those need no alignment.
-    const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.dy.data, call.dx) &&
-                            (!problem.channels_last || AreAligned(kVectorBytes, call.weight.data, call.bias.data));
-    const Tiling tiling = ChooseBackward(problem, sizeof(T), call.x.is_shared || call.dy.is_shared, is_aligned);
-    if (tiling != Tiling::kNothing) {
-      JB_RETURN_IF_CUDA_ERROR(problem.channels_last ? LaunchBackwardChannelsLast(call, tiling, stream)
-                                                    : LaunchRows<T>(call, tiling, stream));
+    if (problem.channels_last && plan.strategy != Strategy::kNothing) {
+      JB_RETURN_IF_CUDA_ERROR(LaunchChannelsLast(call, plan, stream));
+    } else if (plan.strategy != Strategy::kNothing) {
+      const RowsGrid grid(plan);
+      JB_RETURN_IF_CUDA_ERROR(DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
+        const auto kernel = BackwardRows<T, width, has_masks>;
+        kernel<<<grid.Blocks(), kRowsThreads, 0, stream>>>(BackwardArguments<T>(call), grid);
+        return JB_LAUNCH_STATUS(BackwardRows);
+      }));
     }
-    JB_RETURN_IF_CUDA_ERROR(
-        LaunchSumParameterGradients<ComputeType<T>>(call, PartsOfBatchElement(problem, sizeof(T)), stream));
+    JB_RETURN_IF_CUDA_ERROR(LaunchSumParameterGradients<ComputeType<T>>(call, plan.parts, stream));
     const int64_t past = problem.width - 1, last_inputs = std::min(past, problem.length);
     if (call.d_final_state.data != nullptr) {
       JB_RETURN_IF_CUDA_ERROR(LaunchEnd<T>(call, problem.length - last_inputs, last_inputs, stream));

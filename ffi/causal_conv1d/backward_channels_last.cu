@@ -1,5 +1,4 @@
 // The backward kernel for [.., length, channels].
-#include "ffi/causal_conv1d/backward.cuh"
 #include "ffi/causal_conv1d/channels_last.cuh"
 
 namespace jax_baracuda::causal_conv1d {
@@ -146,25 +145,14 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
   }
 }
 
-ChannelsLastPlan BackwardPlan(const Problem& problem, int64_t element_bytes) {
-  return ChannelsLastPlan(problem, element_bytes, Tuning::BackwardRun());
-}
-
 }  // namespace
 
-int64_t PartsOfExampleChannelsLast(const Problem& problem, int64_t element_bytes) {
-  return BackwardPlan(problem, element_bytes).blocks_down;
-}
-
-CudaStatus LaunchBackwardChannelsLast(const BackwardCall& call, Tiling tiling, cudaStream_t stream) {
-  const Problem& problem = call.problem;
+CudaStatus LaunchChannelsLast(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const BackwardArguments<T> arguments(call);
-    const ChannelsLastGrid grid(problem, BackwardPlan(problem, sizeof(T)), tiling);
-    return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_masks) {
-      return BackwardChannelsLast<T, width, channels, has_masks>;
-    });
+    return LaunchOnGrid<T>(
+        call, plan, BackwardArguments<T>(call), stream,
+        [](auto width, auto channels, auto has_masks) { return BackwardChannelsLast<T, width, channels, has_masks>; });
   });
 }
 

@@ -1,7 +1,7 @@
-// Launchers of the CUDA kernels of causal_conv1d, callable from plain C++.
+// The CUDA plans and launchers of causal_conv1d, callable from plain C++.
 //
-// They only enqueue work on `stream`: no allocation, no synchronisation, and equal problems make equal launches. They
-// write every element of every result, including empty sums.
+// Launchers only enqueue work on `stream`: no allocation, no synchronisation, and equal problems make equal launches.
+// They write every element of every result, including empty sums.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,66 +13,63 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-// How work is assigned to threads.
-enum class Tiling {
-  kNothing,
-  kRows,                   // one row per warp
-  kPackedRows,             // several rows per warp
-  kSplitRows,              // several tiles per row
-  kRowsByElement,          // any of these, without vector accesses
-  kChannelsLast,           // a vector of channels per thread
+inline constexpr int kRowsThreads = 128, kChannelsLastThreads = 128;  // per block
+inline constexpr int64_t kSectorBytes = 32;
+
+enum class Strategy {
+  kNothing,                // no inputs: only states and parameter gradients are written
+  kRows,                   // [.., channels, length]
+  kRowsByElement,          // without vector accesses
+  kChannelsLast,           // [.., length, channels]; a vector of channels per thread
   kChannelsLastByElement,  // one channel per thread
-};
-
-// Each tiling but kNothing has two names: without and with segment_ids.
-#define JB_WITH_SEGMENT_IDS(name) name, name "_with_segment_ids"
-inline constexpr const char* kForwardStrategyNames[] = {"nothing",
-                                                        JB_WITH_SEGMENT_IDS("rows"),
-                                                        JB_WITH_SEGMENT_IDS("packed_rows"),
-                                                        JB_WITH_SEGMENT_IDS("split_rows"),
-                                                        JB_WITH_SEGMENT_IDS("rows_by_element"),
-                                                        JB_WITH_SEGMENT_IDS("channels_last"),
-                                                        JB_WITH_SEGMENT_IDS("channels_last_by_element")};
-#undef JB_WITH_SEGMENT_IDS
-
-// Each of these is doubled again: without states, and with an initial or final state. A separate kernel adds the
-// gradients of states.
-#define JB_WITH_STATES(name) name, name "_and_states"
-#define JB_WITH_SEGMENT_IDS(name) JB_WITH_STATES(name), JB_WITH_STATES(name "_with_segment_ids")
-inline constexpr const char* kBackwardStrategyNames[] = {"nothing",
-                                                         JB_WITH_SEGMENT_IDS("rows"),
-                                                         JB_WITH_SEGMENT_IDS("packed_rows"),
-                                                         JB_WITH_SEGMENT_IDS("split_rows"),
-                                                         JB_WITH_SEGMENT_IDS("rows_by_element"),
-                                                         JB_WITH_SEGMENT_IDS("channels_last"),
-                                                         JB_WITH_SEGMENT_IDS("channels_last_by_element"),
-                                                         JB_WITH_STATES("no_inputs")};
-#undef JB_WITH_SEGMENT_IDS
-#undef JB_WITH_STATES
-
-enum class UpdateStrategy {
-  kNothing,
+  // Of updates only.
   kOneInput,  // vectors of channels; rows if width > kMaxConstantWidth
   kFewInputs,
   kManyInputs,  // a convolution, then the new state
 };
 
-inline constexpr const char* kUpdateStrategyNames[] = {"nothing", "one_input", "few_inputs", "many_inputs"};
+// The cut of rows into tiles: see rows.cuh.
+struct RowsPlan {
+  int lanes;  // threads per group: a power of two, 4 to 32
+  int log_lanes;
+  int steps;      // per tile
+  int64_t tiles;  // per row
+  int64_t warps;
+};
 
-// These depend only on shapes, flags, and whether all arrays are aligned to vectors. They call no CUDA function.
-// `is_shared`: whether the batch shares an array of x's shape.
-Tiling ChooseForward(const Problem& problem, int64_t element_bytes, bool is_shared, bool is_aligned = true);
-Tiling ChooseBackward(const Problem& problem, int64_t element_bytes, bool is_shared, bool is_aligned = true);
-UpdateStrategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64_t state_length,
-                            bool is_aligned = true);
+// The cut of channels-last arrays into runs: see channels_last.cuh.
+struct ChannelsLastPlan {
+  int lanes;            // threads of a block along the channels
+  int runs;             // runs per block
+  int run;              // times per run
+  int64_t blocks_down;  // blocks along the length
+};
 
-CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream);
+// `rows` and `channels_last` depend only on shapes, not on addresses or the device: the number of partial sums must not
+// depend on those.
+struct ConvolutionPlan {
+  Strategy strategy = Strategy::kNothing;
+  RowsPlan rows{};
+  ChannelsLastPlan channels_last{};
+  int64_t parts = 0;          // of a gradient: partial sums per channel and batch element
+  int64_t scratch_bytes = 0;  // of a gradient
+};
 
-// Bytes of scratch memory that LaunchBackward needs. Depends only on shapes and flags; calls no CUDA function.
-int64_t BackwardScratchBytes(const Problem& problem, int64_t element_bytes);
+// At most four channels, at most 16 bytes.
+constexpr int WidestChannels(int64_t element_bytes) { return element_bytes == 8 ? 2 : 4; }
 
-CudaStatus LaunchBackward(const BackwardCall& call, cudaStream_t stream);
+// These depend only on shapes, flags, and whether all arrays are aligned to vectors. They call no CUDA function. Calls
+// without data have the plan of aligned arrays.
+ConvolutionPlan PlanOf(const ForwardCall& call);
+ConvolutionPlan PlanOf(const BackwardCall& call);
+ConvolutionPlan PlanOf(const UpdateCall& call);
 
-CudaStatus LaunchUpdate(const UpdateCall& call, cudaStream_t stream);
+CudaStatus Launch(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
+CudaStatus Launch(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
+CudaStatus Launch(const UpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
+
+// The implementations of Launch for channels-last arrays with elements.
+CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
+CudaStatus LaunchChannelsLast(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 
 }  // namespace jax_baracuda::causal_conv1d

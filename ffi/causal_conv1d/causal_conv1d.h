@@ -40,9 +40,7 @@ struct Operand {
 };
 
 // Weights and biases have x's type; with 16-bit x they may be float32.
-struct Parameter {
-  const void* data = nullptr;
-  bool is_shared = false;
+struct Parameter : Operand {
   ElementType type = ElementType::kUnsupported;
 };
 
@@ -66,9 +64,9 @@ struct BackwardCall : ConvolutionCall {
   Operand dy;
   Operand d_final_state;  // optional: the cotangent of the last width - 1 inputs
   void* dx;
-  void* dweight;          // [batch, channels, width] of the compute type
-  void* dbias;            // [batch, channels] of the compute type
-  void* d_initial_state;  // nullptr without an initial state
+  void* dweight;                    // [batch, channels, width] of the compute type
+  void* dbias;                      // [batch, channels] of the compute type
+  void* d_initial_state = nullptr;  // nullptr without an initial state
   void* scratch;
 };
 

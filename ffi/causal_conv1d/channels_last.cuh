@@ -2,9 +2,7 @@
 // run of consecutive times. Neighbouring threads have neighbouring vectors, and the runs of a block are consecutive.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
@@ -13,82 +11,21 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kChannelsLastThreads = 128;
-
-// At most four channels, at most 16 bytes.
-constexpr int WidestChannels(int64_t element_bytes) { return element_bytes == 8 ? 2 : 4; }
-
 template <typename T>
 inline constexpr int kWidestChannels = WidestChannels(sizeof(T));
 
-// The widest vector of channels that stays aligned in every row of channels-last arrays.
-inline int ChannelVector(int64_t channels, int64_t element_bytes) {
-  return channels % WidestChannels(element_bytes) == 0 ? WidestChannels(element_bytes) : 1;
-}
-
-// Depends only on shapes, not on addresses or the device: the number of partial sums must not depend on those.
-struct ChannelsLastPlan {
-  int vector;           // channels per thread
-  int lanes;            // threads of a block along the channels
-  int runs;             // runs per block
-  int run;              // times per run
-  int64_t blocks_down;  // blocks along the length
-
-  ChannelsLastPlan() = default;
-  ChannelsLastPlan(const Problem& problem, int64_t element_bytes, const RunChoice& choice) {
-    vector = ChannelVector(problem.channels, element_bytes);
-    const int64_t vectors = CeilDivide(problem.channels, vector);
-    lanes = 32;
-    while (lanes > 4 && lanes / 2 >= vectors) lanes /= 2;
-    runs = kChannelsLastThreads / lanes;
-    ChooseRun(problem.batch * problem.examples * CeilDivide(vectors, lanes), problem.length, choice);
-    blocks_down = CeilDivide(problem.length, int64_t{run} * runs);
-  }
-
- private:
-  // Blocks take about equally long, so they run in waves, and a partial last wave costs as much as a full one. Chooses
-  // the run length that minimises the total cost of the waves.
-  void ChooseRun(int64_t blocks_across, int64_t length, const RunChoice& choice) {
-    constexpr int64_t kMaxWaves = 16;
-    const int64_t at_once = Tuning::kMultiprocessors * choice.blocks_at_once;
-    run = choice.max_run;
-    int64_t least = std::numeric_limits<int64_t>::max();
-    for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
-      const int64_t down = std::max<int64_t>(waves * at_once / blocks_across, 1);
-      const int64_t candidate = std::max<int64_t>(CeilDivide(length, down * runs), choice.min_run);
-      if (candidate > choice.max_run) continue;
-      const int64_t blocks = blocks_across * CeilDivide(length, candidate * runs);
-      const int64_t work = CeilDivide(blocks, at_once) * (candidate + Tuning::kTimesToStart);
-      if (work >= least) continue;
-      least = work;
-      run = static_cast<int>(candidate);
-    }
-  }
-};
-
-// For arrays with elements.
-inline Tiling ChannelsLastTiling(int64_t channels, int64_t element_bytes, bool is_aligned) {
-  return is_aligned && ChannelVector(channels, element_bytes) > 1 ? Tiling::kChannelsLast
-                                                                  : Tiling::kChannelsLastByElement;
-}
-
 struct ChannelsLastGrid {
   ChannelsLastPlan plan;
-  int vector;
+  int vector;     // channels per thread
   int64_t bands;  // examples of the whole batch times blocks_down
   Divider by_blocks_across, by_blocks_down;
 
-  ChannelsLastGrid(const Problem& problem, const ChannelsLastPlan& channels_plan, Tiling tiling)
-      : plan(channels_plan),
-        vector(tiling == Tiling::kChannelsLast ? channels_plan.vector : 1),
-        bands(problem.batch * problem.examples * channels_plan.blocks_down),
-        by_blocks_across(CeilDivide(problem.channels, int64_t{channels_plan.lanes} * vector)),
-        by_blocks_down(channels_plan.blocks_down) {}
-
-#ifdef __CUDACC__
-  dim3 BlockShape() const { return dim3(plan.lanes, plan.runs); }
-#endif
-  int64_t Blocks() const { return bands * static_cast<int64_t>(by_blocks_across.divisor); }
+  ChannelsLastGrid(const Problem& problem, const ConvolutionPlan& convolution_plan, int widest_vector)
+      : plan(convolution_plan.channels_last),
+        vector(convolution_plan.strategy == Strategy::kChannelsLast ? widest_vector : 1),
+        bands(problem.batch * problem.examples * plan.blocks_down),
+        by_blocks_across(CeilDivide(problem.channels, int64_t{plan.lanes} * vector)),
+        by_blocks_down(plan.blocks_down) {}
 };
 
 // The position of a thread of a channels-last kernel: `count` times from `begin` on; 0 past the end.
@@ -120,14 +57,16 @@ struct ChannelsLastPlace {
   }
 };
 
-// Launches kernel_of(width, channels, has_masks), called with compile-time constants, on `arguments` and the grid.
+// Launches kernel_of(width, channels, has_masks), called with compile-time constants, on `arguments` and a grid.
 template <typename T, typename Arguments, typename KernelOf>
-CudaStatus LaunchChannelsLast(const ConvolutionCall& call, const ChannelsLastGrid& grid, const Arguments& arguments,
-                              cudaStream_t stream, const KernelOf& kernel_of) {
+CudaStatus LaunchOnGrid(const ConvolutionCall& call, const ConvolutionPlan& plan, const Arguments& arguments,
+                        cudaStream_t stream, const KernelOf& kernel_of) {
+  const ChannelsLastGrid grid(call.problem, plan, kWidestChannels<T>);
   // The rare kernels with one channel per thread always check masks, which saves instantiations.
   const auto launch = [&](auto width, auto channels, auto has_masks) {
     const auto kernel = kernel_of(width, channels, has_masks);
-    kernel<<<GridSize(grid.Blocks()), grid.BlockShape(), 0, stream>>>(arguments, grid);
+    const int64_t blocks = grid.bands * static_cast<int64_t>(grid.by_blocks_across.divisor);
+    kernel<<<GridSize(blocks), dim3(grid.plan.lanes, grid.plan.runs), 0, stream>>>(arguments, grid);
     return JB_LAUNCH_STATUS(kernel for channels last);
   };
   return DispatchKernel(call.problem.width, call.problem.has_same_sequence, [&](auto width, auto has_masks) {

@@ -1,11 +1,10 @@
-// Shared by the CUDA kernels of causal_conv1d: addresses of operands, masks of sequences, and the activation.
+// Shared by the CUDA kernels of causal_conv1d: arguments, masks of sequences, and the activation.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "ffi/causal_conv1d/causal_conv1d.h"
-#include "ffi/core/cuda_status.h"
+#include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/core/vectors.cuh"
@@ -199,6 +198,53 @@ struct InitialState {
   __device__ __forceinline__ const T* End(const Geometry& geometry, int64_t example, int64_t channel) const {
     if (entries.data == nullptr) return nullptr;
     return entries.data + (entries.Example(geometry, example) * geometry.channels + channel + 1) * length;
+  }
+};
+
+template <typename T>
+struct ConvolutionArguments {
+  Geometry geometry;
+  bool silu;
+  Input<T> x;
+  Weights<T> weights;
+  InitialState<T> initial_state;
+  Input<uint8_t> same_sequence;
+
+  explicit ConvolutionArguments(const ConvolutionCall& call)
+      : geometry(call.problem),
+        silu(call.problem.silu),
+        x(call.problem, call.x),
+        weights{{call.problem, call.weight, call.type}, {call.problem, call.bias, call.type}},
+        initial_state{{call.problem, call.initial_state}, call.state_length},
+        same_sequence(call.problem, call.same_sequence) {}
+};
+
+template <typename T>
+struct ForwardArguments : ConvolutionArguments<T> {
+  T* y;
+
+  explicit ForwardArguments(const ForwardCall& call) : ConvolutionArguments<T>(call), y(static_cast<T*>(call.y)) {}
+};
+
+template <typename T>
+struct BackwardArguments : ConvolutionArguments<T> {
+  Input<T> dy;
+  InitialState<T> d_final_state;
+  T* dx;
+  ComputeType<T>* partials;  // [batch, partial sums per channel, width + 1, channels]; the bias follows the weights
+
+  explicit BackwardArguments(const BackwardCall& call)
+      : ConvolutionArguments<T>(call),
+        dy(call.problem, call.dy),
+        d_final_state{{call.problem, call.d_final_state}, call.problem.width - 1},
+        dx(static_cast<T*>(call.dx)),
+        partials(static_cast<ComputeType<T>*>(call.scratch)) {}
+
+  // The address of a channel's first value in a partial sum. Its width + 1 values are `channels` elements apart.
+  __device__ __forceinline__ ComputeType<T>* Partial(int64_t example, int64_t part, int64_t parts_of_example, int width,
+                                                     int64_t channel) const {
+    const int64_t channels = this->geometry.channels;
+    return partials + (example * parts_of_example + part) * (width + 1) * channels + channel;
   }
 };
 

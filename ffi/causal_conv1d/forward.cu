@@ -1,8 +1,6 @@
-// The forward kernel for rows along the length ([.., channels, length]), and the launchers of both layouts.
-#include "ffi/causal_conv1d/causal_conv1d.cuh"
-#include "ffi/causal_conv1d/channels_last.cuh"
-#include "ffi/causal_conv1d/forward.cuh"
+// The forward kernel for rows along the length ([.., channels, length]).
 #include "ffi/causal_conv1d/rows.cuh"
+#include "ffi/causal_conv1d/tuning.h"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
@@ -95,33 +93,18 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::ForwardRowsBlocks(sizeof
   }
 }
 
-RowsPlan ForwardPlan(const Problem& problem, int64_t element_bytes) {
-  return RowsPlan(problem, element_bytes, Tuning::ForwardRows(element_bytes, problem.has_same_sequence));
-}
-
 }  // namespace
 
-Tiling ChooseForward(const Problem& problem, int64_t element_bytes, bool is_shared, bool is_aligned) {
-  if (problem.HasNoElement()) return Tiling::kNothing;
-  if (problem.channels_last) return ChannelsLastTiling(problem.channels, element_bytes, is_aligned);
-  return TilingOf(problem, ForwardPlan(problem, element_bytes), element_bytes, is_shared, is_aligned);
-}
-
-CudaStatus LaunchForward(const ForwardCall& call, cudaStream_t stream) {
+CudaStatus Launch(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  // Kernels for rows load weights and biases element by element, so those need no alignment.
-  const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.y) &&
-                          (!problem.channels_last || AreAligned(kVectorBytes, call.weight.data, call.bias.data));
-  const Tiling tiling = ChooseForward(problem, ElementBytes(call.type), call.x.is_shared, is_aligned);
-  if (tiling == Tiling::kNothing) return {};
-  if (problem.channels_last) return LaunchForwardChannelsLast(call, tiling, stream);
+  if (plan.strategy == Strategy::kNothing) return {};
+  if (problem.channels_last) return LaunchChannelsLast(call, plan, stream);
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ForwardArguments<T> arguments(call);
-    const RowsGrid grid(ForwardPlan(problem, sizeof(T)), tiling);
+    const RowsGrid grid(plan);
     return DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
       const auto kernel = ForwardRows<T, width, has_masks>;
-      kernel<<<GridSize(grid.plan.Blocks()), kRowsThreads, 0, stream>>>(arguments, grid);
+      kernel<<<grid.Blocks(), kRowsThreads, 0, stream>>>(ForwardArguments<T>(call), grid);
       return JB_LAUNCH_STATUS(ForwardRows);
     });
   });

@@ -1,6 +1,5 @@
 // The forward kernel for [.., length, channels].
 #include "ffi/causal_conv1d/channels_last.cuh"
-#include "ffi/causal_conv1d/forward.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
@@ -72,16 +71,12 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
 
 }  // namespace
 
-CudaStatus LaunchForwardChannelsLast(const ForwardCall& call, Tiling tiling, cudaStream_t stream) {
-  const Problem& problem = call.problem;
+CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ForwardArguments<T> arguments(call);
-    const ChannelsLastPlan plan(problem, sizeof(T), Tuning::ForwardRun(sizeof(T)));
-    const ChannelsLastGrid grid(problem, plan, tiling);
-    return LaunchChannelsLast<T>(call, grid, arguments, stream, [](auto width, auto channels, auto has_masks) {
-      return ForwardChannelsLast<T, width, channels, has_masks>;
-    });
+    return LaunchOnGrid<T>(
+        call, plan, ForwardArguments<T>(call), stream,
+        [](auto width, auto channels, auto has_masks) { return ForwardChannelsLast<T, width, channels, has_masks>; });
   });
 }
 

@@ -6,79 +6,26 @@
 // packed sequences are at the same times in these rows, so few warps contain a border.
 #pragma once
 
-#include <limits>
-#include <numeric>
-
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
 #include "ffi/causal_conv1d/conv_device.cuh"
-#include "ffi/causal_conv1d/tuning.h"
 #include "ffi/core/async_copy.cuh"
 #include "ffi/core/warp.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int kRowsThreads = 128;
-inline constexpr int64_t kSectorBytes = 32;
 inline constexpr int kMaxSteps = 32;  // per tile: StepsWithBorders has one bit per step
-
-// Depends only on shapes, not on addresses or the device: the number of partial sums must not depend on those.
-struct RowsPlan {
-  int lanes;  // threads per group: a power of two, 4 to 32
-  int log_lanes;
-  int steps;      // per tile
-  int64_t tiles;  // per row
-  int64_t warps;
-
-  // Minimises the modelled time over tile lengths and group sizes.
-  RowsPlan(const Problem& problem, int64_t element_bytes, const RowsChoice& choice) {
-    const int64_t vec = kVectorBytes / element_bytes, sector = kSectorBytes / element_bytes;
-    // The maximum distance from the start of a sector to the start of a row in it.
-    const int64_t most_before = sector - std::gcd(problem.length, sector);
-    const int64_t vectors = std::max<int64_t>(CeilDivide(most_before + problem.length, vec), 1);
-    const int64_t rows = problem.batch * problem.examples * problem.channels;
-    const double warps_at_once = Tuning::kMultiprocessors * choice.blocks_at_once * (kRowsThreads / kWarpThreads);
-    double least = std::numeric_limits<double>::infinity();
-    for (int narrowing = 0; narrowing <= 3; ++narrowing) {
-      const int64_t row_steps = CeilDivide(vectors, int64_t{kWarpThreads} >> narrowing);
-      const int64_t row_warps = CeilDivide(rows, int64_t{1} << narrowing);
-      for (int64_t wanted = std::min<int64_t>(row_steps, choice.max_steps);; wanted -= wanted > 8 ? 2 : 1) {
-        const int64_t candidate_tiles = CeilDivide(row_steps, wanted);
-        const int64_t candidate_steps = CeilDivide(row_steps, candidate_tiles);
-        const double time = (static_cast<double>(row_warps * candidate_tiles) + Tuning::kTailOfLaunch * warps_at_once) *
-                            (static_cast<double>(candidate_steps) + choice.steps_to_start) * choice.slowness[narrowing];
-        if (time < least) {
-          least = time;
-          lanes = kWarpThreads >> narrowing;
-          log_lanes = 5 - narrowing;
-          steps = static_cast<int>(candidate_steps);
-          tiles = candidate_tiles;
-          warps = row_warps * tiles;
-        }
-        if (wanted <= choice.min_steps) break;
-      }
-    }
-  }
-
-  int64_t Blocks() const { return CeilDivide(warps, kRowsThreads / kWarpThreads); }
-};
-
-// For rows with elements.
-inline Tiling TilingOf(const Problem& problem, const RowsPlan& plan, int64_t element_bytes, bool is_shared,
-                       bool is_aligned) {
-  // Vectors must have the same position within a sector in every operand as in the result.
-  const int64_t batch_bytes = problem.examples * problem.channels * problem.length * element_bytes;
-  if (!is_aligned || (is_shared && problem.batch > 1 && batch_bytes % kSectorBytes != 0)) return Tiling::kRowsByElement;
-  if (plan.tiles > 1) return Tiling::kSplitRows;
-  return plan.lanes < kWarpThreads ? Tiling::kPackedRows : Tiling::kRows;
-}
 
 struct RowsGrid {
   RowsPlan plan;
   Divider by_tiles;
   bool is_vectorized;
 
-  RowsGrid(const RowsPlan& rows_plan, Tiling tiling)
-      : plan(rows_plan), by_tiles(rows_plan.tiles), is_vectorized(tiling != Tiling::kRowsByElement) {}
+  explicit RowsGrid(const ConvolutionPlan& convolution_plan)
+      : plan(convolution_plan.rows),
+        by_tiles(plan.tiles),
+        is_vectorized(convolution_plan.strategy == Strategy::kRows) {}
+
+  uint32_t Blocks() const { return GridSize(CeilDivide(plan.warps, kRowsThreads / kWarpThreads)); }
 };
 
 // The position of a thread: the first vector of its tile. Other vectors are given by their offset from it, in inputs,

@@ -1,6 +1,5 @@
 // A decoder step: one or a few new inputs, and a state that holds the newest old inputs.
-#include "ffi/causal_conv1d/causal_conv1d.cuh"
-#include "ffi/causal_conv1d/forward.cuh"
+#include "ffi/causal_conv1d/conv_device.cuh"
 #include "ffi/causal_conv1d/tuning.h"
 
 namespace jax_baracuda::causal_conv1d {
@@ -9,28 +8,16 @@ namespace {
 inline constexpr int kThreads = 128;
 
 template <typename T>
-struct UpdateArguments {
-  Geometry geometry;
-  bool silu;
-  Input<T> x, state;
-  Weights<T> weights;
-  T *y, *new_state;
+struct UpdateArguments : ForwardArguments<T> {
+  T* new_state;
 
   explicit UpdateArguments(const UpdateCall& call)
-      : geometry(call.problem),
-        silu(call.problem.silu),
-        x(call.problem, call.x),
-        state(call.problem, call.initial_state),
-        weights{{call.problem, call.weight, call.type}, {call.problem, call.bias, call.type}},
-        y(static_cast<T*>(call.y)),
-        new_state(static_cast<T*>(call.new_state)) {}
+      : ForwardArguments<T>(call), new_state(static_cast<T*>(call.new_state)) {}
 };
 
 // Channels per thread of UpdateOne.
-constexpr int UpdateChannels(int64_t element_bytes) { return static_cast<int>(Tuning::kUpdateBytes / element_bytes); }
-
 template <typename T>
-inline constexpr int kUpdateChannels = UpdateChannels(sizeof(T));
+inline constexpr int kUpdateChannels = static_cast<int>(Tuning::kUpdateBytes / sizeof(T));
 
 // One new input. A thread processes a vector of channels; their states and weights are contiguous.
 template <typename T, int kWidth, int kState>
@@ -42,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   const int64_t example = geometry.by_channels.Quotient(row), channel = row - example * geometry.channels;
   if (example >= geometry.all_examples) return;
   const int64_t x_row = a.x.Example(geometry, example) * geometry.channels + channel;
-  const int64_t state_row = a.state.Example(geometry, example) * geometry.channels + channel;
+  const int64_t state_row = a.initial_state.entries.Example(geometry, example) * geometry.channels + channel;
 
   const Packed<T, kVec> x_word = LoadPacked<kVec>(a.x.data + x_row);
   T x[kVec], state[kVec * kState + 1];  // + 1: kState may be 0
@@ -50,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   constexpr int kWord = kVec * kState % (2 * kVec) == 0 ? 2 * kVec : kVec;
 #pragma unroll
   for (int i = 0; i < kVec * kState; i += kWord) {
-    const Packed<T, kWord> word = LoadPacked<kWord>(a.state.data + state_row * kState + i);
+    const Packed<T, kWord> word = LoadPacked<kWord>(a.initial_state.entries.data + state_row * kState + i);
     memcpy(state + i, &word, sizeof(word));
   }
   memcpy(x, &x_word, sizeof(x_word));
@@ -81,16 +68,18 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
 // it only moves the state.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
-    UpdateRows(const __grid_constant__ UpdateArguments<T> a, int64_t state_length, bool channels_last) {
+    UpdateRows(const __grid_constant__ UpdateArguments<T> a, bool channels_last) {
   using C = ComputeType<T>;
   const Geometry& geometry = a.geometry;
+  const int64_t state_length = a.initial_state.length;
   const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t example = geometry.by_channels.Quotient(row), channel = row - example * geometry.channels;
   if (example >= geometry.all_examples) return;
   const int64_t in_example = channels_last ? channel : channel * geometry.length;
   const int64_t stride = channels_last ? geometry.channels : 1, example_size = geometry.channels * geometry.length;
   const T* x = a.x.data + a.x.Example(geometry, example) * example_size + in_example;
-  const T* state = a.state.data + (a.state.Example(geometry, example) * geometry.channels + channel) * state_length;
+  const T* state = a.initial_state.entries.data +
+                   (a.initial_state.entries.Example(geometry, example) * geometry.channels + channel) * state_length;
   if constexpr (kWidth > 0) {
     constexpr int kPast = kWidth - 1;
     T* y = a.y + example * example_size + in_example;
@@ -123,8 +112,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int kWidth>
 CudaStatus LaunchUpdateRows(const UpdateCall& call, cudaStream_t stream) {
   const int64_t rows = call.problem.batch * call.problem.examples * call.problem.channels;
-  UpdateRows<T, kWidth><<<GridSize(CeilDivide(rows, kThreads)), kThreads, 0, stream>>>(
-      UpdateArguments<T>(call), call.state_length, call.problem.channels_last);
+  UpdateRows<T, kWidth><<<GridSize(CeilDivide(rows, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call),
+                                                                                       call.problem.channels_last);
   return JB_LAUNCH_STATUS(UpdateRows);
 }
 
@@ -142,34 +131,18 @@ CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
 
 }  // namespace
 
-UpdateStrategy ChooseUpdate(const Problem& problem, int64_t element_bytes, int64_t state_length, bool is_aligned) {
-  if (problem.batch == 0 || problem.examples == 0 || problem.channels == 0) return UpdateStrategy::kNothing;
-  if (is_aligned && problem.length == 1 && problem.channels % UpdateChannels(element_bytes) == 0 &&
-      state_length <= problem.width) {
-    return UpdateStrategy::kOneInput;
-  }
-  return problem.length <= Tuning::kMaxFewInputs ? UpdateStrategy::kFewInputs : UpdateStrategy::kManyInputs;
-}
-
-CudaStatus LaunchUpdate(const UpdateCall& call, cudaStream_t stream) {
+CudaStatus Launch(const UpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
+  if (plan.strategy == Strategy::kNothing) return {};
   return DispatchType(call.type, [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
-    const Problem& problem = call.problem;
-    const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.initial_state.data, call.weight.data,
-                                       call.bias.data, call.y, call.new_state);
-    switch (ChooseUpdate(problem, sizeof(T), call.state_length, is_aligned)) {
-      case UpdateStrategy::kNothing:
-        return {};
-      case UpdateStrategy::kOneInput:
-        return LaunchUpdateOne<T>(call, stream);
-      case UpdateStrategy::kFewInputs:
-        return DispatchKernel(problem.width, /*has_masks=*/false,
-                              [&](auto width, auto) { return LaunchUpdateRows<T, width>(call, stream); });
-      case UpdateStrategy::kManyInputs:
-        JB_RETURN_IF_CUDA_ERROR(LaunchForward(call, stream));
-        return LaunchUpdateRows<T, 0>(call, stream);
+    if (plan.strategy == Strategy::kOneInput) return LaunchUpdateOne<T>(call, stream);
+    if (plan.strategy == Strategy::kFewInputs) {
+      return DispatchKernel(call.problem.width, /*has_masks=*/false,
+                            [&](auto width, auto) { return LaunchUpdateRows<T, width>(call, stream); });
     }
-    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+    const ForwardCall& convolution = call;
+    JB_RETURN_IF_CUDA_ERROR(Launch(convolution, PlanOf(convolution), stream));
+    return LaunchUpdateRows<T, 0>(call, stream);
   });
 }
 

@@ -324,29 +324,26 @@ def _as_state(inputs: Array, channels_last: bool) -> Array:
     return jnp.stack([inputs[..., i, :] for i in range(inputs.shape[-2])], axis=-1)
 
 
-def _reference_same_sequence(segment_ids: Array, *, width: int) -> tuple[Array]:
-    """For each input of ``[B, L]``, bit j says whether the input j steps back belongs to the same sequence."""
-    if 0 in segment_ids.shape:
-        return (jnp.zeros(segment_ids.shape, jnp.uint8),)
-    return (_same_sequence(segment_ids, _ids_with_history(segment_ids, width - 1)),)
-
-
 def _ids_with_history(segment_ids: Array, state_length: int) -> Array:
     """The ids ``[B, L]``, preceded by the ids of the inputs before t = 0, which belong to the first sequence."""
     before = jnp.broadcast_to(segment_ids[:, :1], (segment_ids.shape[0], state_length))
     return jnp.concatenate([before, segment_ids], axis=1)
 
 
-def _same_sequence(segment_ids: Array, ids: Array) -> Array:
-    """As :func:`_reference_same_sequence`, where `ids` also holds the ids of the W - 1 previous inputs."""
-    length = segment_ids.shape[1]
-    state_length = ids.shape[1] - length
+def _reference_same_sequence(segment_ids: Array, *, width: int, ids: Array | None = None) -> tuple[Array]:
+    """For each input of ``[B, L]``, bit j says whether the input j steps back belongs to the same sequence.
+
+    `ids` are the ids preceded by those of the W - 1 inputs before them. Default: the ids of the first sequence.
+    """
     same_sequence = jnp.zeros(segment_ids.shape, jnp.uint8)
-    for steps_back in range(state_length + 1):
-        start = state_length - steps_back
-        is_same = jax.lax.slice_in_dim(ids, start, start + length, axis=1) == segment_ids
+    if 0 in segment_ids.shape:
+        return (same_sequence,)
+    ids = _ids_with_history(segment_ids, width - 1) if ids is None else ids
+    for steps_back in range(width):
+        start = width - 1 - steps_back
+        is_same = jax.lax.slice_in_dim(ids, start, start + segment_ids.shape[1], axis=1) == segment_ids
         same_sequence |= is_same.astype(jnp.uint8) << steps_back
-    return same_sequence
+    return (same_sequence,)
 
 
 def _with_history(x: Array, initial_state: Array | None, state_length: int, channels_last: bool) -> Array:
@@ -633,7 +630,8 @@ def _shard_same_sequence(kernel: ShardKernel, axes: ShardAxes, segment_ids: Arra
     if not (time_axes := axes.get("time", ())):
         return kernel(segment_ids)
     before = _from_shard_before(segment_ids[:, 1 - width :], segment_ids[:, :1], time_axes)
-    return (_same_sequence(segment_ids, jnp.concatenate([before, segment_ids], axis=1)),)
+    ids = jnp.concatenate([before, segment_ids], axis=1)
+    return _reference_same_sequence(segment_ids, width=width, ids=ids)
 
 
 def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool) -> list[Any]:
@@ -641,15 +639,12 @@ def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool) -> list[Any]
     return [x.dtype, wide, wide, *([x.dtype] if has_initial_state else [])]
 
 
-def _plan_parameters(
-    x: Any, weight: Any, *others: Any, channels_last: bool, silu: bool, **presence: bool
-) -> dict[str, int]:
-    channels, width = weight.shape
+def _plan_parameters(x: Any, weight: Any, *_: Any, channels_last: bool, silu: bool, **presence: bool) -> dict[str, int]:
     return {
         "examples": x.shape[0],
-        "channels": channels,
+        "channels": weight.shape[0],
         "length": x.shape[_time_axis(channels_last)],
-        "width": width,
+        "width": weight.shape[1],
         "channels_last": channels_last,
         "silu": silu,
         **{name: presence.get(name, False) for name in ("has_initial_state", "has_same_sequence", "has_d_final_state")},
@@ -657,15 +652,8 @@ def _plan_parameters(
     }
 
 
-def _update_plan_parameters(x: Any, state: Any, weight: Any, *others: Any, **params: Any) -> dict[str, int]:
-    return _plan_parameters(x, weight, **params) | {"state_length": state.shape[2]}
-
-
-def _limit_of_width(weight: Any) -> str | None:
+def _limit_of_width(x: Any, weight: Any, *_: Any) -> str | None:
     return f"the filter has more than {MAX_WIDTH} taps" if weight.shape[1] > MAX_WIDTH else None
-
-
-_common = {"dtypes": FLOATING_DTYPES, "guarantee": accumulated, "independent_dims": ("example", "channel")}
 
 
 def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> dict[str, int]:
@@ -674,7 +662,23 @@ def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> di
     return {"time": sizes["time"] if has_same_sequence and sizes["tap"] > MAX_WIDTH else sizes["tap"] - 1}
 
 
-_split_over_time = {"replicated_dims": ("tap", "state"), "min_shard_sizes": _min_shard_sizes}
+def _operands(*required: str) -> Callable[..., NamedDimensions]:
+    return lambda *, channels_last, **presence: _dimensions(_names(required, presence), channels_last)
+
+
+_of_all: Any = {
+    "attributes": ("channels_last", "silu", "has_bias"),
+    "dtypes": FLOATING_DTYPES,
+    "guarantee": accumulated,
+    "independent_dims": ("example", "channel"),
+}
+_of_sequences: Any = _of_all | {
+    "attributes": (*_of_all["attributes"], "has_initial_state", "has_same_sequence"),
+    "plan_parameters": _plan_parameters,
+    "limit": _limit_of_width,
+    "replicated_dims": ("tap", "state"),
+    "min_shard_sizes": _min_shard_sizes,
+}
 
 # An op of its own, because XLA would all-gather the ids if time is split.
 SAME_SEQUENCE = Op(
@@ -695,59 +699,48 @@ SAME_SEQUENCE = Op(
 # gradients of up to 8 steps 0.4.
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
-    operands=lambda *, channels_last, **presence: _dimensions(_names(("x", "weight"), presence), channels_last),
+    operands=_operands("x", "weight"),
     results=lambda *, channels_last: _dimensions(["y"], channels_last),
     reference=_reference_convolution,
-    attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence"),
-    plan_parameters=_plan_parameters,
     xla_rules=(
         on_gpu("XLA fuses the convolution with its neighbours", fused),
         on_gpu("inputs stay in the L2 cache, where XLA's fusion is as fast", at_most(bytes=16 * MB)),
     ),
-    limit=lambda x, weight, *_: _limit_of_width(weight),
     shard_program=_shard_forward,
-    **_split_over_time,
-    **_common,
+    **_of_sequences,
 )
 
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",
-    operands=lambda *, channels_last, **presence: _dimensions(
-        _names(("x", "weight", "d_output"), presence), channels_last
-    ),
+    operands=_operands("x", "weight", "d_output"),
     results=lambda *, channels_last, has_initial_state: _dimensions(
         ["dx", "dweight", "dbias", *["d_initial_state"] * has_initial_state], channels_last
     ),
     result_dtypes=_backward_dtypes,
     reference=_reference_backward,
-    attributes=("channels_last", "silu", "has_bias", "has_initial_state", "has_same_sequence", "has_d_final_state"),
-    plan_parameters=_plan_parameters,
     reduction_dims=("example", "time"),
     xla_rules=(
         on_gpu("the gradient of a single step is elementwise", at_most(time=1)),
         on_gpu("launch-bound: the kernel adds up weights in a second launch", at_most(bytes=MB)),
         on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
     ),
-    limit=lambda x, weight, *_: _limit_of_width(weight),
     shard_program=_shard_backward,
-    **_split_over_time,
-    **_common,
+    **_of_sequences | {"attributes": (*_of_sequences["attributes"], "has_d_final_state")},
 )
 
 CAUSAL_CONV1D_UPDATE = Op(
     name="causal_conv1d_update",
-    operands=lambda *, channels_last, **presence: _dimensions(
-        _names(("x", "state", "weight"), presence), channels_last
-    ),
+    operands=_operands("x", "state", "weight"),
     results=lambda *, channels_last: _dimensions(["y", "new_state"], channels_last),
     reference=_reference_update,
-    attributes=("channels_last", "silu", "has_bias"),
-    plan_parameters=_update_plan_parameters,
-    limit=lambda x, state, weight, *_: _limit_of_width(weight),
+    plan_parameters=lambda x, state, *others, **params: (
+        _plan_parameters(x, *others, **params) | {"state_length": state.shape[2]}
+    ),
+    limit=lambda x, state, *others: _limit_of_width(x, *others),
     xla_rules=(on_gpu("XLA fuses a step with its neighbours", fused),),
     replicated_dims=("time", "tap", "state"),
     in_place={1: 1},
-    **_common,
+    **_of_all,
 )
 
 
@@ -762,8 +755,14 @@ class _Params(NamedTuple):
     silu: bool
     returns_state: bool = False
 
-    def of_op(self) -> dict[str, bool]:
-        return {"channels_last": self.channels_last, "silu": self.silu}
+
+def _call_with(params: _Params, op: Op, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
+    return _call(op, arrays, channels_last=params.channels_last, silu=params.silu)
+
+
+def _with_residuals(primal: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """The forward pass of a function whose residuals are its arguments."""
+    return lambda params, **arrays: (primal(params, **arrays), arrays)
 
 
 def _gradients(
@@ -775,11 +774,11 @@ def _gradients(
     """
     d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
     arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
-    return dict(zip(GRADIENTS, _call(CAUSAL_CONV1D_BACKWARD, arrays, **params.of_op()), strict=False))
+    return dict(zip(GRADIENTS, _call_with(params, CAUSAL_CONV1D_BACKWARD, arrays), strict=False))
 
 
 def _primal(params: _Params, **arrays: Any) -> Array | tuple[Array, Array]:
-    [y] = _call(CAUSAL_CONV1D, arrays, **params.of_op())
+    [y] = _call_with(params, CAUSAL_CONV1D, arrays)
     if not params.returns_state:
         return y
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]
@@ -788,25 +787,17 @@ def _primal(params: _Params, **arrays: Any) -> Array | tuple[Array, Array]:
     return map_together((y, state), [array for array in arrays.values() if array is not None])
 
 
-def _forward(params: _Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-    return _primal(params, **arrays), arrays
-
-
 def _backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
     d_output, d_final_state = cotangents if params.returns_state else (cotangents, None)
     return _gradients(params, arrays, d_output, d_final_state)
 
 
-_convolution = KernelVjp("causal_conv1d", _primal, _forward, _backward)
+_convolution = KernelVjp("causal_conv1d", _primal, _with_residuals(_primal), _backward)
 
 
 def _update_primal(params: _Params, **arrays: Any) -> tuple[Array, Array]:
-    y, new_state = _call(CAUSAL_CONV1D_UPDATE, arrays, **params.of_op())
+    y, new_state = _call_with(params, CAUSAL_CONV1D_UPDATE, arrays)
     return y, new_state
-
-
-def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    return _update_primal(params, **arrays), arrays
 
 
 def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
@@ -839,7 +830,7 @@ def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[
     return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
 
-_update = KernelVjp("causal_conv1d_update", _update_primal, _update_forward, _update_backward)
+_update = KernelVjp("causal_conv1d_update", _update_primal, _with_residuals(_update_primal), _update_backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -872,11 +863,9 @@ def _canonicalize(
     channel_axis, time_axis = (2, 1) if channels_last else (1, 2)
     examples, channels, length = (x.shape[axis] for axis in (0, channel_axis, time_axis))
     _check_parameter_dtype(name, "weight", weight, x)
+    fits_x = f"to fit x of shape {layout} = {x.shape}"
     if weight.ndim != 2 or weight.shape[0] != channels:
-        raise ValueError(
-            f"{name}: weight must have shape [C, W] = ({channels}, W) to fit x of shape {layout} = {x.shape}, "
-            f"got {weight.shape}"
-        )
+        raise ValueError(f"{name}: weight must have shape [C, W] = ({channels}, W) {fits_x}, got {weight.shape}")
     width = weight.shape[1]
     if width == 0:
         raise ValueError(f"{name}: weight must have shape [C, W] with W >= 1, got {weight.shape}")
@@ -884,17 +873,20 @@ def _canonicalize(
         bias = as_array(name, "bias", bias)
         _check_parameter_dtype(name, "bias", bias, x)
         if bias.shape != (channels,):
-            raise ValueError(
-                f"{name}: bias must have shape [C] = ({channels},) to fit x of shape {layout} = {x.shape}, "
-                f"got {bias.shape}"
-            )
-    params = _Params(channels_last, _is_silu(name, activation))
+            raise ValueError(f"{name}: bias must have shape [C] = ({channels},) {fits_x}, got {bias.shape}")
+    if activation is not None and not (isinstance(activation, str) and activation in ("silu", "swish")):
+        raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
     if initial_state is not None:
         initial_state = _array_like_x(name, "initial_state", initial_state, x, _state_shape(x, weight))
         initial_state = reshard_as(initial_state, x, (0, channel_axis, None)) if width > 1 else None
     same_sequence = None
     if segment_ids is not None:
-        ids = reshard_as(_checked_ids(name, segment_ids, (examples, length)), x, (0, time_axis))
+        ids = as_array(name, "segment_ids", segment_ids)
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"{name}: segment_ids must have an integer dtype, got {ids.dtype}")
+        if ids.shape != (examples, length):
+            raise ValueError(f"{name}: segment_ids must have shape [B, L] = {examples, length}, got {ids.shape}")
+        ids = reshard_as(ids, x, (0, time_axis))
         if 1 < width <= MAX_WIDTH:
             [same_sequence] = SAME_SEQUENCE(ids, width=width)
         elif width > 1:
@@ -906,7 +898,7 @@ def _canonicalize(
         "initial_state": initial_state,
         "same_sequence": same_sequence,
     }
-    return params, arrays
+    return _Params(channels_last, silu=activation is not None), arrays
 
 
 def _check_parameter_dtype(name: str, argument: str, parameter: Array, x: Array) -> None:
@@ -927,20 +919,3 @@ def _array_like_x(name: str, argument: str, value: ArrayLike, x: Array, shape: t
     if array.shape != shape:
         raise ValueError(f"{name}: {argument} must have shape {shape} to fit x and weight, got {array.shape}")
     return array
-
-
-def _checked_ids(name: str, segment_ids: ArrayLike, shape: tuple[int, int]) -> Array:
-    ids = as_array(name, "segment_ids", segment_ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name}: segment_ids must have an integer dtype, got {ids.dtype}")
-    if ids.shape != shape:
-        raise ValueError(f"{name}: segment_ids must have shape [B, L] = {shape}, got {ids.shape}")
-    return ids
-
-
-def _is_silu(name: str, activation: Activation) -> bool:
-    if activation is None:
-        return False
-    if not isinstance(activation, str) or activation not in ("silu", "swish"):
-        raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
-    return True

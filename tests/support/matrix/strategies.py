@@ -130,9 +130,10 @@ def covering(family: str, platforms: Sequence[str]) -> tuple[list[Case], list[st
 
 def _kind(platform: str, target: str, parameters: Mapping[str, int], strategy: str) -> tuple[Any, ...]:
     """The properties of a call that `missing` checks."""
+    has = tuple(bool(parameters.get(flag)) for flag in PRESENCE)
     if parameters.get("batch", 2) == 1:
-        return platform, target, strategy, "alone"
-    return platform, target, strategy, *(bool(parameters[flag]) for flag in _sharing(tuple(parameters)))
+        return platform, target, strategy, has, "alone"
+    return platform, target, strategy, has, *(bool(parameters[flag]) for flag in _sharing(tuple(parameters)))
 
 
 @functools.cache
@@ -148,14 +149,17 @@ SHARING = [
 ]
 
 
+PRESENCE = ("has_initial_state", "has_same_sequence", "has_d_final_state")
+"""The flags of optional operands. Each strategy must be reached with and without an operand that the target takes."""
+
+
 NOT_AT_ALL = "not reached"
 NOT_ALONE = "not reached with a batch of one element"
 NOT_IN_BATCHES = "not reached with a batch of several elements"
 
 UNREACHABLE = (
-    # Public functions write no empty window, and a gradient of the convolution without any parameter runs no kernel.
+    # Public functions write no empty window.
     ("write_slice*", "nothing", "*"),
-    ("causal_conv1d_backward", "nothing", "*"),
     # Only batches of misaligned elements need access by element. In convolutions, the batch must also share x.
     ("causal_conv1d*", "rows_by_element*", NOT_ALONE),
     ("causal_conv1d*", "rows_by_element*", "* x_is_shared = 0"),
@@ -179,12 +183,15 @@ def missing(platform: str, family: str, asked: Iterable[Asked]) -> list[tuple[st
     for of_platform, target, parameters, strategy in asked:
         if of_platform == platform:
             calls.setdefault((target, strategy), []).append(parameters)
+    flags = {
+        (target, flag) for (target, _), of_all in calls.items() for x in of_all for flag in PRESENCE if x.get(flag)
+    }
     return [
         (target, f"{strategy} is {problem}")
         for target, names in NATIVE_MODULES[platform].strategies().items()
         if family in target
         for strategy in names
-        for problem in _problems(calls.get((target, strategy), []))
+        for problem in _problems(calls.get((target, strategy), []), [x for x in PRESENCE if (target, x) in flags])
         if not _is_unreachable(target, strategy, problem)
     ]
 
@@ -194,7 +201,7 @@ def _is_unreachable(*what: str) -> bool:
     return any(all(map(fnmatch.fnmatchcase, what, known)) for known in UNREACHABLE)
 
 
-def _problems(calls: Sequence[dict[str, int]]) -> Iterator[str]:
+def _problems(calls: Sequence[dict[str, int]], flags: Sequence[str]) -> Iterator[str]:
     if not calls:
         yield NOT_AT_ALL
         return
@@ -207,3 +214,6 @@ def _problems(calls: Sequence[dict[str, int]]) -> Iterator[str]:
         given = {bool(parameters[flag]) for parameters in calls if flag in parameters and parameters["batch"] != 1}
         if given == {True}:
             yield f"not reached with {flag} = 0"
+    for flag in flags:
+        for value in {False, True} - {bool(parameters[flag]) for parameters in calls}:
+            yield f"not reached with {flag} = {int(value)}"
