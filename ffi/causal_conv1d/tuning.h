@@ -5,7 +5,7 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-// Parameters of the time model of a kernel for rows along the length: see RowsPlan.
+// Parameters of the time model of a kernel for rows along the length: see PlanRows.
 struct RowsChoice {
   int blocks_at_once;        // resident blocks per multiprocessor
   double steps_to_start;     // fixed cost of a tile, in steps
@@ -13,7 +13,7 @@ struct RowsChoice {
   double slowness[4];        // relative time of groups of 32, 16, 8, 4 threads: narrow ones access less memory at once
 };
 
-// Parameters of the time model of a channels-last kernel: see ChannelsLastPlan.
+// Parameters of the time model of a channels-last kernel: see PlanChannelsLast.
 struct RunChoice {
   int min_run, max_run;  // times per run
   int blocks_at_once;    // resident blocks per multiprocessor
