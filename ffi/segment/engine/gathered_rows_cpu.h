@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "ffi/segment/engine/rows_cpu.h"
 
@@ -72,7 +73,7 @@ JB_AVX2 void CopyNarrowRows(const RowBlock block, const EdgesOfBatch<Bits> edges
         __builtin_prefetch(row + width - 1);  // the row may straddle two cache lines
       }
       const Bits* const from = edges.rows + NearestRow(edges.gather_ids[block.offsets[i]], edges.num_rows) * width;
-      for (int64_t j = 0; j < width; ++j) to[i * width + j] = from[j];
+      std::memcpy(to + i * width, from, static_cast<size_t>(width) * sizeof(Bits));
     }
   });
 }

@@ -21,7 +21,8 @@ constexpr int64_t kMinRowsPerRangeCellRow = 8;  // a range's own cells must also
 constexpr int64_t kMaxRoundedRanges = 64;
 constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
 constexpr int64_t kMinFeatureBytesPerBlock = 256;
-constexpr int64_t kBlockBytes = 16 * 1024;         // cells of segments that are reduced together
+constexpr int64_t kSortedBlockBytes = 16 * 1024;   // cells of segments that are reduced together
+constexpr int64_t kGroupedBlockBytes = 4 * 1024;   // likewise, while wide rows stream through the same cache
 constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // rows and cells per part of the segments
 constexpr int64_t kMaxSegmentParts = 16;           // each part reads all ids
 
@@ -206,9 +207,9 @@ class CellsOfThread {
 };
 
 // The number of segments whose cells stay in the L1 cache together.
-int64_t SegmentsAtOnce(const RowReduction& reduction) {
+int64_t SegmentsAtOnce(const RowReduction& reduction, int64_t block_bytes) {
   const int64_t bytes = std::max<int64_t>(reduction.problem.features, 1) * reduction.type.Bytes();
-  return std::clamp<int64_t>(kBlockBytes / bytes, 1, reduction.problem.segments);
+  return std::clamp<int64_t>(block_bytes / bytes, 1, reduction.problem.segments);
 }
 
 // The number of ranges of rows per batch element. If merging rounds, it depends on shapes only, so that the result does
@@ -299,7 +300,7 @@ bool ForEachPartOfSegments(ffi::ThreadPool& pool, const RowReduction& reduction,
 bool ReduceSorted(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int64_t parts,
                   int32_t* row_counts) {
   const Problem& problem = reduction.problem;
-  const int64_t max_segments = SegmentsAtOnce(reduction);
+  const int64_t max_segments = SegmentsAtOnce(reduction, kSortedBlockBytes);
   const auto reduce = [&](int64_t batch, int64_t part, const CellsOfThread& cells) {
     const int64_t first_id = problem.IdIndex(batch, 0);
     // Parts have equal numbers of rows, rounded up to complete segments.
@@ -353,7 +354,7 @@ bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& re
   const auto reduce = [&](const Block& block, const GroupedRows& grouped) {
     const int64_t width = block.feature_end - block.feature_begin;
     // The results of some features of several segments are not contiguous.
-    const int64_t max_segments = width < problem.features ? 1 : SegmentsAtOnce(reduction);
+    const int64_t max_segments = width < problem.features ? 1 : SegmentsAtOnce(reduction, kGroupedBlockBytes);
     CellsOfThread cells(reduction, row_counts);
     if (!cells.Allocate(max_segments, block.feature_begin, width)) return false;
     for (int64_t begin = block.segment_begin, end; begin < block.segment_end; begin = end) {

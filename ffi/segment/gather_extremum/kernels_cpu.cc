@@ -47,6 +47,19 @@ Plan PlanGatherExtremum(const GatherExtremumCall& call) {
 // Words per edge, with one bit per feature.
 int64_t SelectionWords(const Problem& problem) { return CeilDivide(problem.features, 32); }
 
+// Clears the elements of narrow rows that their edges do not select.
+template <typename C>
+JB_AVX2 void ClearUnselected(const uint32_t* selection, const int32_t* edges, int64_t count, int64_t features,
+                             C* numbers) {
+  DispatchNarrow(features, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = selection[edges[i]];
+      C* const of_edge = numbers + i * width;
+      for (int64_t j = 0; j < width; ++j) of_edge[j] = (bits >> j & 1) != 0 ? of_edge[j] : C{0};
+    }
+  });
+}
+
 // Selected elements of rows (see PlainRows).
 struct SelectedRows {
   const uint32_t* selection;  // [batch, edges, words], one bit per element of a row
@@ -74,14 +87,8 @@ struct SelectedRows {
   }
 
   template <typename C>
-  void Change(const int32_t* of_edges, int64_t count, int64_t row_width, C* numbers) const {
-    DispatchNarrow(row_width, [&](auto width) __attribute__((always_inline)) {
-      for (int64_t i = 0; i < count; ++i) {
-        const uint32_t bits = selection[of_edges[i]];
-        C* const of_edge = numbers + i * width;
-        for (int64_t j = 0; j < width; ++j) of_edge[j] = (bits >> j & 1) != 0 ? of_edge[j] : C{0};
-      }
-    });
+  void Change(const int32_t* of_edges, int64_t count, int64_t width, C* numbers) const {
+    ClearUnselected(selection, of_edges, count, width, numbers);
   }
 };
 

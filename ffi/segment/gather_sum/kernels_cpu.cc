@@ -17,13 +17,13 @@ JB_AVX2 void ScaleNarrowRows(const T* weights, int64_t heads, const int32_t* edg
     const int64_t features = width / heads;
     for (int64_t i = 0; i < count; ++i) {
       const T* const of_edge = weights + edges[i] * heads;
-      if (heads == 1) {
-        for (int64_t j = 0; j < width; ++j) numbers[i * width + j] *= static_cast<C>(*of_edge);
-        continue;
-      }
       for (int64_t head = 0; head < heads; ++head) {
-        for (int64_t j = 0; j < features; ++j) {
-          numbers[i * width + head * features + j] *= static_cast<C>(of_edge[head]);
+        const C weight = static_cast<C>(of_edge[head]);
+        C* const of_head = numbers + i * width + head * features;
+        if (heads == 1) {
+          for (int64_t j = 0; j < width; ++j) of_head[j] *= weight;
+        } else {
+          for (int64_t j = 0; j < features; ++j) of_head[j] *= weight;
         }
       }
     }
