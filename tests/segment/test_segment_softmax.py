@@ -151,3 +151,23 @@ def test_nan_stays_in_its_segment(rng: np.random.Generator, asked_for: str, bad_
         assert np.isnan(np.asarray(result)[is_bad]).all() and np.isfinite(np.asarray(result)[~is_bad]).all()
     dropped = (ids < 0) | (ids >= 5)
     assert_same_bits(np.asarray(d_logits)[dropped], np.zeros((dropped.sum(), 3), np.float32))
+
+
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
+def test_few_rows_of_many_segments(rng: np.random.Generator, is_sorted: bool) -> None:
+    """On CPUs, memory grows with the rows, not with the segments."""
+    segments = 2**31 - 2 if cases.PLATFORM == "cpu" else 10_000_000
+    logits = rng.normal(size=(60, 3)).astype(np.float32)
+    ids = rng.choice([-5, -1, 0, 3, segments // 2, segments - 1, segments, 2**31 - 1], 60).astype(np.int32)
+    if is_sorted:
+        ids.sort()
+    numbers = np.unique(ids, return_inverse=True)[1].astype(np.int32)
+    numbers[(ids < 0) | (ids >= segments)] = -1
+    cotangent = rng.normal(size=logits.shape).astype(np.float32)
+    expected = SOFTMAX.value(logits, numbers, 8)
+    with implementation("kernel"):
+        probabilities = segment_softmax(logits, ids, segments, indices_are_sorted=is_sorted)
+        expected.check(probabilities, "probabilities")
+        gradient = segment_softmax_backward(probabilities, cotangent, ids, segments, indices_are_sorted=is_sorted)
+        of_numbers = segment_softmax_backward(probabilities, cotangent, numbers, 8)
+    np.testing.assert_allclose(gradient, of_numbers, rtol=1e-5, atol=1e-6)

@@ -498,7 +498,39 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const Problem& problem, const Gradi
                         });
 }
 
-bool RunSoftmax(ffi::ThreadPool& pool, const SoftmaxCall& call) {
+// Numbers the segments that have rows, if hardly any has one: memory then grows with the rows, not the segments.
+// Returns the new ids, or null if there is nothing to do or no memory.
+std::unique_ptr<int64_t[]> NumberSegmentsWithRows(SoftmaxCall* call) {
+  constexpr int64_t kSegmentsPerRow = 64;
+  Problem& problem = call->problem;
+  const int64_t num_ids = (problem.ids_are_shared ? 1 : problem.batch) * problem.rows;
+  if (num_ids == 0 || problem.segments / kSegmentsPerRow <= num_ids) return nullptr;
+  const SegmentIds ids(*call);
+  auto numbers = Allocate<int64_t>(num_ids);
+  const auto with_rows = Allocate<int64_t>(num_ids);
+  if (numbers == nullptr || with_rows == nullptr) return nullptr;
+  int64_t* end = with_rows.get();
+  for (int64_t i = 0; i < num_ids; ++i) {
+    if (0 <= ids[i] && ids[i] < problem.segments) *end++ = ids[i];
+  }
+  std::sort(with_rows.get(), end);
+  end = std::unique(with_rows.get(), end);
+  const int64_t num_segments = std::max<int64_t>(end - with_rows.get(), 1);
+  for (int64_t i = 0; i < num_ids; ++i) {  // in the order of the ids, which may be sorted
+    const bool is_beyond = ids[i] >= problem.segments;
+    numbers[i] = ids[i] < 0  ? -1
+                 : is_beyond ? num_segments
+                             : std::lower_bound(with_rows.get(), end, ids[i]) - with_rows.get();
+  }
+  problem.segments = num_segments;
+  call->segment_ids = numbers.get();
+  call->ids_are_64_bit = true;
+  return numbers;
+}
+
+bool RunSoftmax(ffi::ThreadPool& pool, const SoftmaxCall& given) {
+  SoftmaxCall call = given;
+  const auto numbers = NumberSegmentsWithRows(&call);
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
