@@ -34,8 +34,9 @@ def lower(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: 
         _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel:
         operands = _with_unfused_updates(call, ctx, operands)
+    is_plain = not runs_kernel or call.op.program is call.op.reference
     # Programs with partitioned calls cannot be exported.
-    if not runs_kernel and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
+    if is_plain and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
         return _lower_reference(call, ctx, operands)
     if not site.is_split:
         # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.

@@ -11,12 +11,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import in_automatic_mode
-from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
-from jax_baracuda.ops.segment.definitions import IDS, limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.definitions import IDS, ROWS, limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.ids import (
     canonical_edges,
     check_num_segments,
@@ -257,37 +255,36 @@ SEGMENT_ORDER = Op(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows in the order of a plan. Each direction is the gradient of the other; JAX's own gradient would be a scatter-add.
+# Rows in the order of a plan.
 
 
 def permuted(rows: Array, order: Array) -> Array:
     """The rows in this order."""
-    return _permutation(False, rows=rows, order=order)
+    return ROW_PERMUTATION(rows, order, is_inverse=False)[0]
 
 
 def unpermuted(rows: Array, order: Array) -> Array:
     """The inverse of :func:`permuted`."""
-    return _permutation(True, rows=rows, order=order)
+    return ROW_PERMUTATION(rows, order, is_inverse=True)[0]
 
 
-def _move(is_inverse: bool, *, rows: Array, order: Array) -> Array:
-    def take(rows: Array, order: Array) -> tuple[Array]:
-        return (rows.at[order].get(mode="clip", unique_indices=True),)
-
-    def put(rows: Array, order: Array) -> tuple[Array]:
+def _permuted_rows(rows: Array, order: Array, *, is_inverse: bool) -> tuple[Array]:
+    if is_inverse:
         return (jnp.zeros_like(rows).at[order].set(rows, mode="drop", unique_indices=True),)
-
-    move = put if is_inverse else take
-    # An order refers to all rows, so under explicit sharding only the features of the result are split.
-    spec = jax_versions.explicit_spec(jax.typeof(rows))
-    if spec is not None:
-        move = in_automatic_mode(move, jax.typeof(rows), (None, *spec[1:]))
-    return move(rows, order)[0]
+    return (rows.at[order].get(mode="clip", unique_indices=True),)
 
 
-_permutation = KernelVjp(
-    "permutation",
-    _move,
-    lambda is_inverse, *, rows, order: (_move(is_inverse, rows=rows, order=order), order),
-    lambda is_inverse, order, cotangent: {"rows": _permutation(not is_inverse, rows=cotangent, order=order)},
+# The transpose is the inverse, where JAX's own transpose of a gather would be a scatter-add.
+ROW_PERMUTATION = Op(
+    name="row_permutation",
+    operands={"rows": ROWS, "order": IDS},
+    results={"permuted": ROWS},
+    reference=_permuted_rows,
+    program=_permuted_rows,
+    dtypes=FLOATING_DTYPES | INTEGER_DTYPES | {"bool", "complex64", "complex128"},
+    guarantee=EXACT,
+    replicated_dims=IDS,
+    transpose=lambda _, d_permuted, order, *, is_inverse: ROW_PERMUTATION(
+        *d_permuted, order, is_inverse=not is_inverse
+    ),
 )
