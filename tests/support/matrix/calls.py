@@ -205,7 +205,7 @@ def finite_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.d
     if kind < 0.35:
         # Second derivatives have products of six such numbers, which stay in the range of the accumulator. First
         # derivatives within them are rounded to the dtype, which matters in float16.
-        largest = {"float64": 150, "float32": 18, "bfloat16": 18}.get(dtype.name, 2)
+        largest = {"float64": 150, "float32": 18, "bfloat16": 18}.get(dtype.name, 4)
         return np.ldexp(data, rng.integers(-largest, largest + 1)).astype(dtype)
     return data.astype(dtype)
 

@@ -609,6 +609,13 @@ def _elements(x: jax.Array) -> np.ndarray:
     return np.asarray(x) if x.size > 0 else np.empty(x.shape, x.dtype)
 
 
+def _within(x: np.ndarray, largest: float) -> np.ndarray:
+    """The array with smaller finite numbers: products with float32 parameters, and sums over devices, fit float16."""
+    if x.dtype != np.float32:
+        return x
+    return np.where(np.isfinite(x) & (np.abs(x) > largest), np.copysign(np.float32(largest), x), x)
+
+
 def _without_subnormals(x: np.ndarray) -> np.ndarray:
     if not is_floating(x.dtype):
         return x
@@ -677,6 +684,8 @@ class Compiled:
         plan = self.plan
         rng = np.random.default_rng([self.case.seed, 2, number])
         arrays = [x.draw_all(rng, plan.size_of, plan.levels) for x in plan.arrays]
+        if self.case.dtype == "float16":
+            arrays = [_within(x, 16) for x in arrays]
         return [_without_subnormals(x) for x in arrays] if self._loses_subnormals() else arrays
 
     def _loses_subnormals(self) -> bool:
