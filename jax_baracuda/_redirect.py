@@ -132,8 +132,9 @@ def _require_kernel(name: str, rows: Any, ids_shape: tuple[int, ...], num_segmen
         jax.ShapeDtypeStruct((num_rows, *rows.shape[len(ids_shape) :]), rows.dtype),
         jax.ShapeDtypeStruct((num_rows,), jnp.int32),
     )
-    params = {"num_segments": num_segments, "indices_are_sorted": is_sorted}
-    decision = decide(OpCall(OPS[name], types, params), Site("cuda", fuses=True))
+    op = OPS[name]
+    params = {"num_segments": num_segments, "indices_are_sorted": is_sorted, **op.targets[name]}
+    decision = decide(OpCall(op, types, params), Site("cuda", fuses=True))
     _require(decision.implementation == "kernel", f"{decision.reason} (segments and rows of {rows.dtype} on a GPU)")
 
 

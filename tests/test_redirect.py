@@ -678,3 +678,16 @@ def test_small_maxima_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, backend: 
         with redirect() as report:
             jax.eval_shape(lambda x, i: jax.ops.segment_max(x, i, 1000), data, ids)
         assert (report.redirected.total(), report.kept.total()) == ((0, 1) if is_left else (1, 0)), report
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_decisions_for_gpus(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, name: str) -> None:
+    """The choice that a GPU would make is made for each function. Without its kernels, JAX serves the call."""
+    cases.use_rules(monkeypatch)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    data, ids = problem(rng)
+    function = getattr(jax.ops, name)
+    expected = function(data, ids, NUM_SEGMENTS)
+    with redirect() as report:
+        np.testing.assert_allclose(function(data, ids, NUM_SEGMENTS), expected, rtol=1e-6)
+    assert report.redirected.total() + report.kept.total() == 1
