@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jax_baracuda._core.functions import with_fixed, with_named
+from jax_baracuda._core.functions import resolved, with_fixed, with_named
 
 if TYPE_CHECKING:
     from jax_baracuda._core.op import Dimensions, NamedDimensions, Op, ShapeAndDtype
@@ -112,9 +112,7 @@ def _derivative(
     """
 
     def of_op(params: Mapping[str, Any]) -> tuple[list[Dimensions], list[Dimensions]]:
-        operands, all_results = (
-            list((with_named(of, params)() if callable(of) else of).values()) for of in (op.operands, op.results)
-        )
+        operands, all_results = (list(resolved(of, params).values()) for of in (op.operands, op.results))
         return operands[:num_operands], all_results
 
     def own_operands(**params: Any) -> NamedDimensions:

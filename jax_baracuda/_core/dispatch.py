@@ -8,10 +8,10 @@ comment beside it gives the measurement.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jax_baracuda._core.functions import keyword_names
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def decide(call: OpCall, site: Site) -> Decision:
 
 def _adds_up(op: Op) -> bool:
     """Whether the op's guarantee depends on the param `deterministic`. Gradients that gather only pass the param on."""
-    return callable(op.guarantee) and "deterministic" in inspect.signature(op.guarantee).parameters
+    return callable(op.guarantee) and "deterministic" in (keyword_names(op.guarantee) or ())
 
 
 def program_of(call: OpCall, platform: str) -> Callable[..., Any] | None:

@@ -13,17 +13,22 @@ from jax.interpreters import ad
 
 def with_named(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
     """A function of a definition, given the params that it names."""
-    names = _params_of(function)
+    names = keyword_names(function)
     return functools.partial(function, **{name: x for name, x in params.items() if names is None or name in names})
 
 
 @functools.cache
-def _params_of(function: Callable[..., Any]) -> frozenset[str] | None:
+def keyword_names(function: Callable[..., Any]) -> frozenset[str] | None:
     """The names of a function's keyword-only arguments; None if it takes any name."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
+
+def resolved(field: Any, params: Mapping[str, Any]) -> Any:
+    """The value of a field of a definition: a field that is a function is called with the params that it names."""
+    return with_named(field, params)() if callable(field) else field
 
 
 def with_fixed(function: Callable[..., Any], operands: Sequence[Any], free: Sequence[int]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from jax_baracuda._core import jax_versions, rules
 from jax_baracuda._core.arrays import element_bits, in_automatic_mode
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Rule
-from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
@@ -333,7 +333,7 @@ class OpCall:
 
     def resolve(self, field: Any) -> Any:
         """The value of a field of the definition: a field that is a function is called with the params."""
-        return self.bound(field)() if callable(field) else field
+        return resolved(field, self.params)
 
     def dims(self, field: Any) -> tuple[str, ...]:
         """The dimensions that a field of the definition names, with "..." written out."""

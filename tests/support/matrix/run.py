@@ -609,7 +609,7 @@ def _elements(x: jax.Array) -> np.ndarray:
     return np.asarray(x) if x.size > 0 else np.empty(x.shape, x.dtype)
 
 
-def _within(x: np.ndarray, largest: float) -> np.ndarray:
+def _bounded(x: np.ndarray, largest: float) -> np.ndarray:
     """The array with smaller finite numbers: products with float32 parameters, and sums over devices, fit float16."""
     if x.dtype != np.float32:
         return x
@@ -685,7 +685,7 @@ class Compiled:
         rng = np.random.default_rng([self.case.seed, 2, number])
         arrays = [x.draw_all(rng, plan.size_of, plan.levels) for x in plan.arrays]
         if self.case.dtype == "float16":
-            arrays = [_within(x, 16) for x in arrays]
+            arrays = [_bounded(x, 16) for x in arrays]
         return [_without_subnormals(x) for x in arrays] if self._loses_subnormals() else arrays
 
     def _loses_subnormals(self) -> bool:
