@@ -29,8 +29,15 @@ class _Batch:
     params: Hashable
     mapped_names: tuple[frozenset[str], ...] = ()
 
-    def maps(self, names: Sequence[str]) -> list[list[bool]]:
-        return [[name in mapped for name in names] for mapped in self.mapped_names]
+    def map(self, function: Callable[..., Any], arrays: Mapping[str, Array]) -> Any:
+        """Maps ``function(params, **arrays)`` over the batch dimensions."""
+        names = tuple(arrays)
+        mapped = [[name in mapped for name in names] for mapped in self.mapped_names]
+
+        def of_positions(*values: Array) -> Any:
+            return function(self.params, **dict(zip(names, values, strict=True)))
+
+        return map_over_batch(of_positions, mapped, *arrays.values())
 
 
 class BatchedVjp:
@@ -74,25 +81,16 @@ class BatchedVjp:
     def __call__(self, params: Hashable, **arrays: Array) -> Array:
         if is_in_both_modes() or not any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
             return self.rules(_Batch(params), **arrays)
-        call = _Call(self, tuple(arrays), params, current_selection())
+        call = _BatchedCall(self, tuple(arrays), params, current_selection())
         return call.bind(*jax_versions.unify_varying(*arrays.values()))[0]
 
     def batched_primal(self, batch: _Batch, **arrays: Array) -> Array:
-        names = tuple(arrays)
-
-        def primal(*arrays: Array) -> Array:
-            return self._primal(batch.params, **dict(zip(names, arrays, strict=True)))
-
-        return map_over_batch(primal, batch.maps(names), *arrays.values())
+        result: Array = batch.map(self._primal, arrays)
+        return result
 
     def _batched_forward(self, batch: _Batch, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-        names = tuple(arrays)
-
-        def forward(*arrays: Array) -> tuple[Array, Mapping[str, Array]]:
-            return self._forward(batch.params, **dict(zip(names, arrays, strict=True)))
-
-        result, residuals = map_over_batch(forward, batch.maps(names), *arrays.values())
-        if not self._keeps_shared(batch.params, names):
+        result, residuals = batch.map(self._forward, arrays)
+        if not self._keeps_shared(batch.params, tuple(arrays)):
             arrays.pop(self._shared)
         return result, {**arrays, **residuals}
 
@@ -133,7 +131,7 @@ def _moved(array: Array, batch_dims: Sequence[int]) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _BatchedCall:
     vjp: BatchedVjp
     names: tuple[str, ...]
     params: Hashable
@@ -161,20 +159,20 @@ class _Call:
 
 
 def _batch_call(
-    arrays: Sequence[Array], axes: Sequence[int | None], *, call: _Call, jaxpr: Any
+    arrays: Sequence[Array], axes: Sequence[int | None], *, call: _BatchedCall, jaxpr: Any
 ) -> tuple[list[Array], list[int]]:
     arrays, _ = with_mapped_dim(arrays, axes)
     return dataclasses.replace(call, num_batch_dims=call.num_batch_dims + 1).bind(*arrays), [0]
 
 
 def _jvp_of_call(
-    primals: Sequence[Array], tangents: Sequence[Any], *, call: _Call, jaxpr: Any
+    primals: Sequence[Array], tangents: Sequence[Any], *, call: _BatchedCall, jaxpr: Any
 ) -> tuple[list[Array], list[Array]]:
     result, tangent = jvp_of_nonzero(call.differentiable, primals, tangents)
     return [result], [tangent]
 
 
-def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _Call, jaxpr: Any) -> list[Any]:
+def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _BatchedCall, jaxpr: Any) -> list[Any]:
     """For a call that is linear in some arrays: transposes the ops in its jaxpr."""
     linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
     function = with_fixed(jax_versions.jaxpr_as_fun(jaxpr), arrays, linear)

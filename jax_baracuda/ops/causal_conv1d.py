@@ -138,8 +138,6 @@ def causal_conv1d(
 
     Gradient: as in :func:`causal_conv1d_backward`, with respect to `x`, `weight`, `bias` and `initial_state`, through y
     and through the final state. Only the arguments are kept for the backward pass.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -240,8 +238,6 @@ def causal_conv1d_update(
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 
     Gradient: with respect to all four arrays, as in :func:`causal_conv1d_backward`.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb

@@ -90,13 +90,13 @@ def reduction_op(
     *,
     results: NamedDimensions | Callable[..., NamedDimensions],
     shard_program: ShardProgram,
-    attributes: tuple[str, ...] = (),
     **fields: Any,
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
     row_dims = ("row",)
     defaults = {
         "sizes": lambda *, num_segments: {"segment": num_segments},
+        "attributes": ("indices_are_sorted",),
         "plan_parameters": plan_parameters,
         "reduction_dims": row_dims,
         "shard_program": of_split_segments(shard_program, results=results, row_dims=row_dims, ids_operand=1),
@@ -106,7 +106,6 @@ def reduction_op(
         name=name,
         operands={"data": ROWS, "segment_ids": IDS},
         results=results,
-        attributes=("indices_are_sorted", *attributes),
         **(defaults | fields),
     )
 

@@ -45,6 +45,7 @@ from jax_baracuda.ops.segment.sum import (
     count_rows,
     gradient_params,
     segment_sum,
+    segment_sum_backward,
     sum_by_plan,
     sum_over_shards,
     sum_params,
@@ -101,7 +102,7 @@ def segment_mean(
 
 
 @selectable
-@described_like(segment_sum)
+@described_like(segment_sum_backward, segment_sum)
 def segment_mean_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -114,14 +115,10 @@ def segment_mean_backward(
 
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment means, a floating dtype.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows
       get 0.
-
-    Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_mean`.
 
     Numerical guarantees: each element is ``d_output`` divided by the exact number of rows, rounded once. Bit-equal from
     run to run.
@@ -187,7 +184,7 @@ SEGMENT_MEAN = reduction_op(
     reference=_reference,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
-    attributes=("deterministic",),
+    attributes=("indices_are_sorted", "deterministic"),
     xla_rules=SUM_RULES,
     shard_program=_shard_program,
     transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(

@@ -216,7 +216,7 @@ def _shard_program(
     minimum, maximum = _RANGES_OF_SUMS[wide.dtype.itemsize]
 
     def by_maxima() -> Array:
-        [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, **call)
+        [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, has_winner=False, **call)
         exponentials = _exponentials(logits, ids, extrema_over_shards(maxima, row_axes, minimum=False))
         denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
         return _normalized(exponentials, ids, denominators, logits.dtype)
@@ -266,7 +266,7 @@ SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
     ),
     dtypes=frozenset({"float32", "float64"}),
     guarantee=sum_guarantee,
-    attributes=("deterministic",),
+    attributes=("indices_are_sorted", "deterministic"),
     shard_program=lambda kernel, axes, *operands: [
         sum_over_axes(x, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else x
         for x in kernel(*operands)

@@ -233,7 +233,7 @@ SEGMENT_SUM = reduction_op(
     reference=_reference,
     dtypes=WIDE_DTYPES,
     guarantee=sum_guarantee,
-    attributes=("deterministic",),
+    attributes=("indices_are_sorted", "deterministic"),
     # Two cores: 0.6 up to 1 MB (9 loops).
     xla_rules=(*SUM_RULES, on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB))),
     shard_program=_shard_program,
