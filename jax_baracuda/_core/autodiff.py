@@ -65,30 +65,30 @@ class KernelVjp:
     def __init__(
         self,
         name: str,
-        primal: Callable[..., Any],
         forward: Callable[..., tuple[Any, Any]],
         backward: Callable[..., Mapping[str, Any]],
         *,
+        primal: Callable[..., Any] | None = None,
         symbolic_zeros: bool = False,
     ):
         """
         Args:
           name: the function's name in JAX's errors.
-          primal: ``(params, **arrays) -> result``
           forward: ``(params, **arrays) -> (result, residuals)``
           backward: ``(params, residuals, cotangent) -> {name: cotangent}``, without arrays that have no tangent space.
             Linear in the cotangent. Its results are cast and resharded to the types of their arrays.
+          primal: ``(params, **arrays) -> result``, if it costs less than `forward`. Default: the result of `forward`.
           symbolic_zeros: whether `backward` takes one more argument: ``{name: type}``, None for arrays that are not
             differentiated. It may omit their cotangents.
         """
-        self._primal = primal
+        self.primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
         self.forward = forward
         self.backward = backward
         self._symbolic_zeros = symbolic_zeros
 
         def function(call: _Call, arrays: Mapping[str, Any]) -> Any:
             with selecting(call.selection):
-                return primal(call.params, **arrays)
+                return self.primal(call.params, **arrays)
 
         function.__name__ = name
         self._in_reverse_mode = jax.custom_vjp(function, nondiff_argnums=(0,))
@@ -102,7 +102,7 @@ class KernelVjp:
         leaves = list(jax_versions.unify_varying(*leaves))
         arrays = jax.tree.unflatten(structure, leaves)
         if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
-            return self._primal(params, **arrays)
+            return self.primal(params, **arrays)
         function = self._in_both_modes if is_in_both_modes() else self._in_reverse_mode
         return function(_Call(params, current_selection()), arrays)
 

@@ -49,31 +49,31 @@ class BatchedVjp:
     def __init__(
         self,
         name: str,
-        primal: Callable[..., Array],
         forward: Callable[..., tuple[Array, Mapping[str, Array]]],
         backward: Callable[..., Mapping[str, Array]],
         *,
+        primal: Callable[..., Array] | None = None,
         shared: str,
         keeps_shared: Callable[[Any, Sequence[str]], bool],
     ):
         """
         Args:
           name: the function's name in JAX's errors.
-          primal: ``(params, **arrays) -> result``
           forward: ``(params, **arrays) -> (result, residuals)``. Arrays of the call become residuals anyway.
           backward: ``(params, num_joined, residuals, cotangent) -> {name: cotangent}``. The first `num_joined`
             dimensions of the cotangent are batch dimensions that do not map `shared`. All other residuals and
             cotangents have these dimensions, too. In a residual, a dimension that does not map it has size 1.
+          primal: as in :class:`KernelVjp`.
           shared: the name of the array with a single gradient.
           keeps_shared: ``(params, names of the arrays) -> bool``: whether `shared` is a residual. All others are.
         """
         self.name = name
-        self._primal = primal
+        self._primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
         self._forward = forward
         self._backward = backward
         self._shared = shared
         self._keeps_shared = keeps_shared
-        self.rules = KernelVjp(name, self.batched_primal, self._batched_forward, self._batched_backward)
+        self.rules = KernelVjp(name, self._batched_forward, self._batched_backward, primal=self.batched_primal)
 
     def __repr__(self) -> str:  # part of every printed jaxpr
         return f"BatchedVjp({self.name})"

@@ -756,11 +756,6 @@ def _call_with(params: _Params, op: Op, arrays: Mapping[str, Array | None]) -> S
     return _call(op, arrays, channels_last=params.channels_last, silu=params.silu)
 
 
-def _with_residuals(primal: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """The forward pass of a function whose residuals are its arguments."""
-    return lambda params, **arrays: (primal(params, **arrays), arrays)
-
-
 def _gradients(
     params: _Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
 ) -> dict[str, Array]:
@@ -773,14 +768,15 @@ def _gradients(
     return dict(zip(GRADIENTS, _call_with(params, CAUSAL_CONV1D_BACKWARD, arrays), strict=False))
 
 
-def _primal(params: _Params, **arrays: Any) -> Array | tuple[Array, Array]:
+def _forward(params: _Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
     [y] = _call_with(params, CAUSAL_CONV1D, arrays)
     if not params.returns_state:
-        return y
+        return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]
     state_length = arrays["weight"].shape[1] - 1
     state = _final_state(*states, state_length=state_length, channels_last=params.channels_last)
-    return map_together((y, state), [array for array in arrays.values() if array is not None])
+    y, state = map_together((y, state), [array for array in arrays.values() if array is not None])
+    return (y, state), arrays
 
 
 def _backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
@@ -788,12 +784,12 @@ def _backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[
     return _gradients(params, arrays, d_output, d_final_state)
 
 
-_convolution = KernelVjp("causal_conv1d", _primal, _with_residuals(_primal), _backward)
+_convolution = KernelVjp("causal_conv1d", _forward, _backward)
 
 
-def _update_primal(params: _Params, **arrays: Any) -> tuple[Array, Array]:
+def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
     y, new_state = _call_with(params, CAUSAL_CONV1D_UPDATE, arrays)
-    return y, new_state
+    return (y, new_state), arrays
 
 
 def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
@@ -826,7 +822,7 @@ def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[
     return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
 
-_update = KernelVjp("causal_conv1d_update", _update_primal, _with_residuals(_update_primal), _update_backward)
+_update = KernelVjp("causal_conv1d_update", _update_forward, _update_backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

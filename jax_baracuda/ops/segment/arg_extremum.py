@@ -29,7 +29,6 @@ from jax_baracuda.ops.segment.definitions import (
     CELLS,
     WIDE_DTYPES,
     Params,
-    first_result,
     index_of_first_row,
     reduction_op,
     row_axes_of,
@@ -123,7 +122,7 @@ def _arg_extremum(call: SegmentCall, minimum: bool) -> Array:
     check_numbered(call.name, "rows", call.ids.shape[0])
     plan = call.plan
     call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).sorted_by_plan()
-    rows = call.reduce(first_result(SEGMENT_ARG_EXTREMUM), call.params(ArgParams, minimum=minimum))
+    rows = call.reduce(_winners, call.params(ArgParams, minimum=minimum))
     if plan is None:
         return rows
     # Within a segment, the plan's order ascends, so its first row is the lowest.
@@ -177,6 +176,10 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 @dataclasses.dataclass(frozen=True)
 class ArgParams(Params):
     minimum: bool
+
+
+def _winners(params: ArgParams, *, data: Array, segment_ids: Array) -> Array:
+    return SEGMENT_ARG_EXTREMUM(data, segment_ids, **vars(params))[0]
 
 
 SEGMENT_ARG_EXTREMUM = reduction_op(

@@ -125,15 +125,6 @@ def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
     return Op(name=name, operands=operands, results={"d_data": ROWS}, dtypes=FLOATING_DTYPES, **(defaults | fields))
 
 
-def first_result(op: Op) -> Callable[..., Array]:
-    """The primal function of a :class:`KernelVjp`: the first result of the op."""
-
-    def primal(params: Params, *, data: Array, segment_ids: Array) -> Array:
-        return op(data, segment_ids, **vars(params))[0]
-
-    return primal
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The program of one shard, for rows (or edges) or segments that are split over devices.
 

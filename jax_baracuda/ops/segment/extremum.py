@@ -1010,4 +1010,6 @@ def _gradient(params: ExtremumParams, residuals: tuple[Array, ...], d_output: Ar
     return {"data": d_data}
 
 
-_segment_max, _segment_min = (KernelVjp(name, _primal, _forward, _gradient) for name in ("segment_max", "segment_min"))
+_segment_max, _segment_min = (
+    KernelVjp(name, _forward, _gradient, primal=_primal) for name in ("segment_max", "segment_min")
+)

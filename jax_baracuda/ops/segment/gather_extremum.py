@@ -191,6 +191,13 @@ def _gradient(
 
 
 _gather_segment_max, _gather_segment_min = (
-    BatchedVjp(name, _primal, _forward, _gradient, shared="data", keeps_shared=lambda params, _: not params.first_wins)
+    BatchedVjp(
+        name,
+        _forward,
+        _gradient,
+        primal=_primal,
+        shared="data",
+        keeps_shared=lambda params, _: not params.first_wins,
+    )
     for name in ("gather_segment_max", "gather_segment_min")
 )

@@ -229,22 +229,14 @@ def divided_by_counts(
     return quotients
 
 
-def _mean_rows(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Sequence[Array]:
-    """The means, added in the order of the plan if there is one, and the numbers of rows."""
+def _forward(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, Array]]:
     if not plan:
-        return SEGMENT_MEAN(data, segment_ids, **vars(params))
-    total = sum_by_plan(data, **plan, num_segments=params.num_segments, is_wide=True)
-    count = count_rows(plan["sorted_ids"], params.num_segments, indices_are_sorted=True)
-    return divided_by_counts(total, count).astype(data.dtype), count
-
-
-def _primal(params: SumParams, **arrays: Array) -> Array:
-    return _mean_rows(params, **arrays)[0]
-
-
-def _forward(params: SumParams, **arrays: Array) -> tuple[Array, tuple[Array, Array]]:
-    output, count = _mean_rows(params, **arrays)
-    return output, (count, arrays["segment_ids"])
+        output, count = SEGMENT_MEAN(data, segment_ids, **vars(params))
+    else:
+        total = sum_by_plan(data, **plan, num_segments=params.num_segments, is_wide=True)
+        count = count_rows(plan["sorted_ids"], params.num_segments, indices_are_sorted=True)
+        output = divided_by_counts(total, count).astype(data.dtype)
+    return output, (count, segment_ids)
 
 
 def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
@@ -252,4 +244,4 @@ def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array
     return {"data": d_data}
 
 
-_segment_mean = KernelVjp("segment_mean", _primal, _forward, _backward)
+_segment_mean = KernelVjp("segment_mean", _forward, _backward)

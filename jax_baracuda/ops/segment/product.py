@@ -406,10 +406,6 @@ out of range where its product with a tangent is in range."""
 # Derivative rules.
 
 
-def _primal(params: Params, *, data: Array, segment_ids: Array) -> Array:
-    return SEGMENT_PROD(data, segment_ids, **vars(params), has_residual=False)[0]
-
-
 def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
     output, mantissa, packed = SEGMENT_PROD(data, segment_ids, **vars(params), has_residual=True)
     # The gradient depends on the data directly and through the residual; its derivative by `data` covers both.
@@ -421,4 +417,9 @@ def _backward(params: Params, residuals: tuple[Array, ...], d_output: Array) -> 
     return {"data": d_data}
 
 
-_segment_prod = KernelVjp("segment_prod", _primal, _forward, _backward)
+_segment_prod = KernelVjp(
+    "segment_prod",
+    _forward,
+    _backward,
+    primal=lambda params, *, data, segment_ids: SEGMENT_PROD(data, segment_ids, **vars(params), has_residual=False)[0],
+)

@@ -30,7 +30,6 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
     SumParams,
-    first_result,
     limit_of_32_bits,
     plan_parameters,
     reduction_op,
@@ -306,11 +305,9 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
 # ----------------------------------------------------------------------------------------------------------------------
 # Derivative rules.
 
-_primal = first_result(SEGMENT_SOFTMAX)
-
 
 def _forward(params: SumParams, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    probabilities = _primal(params, data=data, segment_ids=segment_ids)
+    [probabilities] = SEGMENT_SOFTMAX(data, segment_ids, **vars(params))
     return probabilities, (probabilities, segment_ids)
 
 
@@ -320,4 +317,4 @@ def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array
     return {"data": d_logits}
 
 
-_segment_softmax = KernelVjp("segment_softmax", _primal, _forward, _backward)
+_segment_softmax = KernelVjp("segment_softmax", _forward, _backward)

@@ -489,14 +489,10 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
     )[0]
 
 
-def _primal(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
-    if not plan:
-        return SEGMENT_SUM(data, segment_ids, **vars(params))[0]
-    return sum_by_plan(data, **plan, num_segments=params.num_segments)
-
-
-def _forward(params: SumParams, **arrays: Array) -> tuple[Array, Array]:
-    return _primal(params, **arrays), arrays["segment_ids"]
+def _forward(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
+    if plan:
+        return sum_by_plan(data, **plan, num_segments=params.num_segments), segment_ids
+    return SEGMENT_SUM(data, segment_ids, **vars(params))[0], segment_ids
 
 
 def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[str, Array]:
@@ -504,4 +500,4 @@ def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[st
     return {"data": d_data}
 
 
-_segment_sum = KernelVjp("segment_sum", _primal, _forward, _backward)
+_segment_sum = KernelVjp("segment_sum", _forward, _backward)
