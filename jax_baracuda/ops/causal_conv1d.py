@@ -153,8 +153,8 @@ def causal_conv1d(
     return _convolution(params._replace(returns_state=bool(return_final_state)), **arrays)
 
 
-@described_like(causal_conv1d)
 @selectable
+@described_like(causal_conv1d)
 def causal_conv1d_backward(
     d_output: ArrayLike,
     x: ArrayLike,
@@ -210,9 +210,9 @@ def causal_conv1d_backward(
     return dx, dweight, dbias, gradients.get("initial_state", jnp.zeros(state_shape, x.dtype))
 
 
-@described_like(causal_conv1d)
 @selectable
 @with_twin
+@described_like(causal_conv1d)
 def causal_conv1d_update(
     x: ArrayLike,
     state: ArrayLike,

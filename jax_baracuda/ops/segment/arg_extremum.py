@@ -31,7 +31,6 @@ from jax_baracuda.ops.segment.definitions import (
     Params,
     index_of_first_row,
     reduction_op,
-    row_axes_of,
 )
 from jax_baracuda.ops.segment.extremum import (
     extrema_of_segments,
@@ -158,7 +157,7 @@ def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool) -> 
 
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, minimum: bool) -> tuple[Array]:
     [row] = kernel(data, ids)
-    row_axes = row_axes_of(axes)
+    row_axes = axes.get("row", ())
     if not row_axes:
         return (row,)
     num_rows, num_all_rows = ids.shape[0], jax.lax.psum(ids.shape[0], row_axes)

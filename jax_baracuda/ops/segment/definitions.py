@@ -132,11 +132,6 @@ ShardProgram = Callable[..., Sequence[Array]]
 """``(kernel, axes, *operands, **params) -> results``: see :attr:`jax_baracuda._core.op.Op.shard_program`."""
 
 
-def row_axes_of(axes: ShardAxes) -> MeshAxes:
-    """The mesh axes that split the rows, in the program of one shard."""
-    return axes.get("row", ())
-
-
 def index_of_first_row(segment_ids: Array, row_axes: Sequence[str]) -> Array:
     """The global index of this shard's first row."""
     return (jax.lax.axis_index(row_axes) * segment_ids.shape[0]).astype(jnp.int32)

@@ -74,7 +74,6 @@ from jax_baracuda.ops.segment.definitions import (
     of_split_segments,
     plan_parameters,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.edges import (
@@ -312,7 +311,7 @@ def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
     over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(minimum, cells)
-    return call.reduce(_segment_min if minimum else _segment_max, params, over_buckets)
+    return call.reduce(_rules[minimum], params, over_buckets)
 
 
 def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
@@ -320,7 +319,7 @@ def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: T
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
     params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
-    return call.gradient(_segment_min if minimum else _segment_max, params, d_output)
+    return call.gradient(_rules[minimum], params, d_output)
 
 
 def first_gets_all(name: str, tie_break: str) -> bool:
@@ -519,11 +518,10 @@ def _reference_of_edges(
 ) -> tuple[Array, ...]:
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
     output, *winners = with_named(_reference, params)(rows, segment_ids)
-    for order in edge_order:  # winners number the edges in their original order
-        winners = [
-            jnp.where(x >= 0, jnp.take(order, x, axis=0, mode="clip"), x) if x.size > 0 and order.size > 0 else x
-            for x in winners
-        ]
+    if edge_order and output.size > 0 and edge_order[0].size > 0:
+        [winner] = winners
+        # Winners number the edges in their original order.
+        winners = [jnp.where(winner >= 0, jnp.take(edge_order[0], winner, axis=0, mode="clip"), winner)]
     return output, *winners
 
 
@@ -634,7 +632,7 @@ def _shard_reduce(
 def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, d_output: Array, winner: Array, ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
-    if row_axes := row_axes_of(axes):
+    if row_axes := axes.get("row", ()):
         winner = _own_winners(winner, ids, row_axes)
     return kernel(d_output, winner, ids, *data_and_output)
 
@@ -643,7 +641,7 @@ def _shard_of_winners(
     kernel: ShardKernel, axes: ShardAxes, d_data: Array, winner: Array, ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
     """Adds up the shards' cells in the accumulation dtype, rounded once."""
-    row_axes = row_axes_of(axes)
+    row_axes = axes.get("row", ())
     if not row_axes:
         return kernel(d_data, winner, ids, *data_and_output)
     winner = _own_winners(winner, ids, row_axes)
@@ -887,7 +885,6 @@ def _backward_of_longer_rows(*operands: Array, **params: Any) -> Sequence[Array]
     return with_longer_rows(GATHER_SEGMENT_EXTREMUM_BACKWARD, operands, padded, **params)
 
 
-_UNSORTED_EDGES = on_gpu("the kernel takes sorted edges only", unsorted)
 _UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
 
 # H100, time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (48 and 24 loops). Two cores: gradients of single
@@ -906,7 +903,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
         on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
     ),
     programs={
-        _UNSORTED_EDGES: _reduce_sorted,
+        on_gpu("the kernel takes sorted edges only", unsorted): _reduce_sorted,
         _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(GATHER_SEGMENT_EXTREMUM, operands, **params),
     },
     dtypes=FLOATING_DTYPES,
@@ -1010,6 +1007,7 @@ def _gradient(params: ExtremumParams, residuals: tuple[Array, ...], d_output: Ar
     return {"data": d_data}
 
 
-_segment_max, _segment_min = (
-    KernelVjp(name, _forward, _gradient, primal=_primal) for name in ("segment_max", "segment_min")
-)
+_rules = {
+    minimum: KernelVjp(name, _forward, _gradient, primal=_primal)
+    for minimum, name in ((False, "segment_max"), (True, "segment_min"))
+}

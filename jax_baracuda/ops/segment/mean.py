@@ -34,7 +34,6 @@ from jax_baracuda.ops.segment.definitions import (
     SumParams,
     gradient_op,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
@@ -167,7 +166,7 @@ def _reference_backward(d_output: Array, count: Array, ids: Array) -> tuple[Arra
 
 
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
-    if not row_axes_of(axes):
+    if not axes.get("row", ()):
         return kernel(data, ids)
     total = sum_over_shards(axes, data, ids, **params)
     count = sum_over_shards(axes, jnp.ones(ids.shape, jnp.int32), ids, **params)

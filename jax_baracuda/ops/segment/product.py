@@ -41,7 +41,6 @@ from jax_baracuda.ops.segment.definitions import (
     merge_over_shards,
     product_guarantee,
     reduction_op,
-    row_axes_of,
 )
 from jax_baracuda.ops.segment.extended_product import (
     ExtendedProduct,
@@ -318,7 +317,7 @@ def _product_of_shards(mantissas: Array, packed: Array) -> ExtendedProduct:
 def _shard_program(
     kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, has_residual: bool
 ) -> Sequence[Array]:
-    row_axes, segment_axes = row_axes_of(axes), axes.get("segment", ())
+    row_axes, segment_axes = axes.get("row", ()), axes.get("segment", ())
     if not row_axes:
         return kernel(data, ids)
     if not has_exponent(data.dtype):
@@ -346,7 +345,7 @@ def _shard_terms(
 ) -> Sequence[Array]:
     """Complex numbers have no residual, so each device multiplies by the products of the other devices' rows."""
     [terms] = kernel(factors, mantissa, packed, data, ids)
-    row_axes = row_axes_of(axes)
+    row_axes = axes.get("row", ())
     if not row_axes or has_exponent(data.dtype):
         return (terms,)
     products = jax.lax.all_gather(_product_in_pairs(data, ids, mantissa.shape[0]), row_axes)

@@ -33,7 +33,6 @@ from jax_baracuda.ops.segment.definitions import (
     limit_of_32_bits,
     plan_parameters,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
     sum_over_axes,
 )
@@ -207,7 +206,7 @@ def _shard_program(
     indices_are_sorted: bool,
     deterministic: bool,
 ) -> Sequence[Array]:
-    row_axes = row_axes_of(axes)
+    row_axes = axes.get("row", ())
     if not row_axes:
         return kernel(logits, ids)
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
@@ -236,7 +235,7 @@ sums are in range, and the devices need not compute and exchange maxima."""
 def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, probabilities: Array, d_output: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
-    if not row_axes_of(axes):
+    if not axes.get("row", ()):
         return kernel(probabilities, d_output, ids)
     means = sum_over_shards(axes, _weighted_cotangents(probabilities, d_output), ids, **params)
     return (_softmax_gradient(probabilities, d_output, ids, means),)
@@ -267,7 +266,7 @@ SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
     guarantee=sum_guarantee,
     attributes=("indices_are_sorted", "deterministic"),
     shard_program=lambda kernel, axes, *operands: [
-        sum_over_axes(x, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else x
+        sum_over_axes(x, axes.get("row", ()), axes.get("segment", ())) if axes.get("row", ()) else x
         for x in kernel(*operands)
     ],
 )

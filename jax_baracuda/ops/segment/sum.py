@@ -51,7 +51,6 @@ from jax_baracuda.ops.segment.definitions import (
     of_split_segments,
     plan_parameters,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
     sum_over_axes,
 )
@@ -200,13 +199,15 @@ def _reference_backward(d_output: Array, ids: Array) -> tuple[Array]:
 
 
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
-    return (sum_over_shards(axes, data, ids, **params).astype(data.dtype),) if row_axes_of(axes) else kernel(data, ids)
+    if not axes.get("row", ()):
+        return kernel(data, ids)
+    return (sum_over_shards(axes, data, ids, **params).astype(data.dtype),)
 
 
 def sum_over_shards(axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Array:
     """The sums over all shards, in the accumulation dtype: one shard's sum may overflow where the total does not."""
     [local] = SEGMENT_SUM.kernel(data.astype(accumulation_dtype(data.dtype)), ids, **params)
-    return sum_over_axes(local, row_axes_of(axes), axes.get("segment", ()))
+    return sum_over_axes(local, axes.get("row", ()), axes.get("segment", ()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
