@@ -7,6 +7,7 @@ and JAX adds them up. Here ``vmap`` adds dimensions to the arrays before the rul
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -143,19 +144,18 @@ class _BatchedCall:
         return _call_p.bind(*arrays, call=self, jaxpr=jaxpr)
 
     def primal(self, *arrays: Array) -> Array:
-        with selecting(self.selection):
-            return self.vjp.batched_primal(self._batch(arrays), **dict(zip(self.names, arrays, strict=True)))
+        return self._run(self.vjp.batched_primal, arrays)
 
     def differentiable(self, *arrays: Array) -> Array:
-        with selecting(self.selection):
-            return self.vjp.rules(self._batch(arrays), **dict(zip(self.names, arrays, strict=True)))
+        return self._run(self.vjp.rules, arrays)
 
-    def _batch(self, arrays: Sequence[Array]) -> _Batch:
-        names = (
-            frozenset(name for name, is_mapped in zip(self.names, of_dim, strict=True) if is_mapped)
-            for of_dim in mapped_dims(arrays, self.num_batch_dims)
+    def _run(self, function: Callable[..., Array], arrays: Sequence[Array]) -> Array:
+        mapped_names = (
+            frozenset(itertools.compress(self.names, is_mapped))
+            for is_mapped in mapped_dims(arrays, self.num_batch_dims)
         )
-        return _Batch(self.params, tuple(names))
+        with selecting(self.selection):
+            return function(_Batch(self.params, tuple(mapped_names)), **dict(zip(self.names, arrays, strict=True)))
 
 
 def _batch_call(

@@ -55,6 +55,7 @@ from jax_baracuda.ops.segment.cells import (
     equal_numbers,
     gather_segments,
     has_ordered_bits,
+    per_row,
     row_numbers,
     xla_max,
     xla_min,
@@ -549,11 +550,10 @@ def _reference_backward_of_edges(
         rows = jnp.zeros_like(gather_ids).at[transposed_order].set(transposed_rows)[edges]
     winners, is_member = gather_segments(winner, segment_ids)
     cotangents, _ = gather_segments(d_winner.astype(accumulation_dtype(d_winner.dtype)), segment_ids)
-    wins = winners == edges.reshape(-1, *[1] * (winners.ndim - 1))
+    wins = winners == per_row(edges, winners)
     if shares_ties:
         data, output = others[-2:]
-        attains = _attains(data, gather_ids, output, segment_ids)
-        wins |= (winners < NO_WINNER) & attains
+        wins |= (winners < NO_WINNER) & _attains(data, gather_ids, output, segment_ids)
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
