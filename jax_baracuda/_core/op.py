@@ -471,8 +471,9 @@ class OpCall:
             return problem
         if not self.has_static_shapes():
             return "its shapes are symbolic"
+        dtypes = self.resolve(op.dtypes)
         for dtype in (self.operands[i].dtype.name for i in (0, *self.linear)):
-            if dtype not in self.resolve(op.dtypes):
+            if dtype not in dtypes:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
