@@ -33,7 +33,7 @@ from jax_baracuda._core.selection import (
 )
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
-from jax_baracuda.ops.write_slice import MAX_AXES, WRITE_SLICE
+from jax_baracuda.ops.write_slice import DTYPES, MAX_AXES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -247,7 +247,7 @@ def _sum_taken(
 def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negative_indices: Any = True) -> Array:
     operand, update = _as_arrays(operand, update)
     dtype, ndim = operand.dtype, operand.ndim
-    _require(dtype.name in WRITE_SLICE.dtypes, f"there is no kernel for dtype {dtype}")
+    _require(dtype.name in DTYPES, f"there is no kernel for dtype {dtype}")
     _require(update.dtype == dtype, f"an update of dtype {update.dtype} of an array of dtype {dtype}")
     _require(ndim <= MAX_AXES, f"the array has more than {MAX_AXES} axes")
     _require_static(*operand.shape, *update.shape)

@@ -15,6 +15,7 @@ from support import cases, recorded
 from support.cases import Expected
 
 from jax_baracuda import precision_guarantee
+from jax_baracuda._core.functions import resolved
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.op import OPS, OpCall
@@ -29,12 +30,15 @@ GATHERED_SUMS = {
 }
 """Kernels that always add in a fixed order. Plain JAX, which may be chosen instead, does not on GPUs."""
 
-EVERY_OP_AND_DTYPE = [(name, dtype) for name in sorted(OPS) for dtype in sorted(OPS[name].dtypes)]
+EVERY_OP_AND_DTYPE = [(name, dtype) for name in sorted(OPS) for dtype in sorted(OPS[name].dtypes_of(name))]
 
 
 def flags_of(name: str) -> list[dict[str, bool]]:
     """Every combination of the flags that the op takes."""
-    taken = {*OPS[name].attributes, *(["deterministic"] if name in GATHERED_SUMS else [])}
+    taken = {
+        *resolved(OPS[name].attributes, OPS[name].targets[name]),
+        *(["deterministic"] if name in GATHERED_SUMS else []),
+    }
     names = [flag for flag in FLAGS if flag in taken]
     return [dict(zip(names, values, strict=True)) for values in itertools.product((False, True), repeat=len(names))]
 
@@ -143,7 +147,9 @@ def test_which_ops_claim_to_be_deterministic(name: str) -> None:
     """All ops claim it, except unsorted floating-point sums on GPUs. These claim it if it is requested."""
     sums = ("segment_sum", "segment_sum_of_exponentials", "segment_mean")
     adds = name in (*sums, "segment_softmax", "segment_softmax_backward", *GATHERED_SUMS)
-    for dtype, platform, flags in itertools.product(sorted(OPS[name].dtypes), KERNEL_PLATFORMS, flags_of(name)):
+    for dtype, platform, flags in itertools.product(
+        sorted(OPS[name].dtypes_of(name)), KERNEL_PLATFORMS, flags_of(name)
+    ):
         guarantee = precision_guarantee(name, dtype, platform, **flags)
         may_vary = adds and platform == "cuda" and cases.is_floating(jnp.dtype(dtype)) and not any(flags.values())
         assert guarantee.deterministic == guarantee.bit_stable_on_same_hardware == (not may_vary)

@@ -26,6 +26,7 @@ from support.handlers import Array, Call
 from support.recorded import BATCH, direct_calls
 from write_slice import reference as windows
 
+from jax_baracuda._core.functions import resolved
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS, OpCall
 
@@ -261,7 +262,7 @@ def why_not(call: Call) -> str | None:
     is_selection = (
         call.target.startswith("where") and dtype not in windows.SUB_BYTE
     )  # any dtype that consists of whole bytes
-    return None if is_selection or dtype in op.dtypes else f"{dtype} has no kernel"
+    return None if is_selection or dtype in op.dtypes_of(call.target) else f"{dtype} has no kernel"
 
 
 def code_of(call: Call) -> str:
@@ -367,7 +368,8 @@ def test_calls_changed_in_one_respect(rng: np.random.Generator, target: str) -> 
     takes_more = target.startswith("write_slice")  # an extra operand may count as an unused start
     for good in {id(call): call for call in (goods[0], goods[-1])}.values():
         batch_dims = {"num_batch_dims"} - ({"num_batch_dims"} if OPS[target].broadcasts else set())
-        assert set(good.attributes) == {*OPS[target].attributes, *batch_dims}
+        attributes_of_op = resolved(OPS[target].attributes, OPS[target].targets[target])
+        assert set(good.attributes) == {*attributes_of_op, *batch_dims}
         for what, call in changed_in_one_respect(good):
             message = run(rng, call)
             if message is None:

@@ -65,30 +65,30 @@ class KernelVjp:
     def __init__(
         self,
         name: str,
-        primal: Callable[..., Any],
         forward: Callable[..., tuple[Any, Any]],
         backward: Callable[..., Mapping[str, Any]],
         *,
+        primal: Callable[..., Any] | None = None,
         symbolic_zeros: bool = False,
     ):
         """
         Args:
           name: the function's name in JAX's errors.
-          primal: ``(params, **arrays) -> result``
           forward: ``(params, **arrays) -> (result, residuals)``
           backward: ``(params, residuals, cotangent) -> {name: cotangent}``, without arrays that have no tangent space.
             Linear in the cotangent. Its results are cast and resharded to the types of their arrays.
+          primal: ``(params, **arrays) -> result``, if it costs less than `forward`. Default: the result of `forward`.
           symbolic_zeros: whether `backward` takes one more argument: ``{name: type}``, None for arrays that are not
             differentiated. It may omit their cotangents.
         """
-        self._primal = primal
+        self.primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
         self.forward = forward
         self.backward = backward
         self._symbolic_zeros = symbolic_zeros
 
         def function(call: _Call, arrays: Mapping[str, Any]) -> Any:
             with selecting(call.selection):
-                return primal(call.params, **arrays)
+                return self.primal(call.params, **arrays)
 
         function.__name__ = name
         self._in_reverse_mode = jax.custom_vjp(function, nondiff_argnums=(0,))
@@ -102,7 +102,7 @@ class KernelVjp:
         leaves = list(jax_versions.unify_varying(*leaves))
         arrays = jax.tree.unflatten(structure, leaves)
         if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
-            return self._primal(params, **arrays)
+            return self.primal(params, **arrays)
         function = self._in_both_modes if is_in_both_modes() else self._in_reverse_mode
         return function(_Call(params, current_selection()), arrays)
 
@@ -145,19 +145,13 @@ class KernelVjp:
         with selecting(call.selection), both_modes():  # JAX may call this outside of the caller's context
             result, residuals = self.forward(call.params, **primals[0])
         results, result_structure = jax.tree.flatten(result)
-        has_tangent = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
         result_types = [jax.typeof(x) for x in results]
         residual_leaves, residual_structure = jax.tree.flatten(residuals)
         num_residuals = len(residual_leaves)  # the closure below is part of jaxprs and must not hold tracers
 
         def pull_back(*operands: jax.Array) -> list[jax.Array]:
             own_residuals = jax.tree.unflatten(residual_structure, operands[:num_residuals])
-            of_inexact = iter(operands[num_residuals:])
-            cotangent = [
-                next(of_inexact) if use else np.zeros(type_.shape, jax.dtypes.float0)
-                for type_, use in zip(result_types, has_tangent, strict=True)
-            ]
-            cotangent = jax.tree.unflatten(result_structure, cotangent)
+            cotangent = jax.tree.unflatten(result_structure, _with_float0(operands[num_residuals:], result_types))
             of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
             cotangents = structure.flatten_up_to(of_names)
             return [
@@ -166,19 +160,22 @@ class KernelVjp:
                 if use
             ]
 
-        pushed = iter(
-            _transposed(
-                pull_back,
-                residual_leaves,
-                [x for x, use in zip(of_leaves, is_differentiated, strict=True) if use],
-                [type_ for type_, use in zip(result_types, has_tangent, strict=True) if use],
-            )
+        pushed = _transposed(
+            pull_back,
+            residual_leaves,
+            [x for x, use in zip(of_leaves, is_differentiated, strict=True) if use],
+            [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)],
         )
-        result_tangents = [
-            next(pushed) if use else np.zeros(type_.shape, jax.dtypes.float0)
-            for type_, use in zip(result_types, has_tangent, strict=True)
-        ]
-        return result, jax.tree.unflatten(result_structure, result_tangents)
+        return result, jax.tree.unflatten(result_structure, _with_float0(pushed, result_types))
+
+
+def _with_float0(of_inexact: Sequence[jax.Array], types: Sequence[Any]) -> list[Any]:
+    """The tangents or cotangents of arrays of these types, given those of inexact ones. The others have none."""
+    given = iter(of_inexact)
+    return [
+        next(given) if jnp.issubdtype(type_.dtype, jnp.inexact) else np.zeros(type_.shape, jax.dtypes.float0)
+        for type_ in types
+    ]
 
 
 def _like(cotangents: Any, types: Any) -> Any:

@@ -7,6 +7,7 @@ and JAX adds them up. Here ``vmap`` adds dimensions to the arrays before the rul
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,15 @@ class _Batch:
     params: Hashable
     mapped_names: tuple[frozenset[str], ...] = ()
 
-    def maps(self, names: Sequence[str]) -> list[list[bool]]:
-        return [[name in mapped for name in names] for mapped in self.mapped_names]
+    def map(self, function: Callable[..., Any], arrays: Mapping[str, Array]) -> Any:
+        """Maps ``function(params, **arrays)`` over the batch dimensions."""
+        names = tuple(arrays)
+        mapped = [[name in mapped for name in names] for mapped in self.mapped_names]
+
+        def of_positions(*values: Array) -> Any:
+            return function(self.params, **dict(zip(names, values, strict=True)))
+
+        return map_over_batch(of_positions, mapped, *arrays.values())
 
 
 class BatchedVjp:
@@ -42,31 +50,31 @@ class BatchedVjp:
     def __init__(
         self,
         name: str,
-        primal: Callable[..., Array],
         forward: Callable[..., tuple[Array, Mapping[str, Array]]],
         backward: Callable[..., Mapping[str, Array]],
         *,
+        primal: Callable[..., Array] | None = None,
         shared: str,
         keeps_shared: Callable[[Any, Sequence[str]], bool],
     ):
         """
         Args:
           name: the function's name in JAX's errors.
-          primal: ``(params, **arrays) -> result``
           forward: ``(params, **arrays) -> (result, residuals)``. Arrays of the call become residuals anyway.
           backward: ``(params, num_joined, residuals, cotangent) -> {name: cotangent}``. The first `num_joined`
             dimensions of the cotangent are batch dimensions that do not map `shared`. All other residuals and
             cotangents have these dimensions, too. In a residual, a dimension that does not map it has size 1.
+          primal: as in :class:`KernelVjp`.
           shared: the name of the array with a single gradient.
           keeps_shared: ``(params, names of the arrays) -> bool``: whether `shared` is a residual. All others are.
         """
         self.name = name
-        self._primal = primal
+        self._primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
         self._forward = forward
         self._backward = backward
         self._shared = shared
         self._keeps_shared = keeps_shared
-        self.rules = KernelVjp(name, self.batched_primal, self._batched_forward, self._batched_backward)
+        self.rules = KernelVjp(name, self._batched_forward, self._batched_backward, primal=self.batched_primal)
 
     def __repr__(self) -> str:  # part of every printed jaxpr
         return f"BatchedVjp({self.name})"
@@ -74,25 +82,16 @@ class BatchedVjp:
     def __call__(self, params: Hashable, **arrays: Array) -> Array:
         if is_in_both_modes() or not any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
             return self.rules(_Batch(params), **arrays)
-        call = _Call(self, tuple(arrays), params, current_selection())
+        call = _BatchedCall(self, tuple(arrays), params, current_selection())
         return call.bind(*jax_versions.unify_varying(*arrays.values()))[0]
 
     def batched_primal(self, batch: _Batch, **arrays: Array) -> Array:
-        names = tuple(arrays)
-
-        def primal(*arrays: Array) -> Array:
-            return self._primal(batch.params, **dict(zip(names, arrays, strict=True)))
-
-        return map_over_batch(primal, batch.maps(names), *arrays.values())
+        result: Array = batch.map(self._primal, arrays)
+        return result
 
     def _batched_forward(self, batch: _Batch, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-        names = tuple(arrays)
-
-        def forward(*arrays: Array) -> tuple[Array, Mapping[str, Array]]:
-            return self._forward(batch.params, **dict(zip(names, arrays, strict=True)))
-
-        result, residuals = map_over_batch(forward, batch.maps(names), *arrays.values())
-        if not self._keeps_shared(batch.params, names):
+        result, residuals = batch.map(self._forward, arrays)
+        if not self._keeps_shared(batch.params, tuple(arrays)):
             arrays.pop(self._shared)
         return result, {**arrays, **residuals}
 
@@ -133,7 +132,7 @@ def _moved(array: Array, batch_dims: Sequence[int]) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _BatchedCall:
     vjp: BatchedVjp
     names: tuple[str, ...]
     params: Hashable
@@ -145,36 +144,35 @@ class _Call:
         return _call_p.bind(*arrays, call=self, jaxpr=jaxpr)
 
     def primal(self, *arrays: Array) -> Array:
-        with selecting(self.selection):
-            return self.vjp.batched_primal(self._batch(arrays), **dict(zip(self.names, arrays, strict=True)))
+        return self._run(self.vjp.batched_primal, arrays)
 
     def differentiable(self, *arrays: Array) -> Array:
-        with selecting(self.selection):
-            return self.vjp.rules(self._batch(arrays), **dict(zip(self.names, arrays, strict=True)))
+        return self._run(self.vjp.rules, arrays)
 
-    def _batch(self, arrays: Sequence[Array]) -> _Batch:
-        names = (
-            frozenset(name for name, is_mapped in zip(self.names, of_dim, strict=True) if is_mapped)
-            for of_dim in mapped_dims(arrays, self.num_batch_dims)
+    def _run(self, function: Callable[..., Array], arrays: Sequence[Array]) -> Array:
+        mapped_names = (
+            frozenset(itertools.compress(self.names, is_mapped))
+            for is_mapped in mapped_dims(arrays, self.num_batch_dims)
         )
-        return _Batch(self.params, tuple(names))
+        with selecting(self.selection):
+            return function(_Batch(self.params, tuple(mapped_names)), **dict(zip(self.names, arrays, strict=True)))
 
 
 def _batch_call(
-    arrays: Sequence[Array], axes: Sequence[int | None], *, call: _Call, jaxpr: Any
+    arrays: Sequence[Array], axes: Sequence[int | None], *, call: _BatchedCall, jaxpr: Any
 ) -> tuple[list[Array], list[int]]:
     arrays, _ = with_mapped_dim(arrays, axes)
     return dataclasses.replace(call, num_batch_dims=call.num_batch_dims + 1).bind(*arrays), [0]
 
 
 def _jvp_of_call(
-    primals: Sequence[Array], tangents: Sequence[Any], *, call: _Call, jaxpr: Any
+    primals: Sequence[Array], tangents: Sequence[Any], *, call: _BatchedCall, jaxpr: Any
 ) -> tuple[list[Array], list[Array]]:
     result, tangent = jvp_of_nonzero(call.differentiable, primals, tangents)
     return [result], [tangent]
 
 
-def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _Call, jaxpr: Any) -> list[Any]:
+def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _BatchedCall, jaxpr: Any) -> list[Any]:
     """For a call that is linear in some arrays: transposes the ops in its jaxpr."""
     linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
     function = with_fixed(jax_versions.jaxpr_as_fun(jaxpr), arrays, linear)

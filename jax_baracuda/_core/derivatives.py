@@ -7,8 +7,8 @@ they are split over devices along the dimensions that their definition allows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
@@ -19,130 +19,87 @@ if TYPE_CHECKING:
     from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
 Positions = tuple[int, ...]
+Kind = Literal["tangent", "cotangent"]
 
 
 @functools.cache
-def tangent_op(op: Op, num_operands: int, differentiated: Positions, results: Positions) -> Op:
-    """The tangents of some results of an op, linear in the tangents of some operands.
+def derivative_op(kind: Kind, op: Op, num_operands: int, differentiated: Positions, results: Positions) -> Op:
+    """The tangents of some results of an op, or the transpose: the cotangents of some operands.
 
-    Its operands are those of the op, followed by the tangents.
+    Its operands are those of the op, followed by the tangents of the differentiated operands (or the cotangents of the
+    results), in which it is linear. Devices split only the independent dimensions of the op, and add up the results
+    that lack one.
 
     Args:
       num_operands: how many operands the call has.
       differentiated: the positions of the operands that have a tangent.
-      results: the positions of the results whose tangents to compute.
+      results: the positions of the results whose tangents or cotangents to use.
     """
 
-    def tangents(*arrays: jax.Array, **params: Any) -> Sequence[jax.Array]:
-        function, primals = _differentiable(op, arrays[:num_operands], differentiated, results, params)
-        _, of_results = jax.jvp(function, primals, list(arrays[num_operands:]))
-        return of_results
+    def reference(*arrays: jax.Array, **params: Any) -> Sequence[jax.Array]:
+        operands, linear = arrays[:num_operands], list(arrays[num_operands:])
+        of_differentiated = with_fixed(with_named(op.reference, params), operands, differentiated)
 
-    def types(*avals: Any, **params: Any) -> list[ShapeAndDtype]:
+        def function(*primals: jax.Array) -> list[jax.Array]:
+            of_op = of_differentiated(*primals)
+            return [of_op[i] for i in results]
+
+        primals = [operands[i] for i in differentiated]
+        derivative: Sequence[jax.Array]
+        if kind == "tangent":
+            _, derivative = jax.jvp(function, primals, linear)
+        else:
+            derivative = jax.vjp(function, *primals)[1](linear)
+        return derivative
+
+    def result_types(*avals: Any, **params: Any) -> list[ShapeAndDtype]:
+        if kind == "cotangent":
+            return [(avals[i].shape, avals[i].dtype) for i in differentiated]
         of_op = op.types(*avals[:num_operands], **params)
         return [of_op[i] for i in results]
 
-    return _derivative(
-        op,
-        "tangent",
-        num_operands,
-        linear=lambda operands, _: [operands[i] for i in differentiated],
-        results=lambda _, of_op: [of_op[i] for i in results],
-        reference=tangents,
-        result_types=types,
-        transpose=lambda _, d_results, *operands, **params: cotangent_op(op, num_operands, differentiated, results)(
-            *operands, *d_results, **params
-        ),
-    )
-
-
-@functools.cache
-def cotangent_op(op: Op, num_operands: int, differentiated: Positions, results: Positions) -> Op:
-    """The transpose of :func:`tangent_op`: the cotangents of the operands from those of the results."""
-
-    def cotangents(*arrays: jax.Array, **params: Any) -> Sequence[jax.Array]:
-        function, primals = _differentiable(op, arrays[:num_operands], differentiated, results, params)
-        _, pull_back = jax.vjp(function, *primals)
-        return pull_back(list(arrays[num_operands:]))
-
-    return _derivative(
-        op,
-        "cotangent",
-        num_operands,
-        linear=lambda _, of_op: [of_op[i] for i in results],
-        results=lambda operands, _: [operands[i] for i in differentiated],
-        reference=cotangents,
-        result_types=lambda *avals, **_: [(avals[i].shape, avals[i].dtype) for i in differentiated],
-        transpose=lambda _, tangents, *operands, **params: tangent_op(op, num_operands, differentiated, results)(
-            *operands, *tangents, **params
-        ),
-    )
-
-
-def _differentiable(
-    op: Op, operands: Sequence[jax.Array], differentiated: Positions, results: Positions, params: Mapping[str, Any]
-) -> tuple[Callable[..., list[jax.Array]], list[jax.Array]]:
-    """The op's plain JAX as a function of the differentiated operands that returns these results, and their values."""
-    reference = with_fixed(with_named(op.reference, params), operands, differentiated)
-
-    def some_results(*arrays: jax.Array) -> list[jax.Array]:
-        of_op = reference(*arrays)
-        return [of_op[i] for i in results]
-
-    return some_results, [operands[i] for i in differentiated]
-
-
-Choice = Callable[[Sequence["Dimensions"], Sequence["Dimensions"]], Sequence["Dimensions"]]
-"""Some of the arrays of an op: ``(dimensions of the operands, of the results) -> dimensions of some of both``."""
-
-
-def _derivative(
-    op: Op,
-    kind: str,
-    num_operands: int,
-    *,
-    linear: Choice,
-    results: Choice,
-    reference: Callable[..., Sequence[jax.Array]],
-    **fields: Any,
-) -> Op:
-    """An op of the operands of `op` and of arrays in which it is linear.
-
-    Devices split only the independent dimensions of `op`, and add up the results that lack one.
-    """
-
-    def of_op(params: Mapping[str, Any]) -> tuple[list[Dimensions], list[Dimensions]]:
-        operands, all_results = (list(resolved(of, params).values()) for of in (op.operands, op.results))
-        return operands[:num_operands], all_results
+    def dimensions(params: Mapping[str, Any]) -> tuple[list[Dimensions], list[Dimensions]]:
+        """The dimensions of the own operands and results."""
+        of_operands = list(resolved(op.operands, params).values())[:num_operands]
+        of_results = list(resolved(op.results, params).values())
+        inputs, outputs = [of_operands[i] for i in differentiated], [of_results[i] for i in results]
+        if kind == "cotangent":
+            inputs, outputs = outputs, inputs
+        return [*of_operands, *inputs], outputs
 
     def own_operands(**params: Any) -> NamedDimensions:
-        of_both = of_op(params)
-        return {f"array{i}": dimensions for i, dimensions in enumerate([*of_both[0], *linear(*of_both)])}
+        return {f"array{i}": names for i, names in enumerate(dimensions(params)[0])}
 
     def own_results(**params: Any) -> NamedDimensions:
-        return {f"array{i}": dimensions for i, dimensions in enumerate(results(*of_op(params)))}
+        return {f"array{i}": names for i, names in enumerate(dimensions(params)[1])}
 
     def dependent(**params: Any) -> tuple[str, ...]:
-        arrays = [*own_operands(**params).values(), *own_results(**params).values()]
-        return tuple({name: None for names in arrays for name in names if name not in op.independent_dims})
+        of_operands, of_results = dimensions(params)
+        names = {name: None for array in of_operands + of_results for name in array}
+        return tuple(name for name in names if name not in op.independent_dims)
 
     def sum_over_devices(
         kernel: ShardKernel, axes: ShardAxes, *operands: jax.Array, **params: Any
     ) -> Sequence[jax.Array]:
-        def total(result: jax.Array, dimensions: Dimensions) -> jax.Array:
-            lacking = set(op.independent_dims).difference(dimensions)
+        def total(result: jax.Array, names: Dimensions) -> jax.Array:
+            lacking = set(op.independent_dims).difference(names)
             split = [
                 a for name, of in axes.items() if ("..." if name.startswith("...") else name) in lacking for a in of
             ]
             return jax.lax.psum(result, split) if split else result
 
-        return list(map(total, kernel(*operands), own_results(**params).values()))
+        return list(map(total, kernel(*operands), dimensions(params)[1]))
+
+    def transpose(_: Any, cotangents: Sequence[jax.Array], *operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
+        other: Kind = "cotangent" if kind == "tangent" else "tangent"
+        return derivative_op(other, op, num_operands, differentiated, results)(*operands, *cotangents, **params)
 
     return type(op)(
         name=f"{op.name}_{kind}",
         operands=own_operands,
         results=own_results,
         reference=reference,
+        result_types=result_types,
         program=reference,
         dtypes=op.dtypes,
         guarantee=op.guarantee,
@@ -151,5 +108,5 @@ def _derivative(
         independent_dims=op.independent_dims,
         shard_program=sum_over_devices,
         linear=lambda **params: tuple(own_operands(**params))[num_operands:],
-        **fields,
+        transpose=transpose,
     )

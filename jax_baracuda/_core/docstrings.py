@@ -10,11 +10,15 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def described_like(model: Callable[..., Any]) -> Callable[[F], F]:
-    """Completes a docstring by the descriptions of arguments, and by the sections, that only `model` has."""
+def described_like(*models: Callable[..., Any]) -> Callable[[F], F]:
+    """Completes a docstring by the descriptions of arguments, and by the sections, that only the models have.
+
+    If several models have one, that of the first is taken.
+    """
 
     def decorate(function: F) -> F:
-        add_descriptions(function, inspect.getdoc(model))
+        for model in models:
+            add_descriptions(function, inspect.getdoc(model))
         return function
 
     return decorate

@@ -55,8 +55,9 @@ class Op:
     reference: Callable[..., Sequence[jax.Array]]
     """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transpose` nor
     `tangent` gives."""
-    dtypes: frozenset[str]
-    """The dtypes that the kernel supports, of the first operand and of those in `linear`."""
+    dtypes: frozenset[str] | Callable[..., frozenset[str]]
+    """The dtypes that the kernel supports, of the first operand and of those in `linear`. Or ``(**params)`` -> these.
+    """
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     sizes: Callable[..., Mapping[str, int]] | None = None
@@ -69,8 +70,9 @@ class Op:
     """The native targets by name, each with the params of the calls it serves. Empty: one target with the op's name."""
     aliases: tuple[str, ...] = ()
     """Other public functions that return this op's result."""
-    attributes: tuple[str, ...] = ()
-    """The names of the params that the native handler takes. Tuples of integers, nested or not, become one array."""
+    attributes: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
+    """The names of the params that the native handler takes. Tuples of integers, nested or not, become one array. Or
+    ``(**params)`` -> these."""
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers from which the native module chooses a strategy. ``_core`` adds
     the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand."""
@@ -142,6 +144,11 @@ class Op:
     def types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results for operands of these types."""
         return OpCall(self, operands, params).result_types()
+
+    def dtypes_of(self, target: str) -> frozenset[str]:
+        """The dtypes that a native target, or an alias, supports."""
+        dtypes: frozenset[str] = resolved(self.dtypes, self.targets.get(target, {}))
+        return dtypes
 
     def kernel(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for the shard programs of other ops."""
@@ -240,8 +247,9 @@ def precision_guarantee(
         dtype_name = jnp.dtype(dtype).name
     except TypeError:
         dtype_name = str(dtype)
-    if dtype_name not in op.dtypes:
-        raise ValueError(f"precision_guarantee: {name} has kernels for dtype {sorted(op.dtypes)}, got {dtype_name!r}")
+    dtypes = op.dtypes_of(name)
+    if dtype_name not in dtypes:
+        raise ValueError(f"precision_guarantee: {name} has kernels for dtype {sorted(dtypes)}, got {dtype_name!r}")
     if isinstance(op.guarantee, Guarantee):
         return op.guarantee
     flags = {"deterministic": deterministic, "indices_are_sorted": indices_are_sorted}
@@ -463,8 +471,9 @@ class OpCall:
             return problem
         if not self.has_static_shapes():
             return "its shapes are symbolic"
+        dtypes = self.resolve(op.dtypes)
         for dtype in (self.operands[i].dtype.name for i in (0, *self.linear)):
-            if dtype not in op.dtypes:
+            if dtype not in dtypes:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
@@ -475,6 +484,6 @@ class OpCall:
         params = self.params
         attributes = {
             name: np.array(jax.tree.leaves(params[name]), np.int64) if isinstance(params[name], tuple) else params[name]
-            for name in self.op.attributes
+            for name in self.resolve(self.op.attributes)
         }
         return attributes if self.op.broadcasts else attributes | {"num_batch_dims": np.int64(self.num_batch_dims)}

@@ -12,7 +12,7 @@ from jax.interpreters import ad
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
-from jax_baracuda._core.derivatives import cotangent_op, tangent_op
+from jax_baracuda._core.derivatives import derivative_op
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
         result_tangents = _map_over_batch(call, tangent, tangents[0], *primals, *results)
     else:
         inexact = tuple(i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact))
-        tangents_of = tangent_op(op, len(primals), tuple(nonzero_tangents), inexact).primitive
+        tangents_of = derivative_op("tangent", op, len(primals), tuple(nonzero_tangents), inexact).primitive
         given = jax_versions.unify_varying(*primals, *(tangents[i] for i in nonzero_tangents))
         pushed = dict(zip(inexact, tangents_of.bind(*given, **call.all_params), strict=True))
         result_tangents = [reshard_like(pushed[i], jax.typeof(x)) if i in pushed else x for i, x in enumerate(results)]
@@ -90,7 +90,7 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
             results[i] = _sum_over_shared_batch(transposed[call.linear.index(i)], call.operands[i])
         return results
     inexact = tuple(i for i, x in enumerate(cotangents) if jnp.issubdtype(x.dtype, jnp.inexact))
-    cotangents_of = cotangent_op(call.op, len(operands), tuple(linear), inexact).primitive
+    cotangents_of = derivative_op("cotangent", call.op, len(operands), tuple(linear), inexact).primitive
     # The op is linear in the undefined primals, so its derivative is the same at zeros.
     primals = (ad.instantiate_zeros(ad.Zero(x.aval)) if i in linear else x for i, x in enumerate(operands))
     given = jax_versions.unify_varying(*primals, *(cotangents[i] for i in inexact))

@@ -100,7 +100,8 @@ def _ops() -> str:
     for name, op in OPS.items():
         for platform in here:
             problem = missing_target(platform, name)
-            served_by = "plain JAX, because " + problem if problem else "kernel for " + ", ".join(sorted(op.dtypes))
+            dtypes = ", ".join(sorted(op.dtypes_of(name)))
+            served_by = "plain JAX, because " + problem if problem else "kernel for " + dtypes
             rows.append((name, platform, served_by))
     return format_table(("op", "on", "served by"), rows)
 

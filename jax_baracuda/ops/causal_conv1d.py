@@ -138,8 +138,6 @@ def causal_conv1d(
 
     Gradient: as in :func:`causal_conv1d_backward`, with respect to `x`, `weight`, `bias` and `initial_state`, through y
     and through the final state. Only the arguments are kept for the backward pass.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -155,8 +153,8 @@ def causal_conv1d(
     return _convolution(params._replace(returns_state=bool(return_final_state)), **arrays)
 
 
-@described_like(causal_conv1d)
 @selectable
+@described_like(causal_conv1d)
 def causal_conv1d_backward(
     d_output: ArrayLike,
     x: ArrayLike,
@@ -212,9 +210,9 @@ def causal_conv1d_backward(
     return dx, dweight, dbias, gradients.get("initial_state", jnp.zeros(state_shape, x.dtype))
 
 
-@described_like(causal_conv1d)
 @selectable
 @with_twin
+@described_like(causal_conv1d)
 def causal_conv1d_update(
     x: ArrayLike,
     state: ArrayLike,
@@ -240,8 +238,6 @@ def causal_conv1d_update(
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 
     Gradient: with respect to all four arrays, as in :func:`causal_conv1d_backward`.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -760,11 +756,6 @@ def _call_with(params: _Params, op: Op, arrays: Mapping[str, Array | None]) -> S
     return _call(op, arrays, channels_last=params.channels_last, silu=params.silu)
 
 
-def _with_residuals(primal: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """The forward pass of a function whose residuals are its arguments."""
-    return lambda params, **arrays: (primal(params, **arrays), arrays)
-
-
 def _gradients(
     params: _Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
 ) -> dict[str, Array]:
@@ -777,14 +768,15 @@ def _gradients(
     return dict(zip(GRADIENTS, _call_with(params, CAUSAL_CONV1D_BACKWARD, arrays), strict=False))
 
 
-def _primal(params: _Params, **arrays: Any) -> Array | tuple[Array, Array]:
+def _forward(params: _Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
     [y] = _call_with(params, CAUSAL_CONV1D, arrays)
     if not params.returns_state:
-        return y
+        return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]
     state_length = arrays["weight"].shape[1] - 1
     state = _final_state(*states, state_length=state_length, channels_last=params.channels_last)
-    return map_together((y, state), [array for array in arrays.values() if array is not None])
+    y, state = map_together((y, state), [array for array in arrays.values() if array is not None])
+    return (y, state), arrays
 
 
 def _backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
@@ -792,12 +784,12 @@ def _backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[
     return _gradients(params, arrays, d_output, d_final_state)
 
 
-_convolution = KernelVjp("causal_conv1d", _primal, _with_residuals(_primal), _backward)
+_convolution = KernelVjp("causal_conv1d", _forward, _backward)
 
 
-def _update_primal(params: _Params, **arrays: Any) -> tuple[Array, Array]:
+def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
     y, new_state = _call_with(params, CAUSAL_CONV1D_UPDATE, arrays)
-    return y, new_state
+    return (y, new_state), arrays
 
 
 def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
@@ -830,7 +822,7 @@ def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[
     return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
 
-_update = KernelVjp("causal_conv1d_update", _update_primal, _with_residuals(_update_primal), _update_backward)
+_update = KernelVjp("causal_conv1d_update", _update_forward, _update_backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def rope_backward(
     params, arrays = _canonicalize(
         "rope_backward", {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    [dx] = _primal(params._replace(inverse=True), **arrays)
+    [dx] = _call(params._replace(inverse=True), **arrays)
     return dx
 
 
@@ -232,7 +232,7 @@ def rope_qk_backward(
     params, arrays = _canonicalize(
         "rope_qk_backward", cotangents, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    dq, dk = _primal(params._replace(inverse=True), **arrays)
+    dq, dk = _call(params._replace(inverse=True), **arrays)
     return dq, dk
 
 
@@ -525,7 +525,7 @@ class _Params(NamedTuple):
     constant_angles: ConstantAngles | None
 
 
-def _primal(params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
+def _call(params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
     others = (frequencies,) if positions is None else (frequencies, positions)
     return ROPE(*features, *others, **params._asdict())
 
@@ -533,14 +533,14 @@ def _primal(params: _Params, *, features: Sequence[Array], frequencies: Array, p
 def _forward(
     params: _Params, *, features: Sequence[Array], **others: Array | None
 ) -> tuple[list[Array], dict[str, Array | None]]:
-    return _primal(params, features=features, **others), others
+    return _call(params, features=features, **others), others
 
 
 def _backward(params: _Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
-    return {"features": _primal(params._replace(inverse=True), features=cotangents, **others)}
+    return {"features": _call(params._replace(inverse=True), features=cotangents, **others)}
 
 
-_rope = KernelVjp("rope", _primal, _forward, _backward)
+_rope = KernelVjp("rope", _forward, _backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

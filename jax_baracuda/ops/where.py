@@ -285,10 +285,6 @@ WHERE_BACKWARD = Op(
 # Derivative rules.
 
 
-def _primal(params: None, *, a: Array, b: Array, cond: Array) -> Array:
-    return WHERE(a, b, cond)[0]
-
-
 def _forward(params: None, *, a: Array, b: Array, cond: Array) -> tuple[Array, Array]:
     return WHERE(a, b, cond)[0], cond
 
@@ -299,7 +295,7 @@ def _backward(params: None, cond: Array, d_output: Array, types: Mapping[str, An
     return {"a": da, "b": db}
 
 
-_where = KernelVjp("where", _primal, _forward, _backward, symbolic_zeros=True)
+_where = KernelVjp("where", _forward, _backward, symbolic_zeros=True)
 
 
 def _cotangents(d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None) -> list[Array | None]:

@@ -468,14 +468,10 @@ class _Params(NamedTuple):
     drop: bool
 
 
-def _primal(
-    params: _Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: Sequence[Array]
-) -> list[Array]:
-    return WRITE_SLICE(*dests, *sources, *starts, **params._asdict())
-
-
-def _forward(params: _Params, *, starts: list[Array], **arrays: Any) -> tuple[list[Array], list[Array]]:
-    return _primal(params, starts=starts, **arrays), starts
+def _forward(
+    params: _Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: list[Array]
+) -> tuple[list[Array], list[Array]]:
+    return WRITE_SLICE(*dests, *sources, *starts, **params._asdict()), starts
 
 
 def _backward(params: _Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
@@ -484,7 +480,7 @@ def _backward(params: _Params, starts: list[Array], cotangents: list[Array]) -> 
     return {"dests": gradients[:num], "sources": gradients[num:]}
 
 
-_write_op = KernelVjp("write_slice", _primal, _forward, _backward)
+_write_op = KernelVjp("write_slice", _forward, _backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

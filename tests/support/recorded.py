@@ -127,7 +127,7 @@ BATCH = 6
 def direct_calls(target: str) -> list[GoodCall]:
     """Calls of the target on a batch of `BATCH`, with every kind of operands and flags that examples lead to."""
     rng, found = np.random.default_rng(0), {}
-    dtypes = sorted(OPS[target].dtypes)
+    dtypes = sorted(OPS[target].dtypes_of(target))
     for dtype in {"float32" if "float32" in dtypes else dtypes[0], "bfloat16" if "bfloat16" in dtypes else dtypes[0]}:
         for call in calls_of(rng, target, dtype, BATCH, lambda example: example.sizes["small"]):
             if call.num_batch_dims != 1 and not call.op.broadcasts:

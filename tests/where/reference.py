@@ -13,8 +13,8 @@ from support.handlers import Array, Call
 
 from jax_baracuda.ops.where import WHERE, WHERE_BACKWARD
 
-KERNEL_DTYPES = tuple(sorted(WHERE.dtypes))
-GRADIENT_DTYPES = tuple(sorted(WHERE_BACKWARD.dtypes))
+KERNEL_DTYPES = tuple(sorted(WHERE.dtypes_of("where")))
+GRADIENT_DTYPES = tuple(sorted(WHERE_BACKWARD.dtypes_of("where_backward")))
 SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 Shape = tuple[int, ...]

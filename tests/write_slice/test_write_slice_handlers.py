@@ -111,7 +111,7 @@ def test_valid_calls_succeed(rng: np.random.Generator, target: str, batched: boo
 @each_target
 def test_dtypes(rng: np.random.Generator, target: str) -> None:
     """Every dtype of the op and every dtype of starts is accepted."""
-    for i, dtype in enumerate(sorted(OPS[target].dtypes)):
+    for i, dtype in enumerate(sorted(OPS[target].dtypes_of(target))):
         start_dtype = START_DTYPES[i % len(START_DTYPES)]
         call = good_call(target, dtypes=(dtype, dtype), start_dtypes=(start_dtype, "int32"), drop=i % 2 == 0)
         with cases.x64_for(dtype, start_dtype):
@@ -241,7 +241,7 @@ def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
         windows = tuple(window(0, axis, axis, size) for axis, size in enumerate(sizes))
         starts = {f"start {axis}": np.array(1 + axis, np.int32) for axis in range(len(shape))}
         for target in TARGETS:
-            if dtype not in OPS[target].dtypes:
+            if dtype not in OPS[target].dtypes_of(target):
                 continue
             call = good_call(target, batched=False, shapes=(shape,), windows=windows, dtypes=(dtype,),
                              start_dtypes=("int32",) * len(shape))  # fmt: skip

@@ -29,10 +29,8 @@ from jax_baracuda.ops.segment.definitions import (
     CELLS,
     WIDE_DTYPES,
     Params,
-    first_result,
     index_of_first_row,
     reduction_op,
-    row_axes_of,
 )
 from jax_baracuda.ops.segment.extremum import (
     extrema_of_segments,
@@ -123,7 +121,7 @@ def _arg_extremum(call: SegmentCall, minimum: bool) -> Array:
     check_numbered(call.name, "rows", call.ids.shape[0])
     plan = call.plan
     call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).sorted_by_plan()
-    rows = call.reduce(first_result(SEGMENT_ARG_EXTREMUM), call.params(ArgParams, minimum=minimum))
+    rows = call.reduce(_winners, call.params(ArgParams, minimum=minimum))
     if plan is None:
         return rows
     # Within a segment, the plan's order ascends, so its first row is the lowest.
@@ -159,7 +157,7 @@ def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool) -> 
 
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, minimum: bool) -> tuple[Array]:
     [row] = kernel(data, ids)
-    row_axes = row_axes_of(axes)
+    row_axes = axes.get("row", ())
     if not row_axes:
         return (row,)
     num_rows, num_all_rows = ids.shape[0], jax.lax.psum(ids.shape[0], row_axes)
@@ -177,6 +175,10 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 @dataclasses.dataclass(frozen=True)
 class ArgParams(Params):
     minimum: bool
+
+
+def _winners(params: ArgParams, *, data: Array, segment_ids: Array) -> Array:
+    return SEGMENT_ARG_EXTREMUM(data, segment_ids, **vars(params))[0]
 
 
 SEGMENT_ARG_EXTREMUM = reduction_op(

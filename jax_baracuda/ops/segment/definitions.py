@@ -90,13 +90,13 @@ def reduction_op(
     *,
     results: NamedDimensions | Callable[..., NamedDimensions],
     shard_program: ShardProgram,
-    attributes: tuple[str, ...] = (),
     **fields: Any,
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
     row_dims = ("row",)
     defaults = {
         "sizes": lambda *, num_segments: {"segment": num_segments},
+        "attributes": ("indices_are_sorted",),
         "plan_parameters": plan_parameters,
         "reduction_dims": row_dims,
         "shard_program": of_split_segments(shard_program, results=results, row_dims=row_dims, ids_operand=1),
@@ -106,7 +106,6 @@ def reduction_op(
         name=name,
         operands={"data": ROWS, "segment_ids": IDS},
         results=results,
-        attributes=("indices_are_sorted", *attributes),
         **(defaults | fields),
     )
 
@@ -126,25 +125,11 @@ def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
     return Op(name=name, operands=operands, results={"d_data": ROWS}, dtypes=FLOATING_DTYPES, **(defaults | fields))
 
 
-def first_result(op: Op) -> Callable[..., Array]:
-    """The primal function of a :class:`KernelVjp`: the first result of the op."""
-
-    def primal(params: Params, *, data: Array, segment_ids: Array) -> Array:
-        return op(data, segment_ids, **vars(params))[0]
-
-    return primal
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The program of one shard, for rows (or edges) or segments that are split over devices.
 
 ShardProgram = Callable[..., Sequence[Array]]
 """``(kernel, axes, *operands, **params) -> results``: see :attr:`jax_baracuda._core.op.Op.shard_program`."""
-
-
-def row_axes_of(axes: ShardAxes) -> MeshAxes:
-    """The mesh axes that split the rows, in the program of one shard."""
-    return axes.get("row", ())
 
 
 def index_of_first_row(segment_ids: Array, row_axes: Sequence[str]) -> Array:

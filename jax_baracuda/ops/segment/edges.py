@@ -18,7 +18,7 @@ from jax_baracuda._core.dispatch import Traits
 from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes
-from jax_baracuda.ops.segment.cells import gather_or_zeros
+from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits
 from jax_baracuda.ops.segment.plan import sorted_by_segment
 
@@ -238,5 +238,5 @@ def merge_graphs(array: Array) -> Array:
 
 def renumbered(ids: Array, size: int) -> Array:
     """Ids ``[G, ...]`` in ``[0, size)`` within each graph, renumbered across all graphs. Ids out of range become -1."""
-    first = (jnp.arange(ids.shape[0], dtype=jnp.int32) * size).reshape(-1, *[1] * (ids.ndim - 1))
+    first = per_row(jnp.arange(ids.shape[0], dtype=jnp.int32) * size, ids)
     return jnp.where((ids >= 0) & (ids < size), ids.astype(jnp.int32) + first, -1)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -55,6 +55,7 @@ from jax_baracuda.ops.segment.cells import (
     equal_numbers,
     gather_segments,
     has_ordered_bits,
+    per_row,
     row_numbers,
     xla_max,
     xla_min,
@@ -74,7 +75,6 @@ from jax_baracuda.ops.segment.definitions import (
     of_split_segments,
     plan_parameters,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.edges import (
@@ -94,7 +94,7 @@ from jax_baracuda.ops.segment.edges import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_by_segment, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, segment_sum
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, segment_sum, segment_sum_backward
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -165,8 +165,6 @@ def segment_max(
     Gradient: ``d_data[n] = d_out[segment_ids[n]] * share``, where the share is ``1 / number of tied rows`` (the count
     is an exact integer) or 1 for the winner, and exactly 0 for every other row, whatever the cotangent. A segment that
     holds a NaN passes no gradient.
-    Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -214,7 +212,7 @@ def segment_min(
 
 
 @selectable
-@described_like(segment_sum)
+@described_like(segment_sum_backward, segment_sum)
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -233,14 +231,10 @@ def segment_max_backward(
       data: ``[N, ...]``, the rows that were reduced.
       tie_break: as in :func:`segment_max`: "split" gives every row that attains its segment's maximum an equal share,
         "first" gives the lowest such row all of it.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the maximum, that are dropped, or whose segment
       holds a NaN get an exact 0.
-
-    Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_max`.
 
     Numerical guarantees: each element is ``d_output`` divided by the exact integer number of ties, rounded once.
     Bit-equal from run to run.
@@ -318,7 +312,7 @@ def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
     over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(minimum, cells)
-    return call.reduce(_segment_min if minimum else _segment_max, params, over_buckets)
+    return call.reduce(_rules[minimum], params, over_buckets)
 
 
 def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
@@ -326,7 +320,7 @@ def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: T
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
     params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
-    return call.gradient(_segment_min if minimum else _segment_max, params, d_output)
+    return call.gradient(_rules[minimum], params, d_output)
 
 
 def first_gets_all(name: str, tie_break: str) -> bool:
@@ -397,18 +391,16 @@ def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: boo
     return _from_ordered(clipped.astype(ordered.dtype), data.dtype)
 
 
-def _extrema_over_axes(x: Array, axes: Sequence[str], minimum: bool) -> Array:
-    """``jax.lax.pmax`` or ``pmin`` of at least 32 bits, with the order of this module."""
-    if has_ordered_bits(x.dtype):
-        return _from_ordered(_extrema_over_axes(_ordered(x, nan_is_least=minimum), axes, minimum), x.dtype)
-    return ~jax.lax.pmax(~x, axes) if minimum else jax.lax.pmax(x, axes)
+def _by_order(reduce: Callable[[Array], Array], x: Array, minimum: bool) -> Array:
+    """Reduces integers of the same order as `x`."""
+    if not has_ordered_bits(x.dtype):
+        return reduce(x)
+    return _from_ordered(reduce(_ordered(x, nan_is_least=minimum)), x.dtype)
 
 
 def _extrema_of_stacked(x: Array, minimum: bool) -> Array:
     """The extrema along the first axis, which numbers shards or buckets."""
-    ordered = _ordered(x, nan_is_least=minimum) if has_ordered_bits(x.dtype) else x
-    extrema = ordered.min(0) if minimum else ordered.max(0)
-    return _from_ordered(extrema, x.dtype) if has_ordered_bits(x.dtype) else extrema
+    return _by_order(lambda x: x.min(0) if minimum else x.max(0), x, minimum)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -473,15 +465,11 @@ def shares_of_ties(cells: Array, winner: Array) -> Array:
 # References in plain JAX: of rows.
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int, minimum: bool) -> tuple[Array]:
-    return (extrema_of_segments(data, ids, num_segments, minimum),)
-
-
-def _reference_with_winner(
-    data: Array, ids: Array, *, num_segments: int, first_wins: bool, minimum: bool
-) -> tuple[Array, Array]:
+def _reference(
+    data: Array, ids: Array, *, num_segments: int, first_wins: bool, minimum: bool, has_winner: bool
+) -> tuple[Array, ...]:
     output = extrema_of_segments(data, ids, num_segments, minimum)
-    return output, _winners(data, ids, output, first_wins=first_wins, minimum=minimum)
+    return (output, _winners(data, ids, output, first_wins=first_wins, minimum=minimum)) if has_winner else (output,)
 
 
 def _reference_backward(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> tuple[Array]:
@@ -527,27 +515,15 @@ def _take_winners(
 
 
 def _reference_of_edges(
-    data: Array, gather_ids: Array, segment_ids: Array, *, num_segments: int, minimum: bool
-) -> tuple[Array]:
+    data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, **params: Any
+) -> tuple[Array, ...]:
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
-    return (extrema_of_segments(rows, segment_ids, num_segments, minimum),)
-
-
-def _reference_of_edges_with_winner(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    *edge_order: Array,
-    num_segments: int,
-    first_wins: bool,
-    minimum: bool,
-) -> tuple[Array, Array]:
-    rows = gather_rows(data, gather_ids, clips_gather_ids=True)
-    output = extrema_of_segments(rows, segment_ids, num_segments, minimum)
-    winner = _winners(rows, segment_ids, output, first_wins=first_wins, minimum=minimum)
-    if edge_order and winner.size > 0 and edge_order[0].size > 0:
-        winner = jnp.where(winner >= 0, jnp.take(edge_order[0], winner, axis=0, mode="clip"), winner)
-    return output, winner
+    output, *winners = with_named(_reference, params)(rows, segment_ids)
+    if edge_order and output.size > 0 and edge_order[0].size > 0:
+        [winner] = winners
+        # Winners number the edges in their original order.
+        winners = [jnp.where(winner >= 0, jnp.take(edge_order[0], winner, axis=0, mode="clip"), winner)]
+    return output, *winners
 
 
 def _attains(data: Array, gather_ids: Array, output: Array, segment_ids: Array) -> Array:
@@ -574,11 +550,10 @@ def _reference_backward_of_edges(
         rows = jnp.zeros_like(gather_ids).at[transposed_order].set(transposed_rows)[edges]
     winners, is_member = gather_segments(winner, segment_ids)
     cotangents, _ = gather_segments(d_winner.astype(accumulation_dtype(d_winner.dtype)), segment_ids)
-    wins = winners == edges.reshape(-1, *[1] * (winners.ndim - 1))
+    wins = winners == per_row(edges, winners)
     if shares_ties:
         data, output = others[-2:]
-        attains = _attains(data, gather_ids, output, segment_ids)
-        wins |= (winners < NO_WINNER) & attains
+        wins |= (winners < NO_WINNER) & _attains(data, gather_ids, output, segment_ids)
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
@@ -618,7 +593,9 @@ def extrema_over_shards(
     """The extrema over all shards. If the row axes also split the segments, each device gets its own segments."""
     if segment_axes == row_axes or local_output.dtype.itemsize < 4:  # an all-reduce needs at least 32 bits
         return merge_over_shards(lambda x: [_extrema_of_stacked(x, minimum)], [local_output], row_axes, segment_axes)[0]
-    return _extrema_over_axes(local_output, row_axes, minimum)
+    # The minimum is the complement of the maximum of complements.
+    reduce = (lambda x: ~jax.lax.pmax(~x, row_axes)) if minimum else (lambda x: jax.lax.pmax(x, row_axes))
+    return _by_order(reduce, local_output, minimum)
 
 
 def _merge_winners(first_wins: bool, minimum: bool, outputs: Array, winners: Array) -> tuple[Array, Array]:
@@ -638,30 +615,24 @@ def _merge_winners(first_wins: bool, minimum: bool, outputs: Array, winners: Arr
 
 
 def _shard_reduce(
-    row_dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, minimum: bool
-) -> Sequence[Array]:
-    [output] = kernel(*operands)
-    row_axes = axes.get(row_dim, ())
-    return (extrema_over_shards(output, row_axes, axes.get("segment", ()), minimum=minimum) if row_axes else output,)
-
-
-def _shard_with_winner(
     row_dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, first_wins: bool, minimum: bool
 ) -> Sequence[Array]:
-    local_output, local_winner = kernel(*operands)
-    row_axes = axes.get(row_dim, ())
+    output, *winners = kernel(*operands)
+    row_axes, segment_axes = axes.get(row_dim, ()), axes.get("segment", ())
     if not row_axes:
-        return local_output, local_winner
+        return output, *winners
+    if not winners:
+        return (extrema_over_shards(output, row_axes, segment_axes, minimum=minimum),)
     first_row = index_of_first_row(operands[1 if row_dim == "row" else 2], row_axes)
-    local_winner = jnp.where(local_winner >= 0, local_winner + first_row, local_winner)
+    winner = jnp.where(winners[0] >= 0, winners[0] + first_row, winners[0])
     merge = functools.partial(_merge_winners, first_wins, minimum)
-    return merge_over_shards(merge, [local_output, local_winner], row_axes, axes.get("segment", ()))
+    return merge_over_shards(merge, [output, winner], row_axes, segment_axes)
 
 
 def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, d_output: Array, winner: Array, ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
-    if row_axes := row_axes_of(axes):
+    if row_axes := axes.get("row", ()):
         winner = _own_winners(winner, ids, row_axes)
     return kernel(d_output, winner, ids, *data_and_output)
 
@@ -670,7 +641,7 @@ def _shard_of_winners(
     kernel: ShardKernel, axes: ShardAxes, d_data: Array, winner: Array, ids: Array, *data_and_output: Array
 ) -> Sequence[Array]:
     """Adds up the shards' cells in the accumulation dtype, rounded once."""
-    row_axes = row_axes_of(axes)
+    row_axes = axes.get("row", ())
     if not row_axes:
         return kernel(d_data, winner, ids, *data_and_output)
     winner = _own_winners(winner, ids, row_axes)
@@ -708,27 +679,12 @@ def _shard_backward_of_edges(
 # the gradient pick the winners' values.
 
 
-def _tangent_with_winner(
-    d_data: Array,
-    operands: Sequence[Array],
-    results: Sequence[Array],
-    *,
-    first_wins: bool,
-    minimum: bool,
-    indices_are_sorted: bool,
-) -> Sequence[Array]:
+def _tangent(d_data: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any) -> Sequence[Array]:
     data, ids = operands
-    output, winner = results
-    data_and_output = () if first_wins else (data, output)
-    operands = (winner, ids, *map(jax.lax.stop_gradient, data_and_output))
-    flags = {"indices_are_sorted": indices_are_sorted, "minimum": minimum}
-    return *SEGMENT_EXTREMUM_OF_WINNERS(d_data, *operands, **flags), winner
-
-
-def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
-    """The tangent of the op without winners: computes them first."""
-    results = SEGMENT_EXTREMUM_WITH_WINNER(*operands, **params)
-    return with_named(_tangent_with_winner, params)(d_data, operands, results)[:1]
+    output, winner = results if params["has_winner"] else SEGMENT_EXTREMUM(*operands, **params | {"has_winner": True})
+    data_and_output = () if params["first_wins"] else map(jax.lax.stop_gradient, (data, output))
+    flags = {name: params[name] for name in ("indices_are_sorted", "minimum")}
+    return *SEGMENT_EXTREMUM_OF_WINNERS(d_data, winner, ids, *data_and_output, **flags), *results[1:]
 
 
 def _sums_of_winners(
@@ -740,26 +696,17 @@ def _sums_of_winners(
     return GATHER_SEGMENT_EXTREMUM_OF_WINNERS(d_data, *constants, **flags)[0]
 
 
-def _tangent_of_edges_with_winner(
-    d_data: Array,
-    operands: Sequence[Array],
-    results: Sequence[Array],
-    *,
-    num_segments: int,
-    first_wins: bool,
-    minimum: bool,
+def _tangent_of_edges(
+    d_data: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any
 ) -> Sequence[Array]:
     data, gather_ids, segment_ids, *order = operands
-    output, winner = results
-    ids = unpermuted_ids([gather_ids, as_gather_ids(segment_ids, num_segments)], *order)
-    total = _sums_of_winners(d_data, winner, ids, [] if first_wins else [data, output], minimum)
-    return shares_of_ties(total, winner), winner
-
-
-def _tangent_of_edges(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> Sequence[Array]:
-    """The tangent of the op without winners: computes them first."""
-    results = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(*operands, **params, has_edge_order=False)
-    return with_named(_tangent_of_edges_with_winner, params)(d_data, operands, results)[:1]
+    output, winner = (
+        results if params["has_winner"] else GATHER_SEGMENT_EXTREMUM(*operands, **params | {"has_winner": True})
+    )
+    ids = unpermuted_ids([gather_ids, as_gather_ids(segment_ids, params["num_segments"])], *order)
+    data_and_output = [] if params["first_wins"] else [data, output]
+    total = _sums_of_winners(d_data, winner, ids, data_and_output, params["minimum"])
+    return shares_of_ties(total, winner), *results[1:]
 
 
 def _transpose_backward_of_edges(
@@ -784,48 +731,41 @@ def unpermuted_ids(ids: Sequence[Array], order: Array | None = None) -> Sequence
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops of rows: one per kind of native kernel.
+# Ops of rows.
 
 
-def extremum_targets(name: str) -> dict[str, dict[str, bool]]:
-    """The native targets of the maximum and the minimum."""
-    return {name.format("max"): {"minimum": False}, name.format("min"): {"minimum": True}}
+def extremum_targets(name: str, **params: bool) -> dict[str, dict[str, bool]]:
+    """The native targets of the maximum and the minimum, for calls with these params."""
+    return {name.format("max"): {"minimum": False, **params}, name.format("min"): {"minimum": True, **params}}
 
 
-_EXTREMA, _EXTREMA_AND_WINNERS = {"output": CELLS}, {"output": CELLS, "winner": CELLS}
+def _reduction_targets(name: str) -> dict[str, dict[str, bool]]:
+    """The native targets of a reduction with and without winners."""
+    with_winner = extremum_targets(f"{name}_with_winner", has_winner=True)
+    return extremum_targets(name, has_winner=False) | with_winner
 
 
-def _dtypes_with_winner(data: Any, ids: Any, *_: Any) -> list[Any]:
-    return [data.dtype, index_dtype(ids.shape[0])]
+def _results(*, has_winner: bool) -> NamedDimensions:
+    return {"output": CELLS, "winner": CELLS} if has_winner else {"output": CELLS}
+
+
+def _result_dtypes(data: Any, ids: Any, *_: Any, has_winner: bool) -> list[Any]:
+    return [data.dtype, index_dtype(ids.shape[0])] if has_winner else [data.dtype]
 
 
 # H100, time of plain JAX / kernel: 0.7 (188 loops, with and without winners).
-_RULES = (on_gpu("launch-bound: few rows", uncontended, at_most(rows=1 << 14, bytes=16 * MB)),)
-
 SEGMENT_EXTREMUM = reduction_op(
     "segment_extremum",
-    targets=extremum_targets("segment_{}"),
-    results=_EXTREMA,
+    targets=_reduction_targets("segment_{}"),
+    results=_results,
+    result_dtypes=_result_dtypes,
     reference=_reference,
-    dtypes=ORDERED_DTYPES,
+    dtypes=lambda *, has_winner: FLOATING_DTYPES if has_winner else ORDERED_DTYPES,
     guarantee=EXACT,
-    xla_rules=_RULES,
+    attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins"] * has_winner),
+    xla_rules=(on_gpu("launch-bound: few rows", uncontended, at_most(rows=1 << 14, bytes=16 * MB)),),
     shard_program=functools.partial(_shard_reduce, "row"),
     tangent=_tangent,
-)
-
-SEGMENT_EXTREMUM_WITH_WINNER = reduction_op(
-    "segment_extremum_with_winner",
-    targets=extremum_targets("segment_{}_with_winner"),
-    results=_EXTREMA_AND_WINNERS,
-    result_dtypes=_dtypes_with_winner,
-    reference=_reference_with_winner,
-    dtypes=FLOATING_DTYPES,
-    guarantee=EXACT,
-    attributes=("first_wins",),
-    xla_rules=_RULES,
-    shard_program=functools.partial(_shard_with_winner, "row"),
-    tangent=_tangent_with_winner,
 )
 
 SEGMENT_EXTREMUM_BACKWARD = gradient_op(
@@ -864,7 +804,7 @@ SHARED_BY_GRAPHS = ("data",)
 """The operands of the backward op that all graphs of a batch share."""
 
 
-def _operands(*, has_edge_order: bool = False) -> NamedDimensions:
+def _operands(*, has_edge_order: bool) -> NamedDimensions:
     operands = {"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES}
     return operands | {"edge_order": _EDGES} if has_edge_order else operands
 
@@ -908,19 +848,19 @@ def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
 
 
 def _reduce_sorted(
-    data: Array, gather_ids: Array, segment_ids: Array, *, num_segments: int, **params: Any
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *edge_order: Array,
+    num_segments: int,
+    has_winner: bool,
+    **params: Any,
 ) -> Sequence[Array]:
-    *edges, _ = sorted_edges(gather_ids, segment_ids, (), num_segments)
-    params |= {"num_segments": num_segments, "indices_are_sorted": True}
-    return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, **params)
-
-
-def _reduce_sorted_with_winner(
-    data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, num_segments: int, **params: Any
-) -> Sequence[Array]:
-    edges = sorted_edges(gather_ids, segment_ids, edge_order, num_segments)
-    params |= {"num_segments": num_segments, "indices_are_sorted": True, "has_edge_order": True}
-    return GATHER_SEGMENT_EXTREMUM_WITH_WINNER.kernel(data, *edges, **params)
+    *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, num_segments)
+    numbers_of_winners = (numbers,) if has_winner else ()
+    params |= {"num_segments": num_segments, "has_winner": has_winner}
+    params |= {"indices_are_sorted": True, "has_edge_order": has_winner}
+    return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, *numbers_of_winners, **params)
 
 
 def _backward_of_sorted(
@@ -945,66 +885,38 @@ def _backward_of_longer_rows(*operands: Array, **params: Any) -> Sequence[Array]
     return with_longer_rows(GATHER_SEGMENT_EXTREMUM_BACKWARD, operands, padded, **params)
 
 
-_UNSORTED_EDGES = on_gpu("the kernel takes sorted edges only", unsorted)
 _UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
 
 # H100, time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (48 and 24 loops). Two cores: gradients of single
 # features 0.33.
-_RULES_OF_EDGES = (
-    on_gpu("launch-bound: XLA sorts no edges", unsorted, uncontended, at_most(rows=1 << 14)),
-    on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=2)),
-    on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
-)
-_RULES_OF_EDGES_BACKWARD = (
-    on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
-    on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
-)
-_OF_EDGES: dict[str, Any] = {
-    "operands": _operands,
-    "sizes": lambda *, num_segments: {"segment": num_segments},
-    "dtypes": FLOATING_DTYPES,
-    "guarantee": EXACT,
-    "plan_parameters": _plan_parameters,
-    "reduction_dims": ("edge",),
-    "limit": limit_of_edges,
-}
-_of_split_edges = functools.partial(of_split_segments, row_dims=("edge",), ids_operand=2)
-
 GATHER_SEGMENT_EXTREMUM = Op(
     name="gather_segment_extremum",
-    targets=extremum_targets("gather_segment_{}"),
-    results=_EXTREMA,
+    targets=_reduction_targets("gather_segment_{}"),
+    operands=_operands,
+    results=_results,
+    sizes=lambda *, num_segments: {"segment": num_segments},
+    result_dtypes=_result_dtypes,
     reference=_reference_of_edges,
-    xla_rules=_RULES_OF_EDGES,
+    xla_rules=(
+        on_gpu("launch-bound: XLA sorts no edges", unsorted, uncontended, at_most(rows=1 << 14)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=2)),
+        on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
+    ),
     programs={
-        _UNSORTED_EDGES: _reduce_sorted,
+        on_gpu("the kernel takes sorted edges only", unsorted): _reduce_sorted,
         _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(GATHER_SEGMENT_EXTREMUM, operands, **params),
     },
-    attributes=("indices_are_sorted",),
-    replicated_dims=("gathered",),
-    shard_program=_of_split_edges(functools.partial(_shard_reduce, "edge"), results=_EXTREMA),
-    tangent=_tangent_of_edges,
-    **_OF_EDGES,
-)
-
-GATHER_SEGMENT_EXTREMUM_WITH_WINNER = Op(
-    name="gather_segment_extremum_with_winner",
-    targets=extremum_targets("gather_segment_{}_with_winner"),
-    results=_EXTREMA_AND_WINNERS,
-    result_dtypes=_dtypes_with_winner,
-    reference=_reference_of_edges_with_winner,
-    xla_rules=_RULES_OF_EDGES,
-    programs={
-        _UNSORTED_EDGES: _reduce_sorted_with_winner,
-        _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(
-            GATHER_SEGMENT_EXTREMUM_WITH_WINNER, operands, **params
-        ),
-    },
-    attributes=("indices_are_sorted", "first_wins", "has_edge_order"),
+    dtypes=FLOATING_DTYPES,
+    guarantee=EXACT,
+    attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins", "has_edge_order"] * has_winner),
+    plan_parameters=_plan_parameters,
     replicated_dims=replicated_dims_of_cells,
-    shard_program=_of_split_edges(functools.partial(_shard_with_winner, "edge"), results=_EXTREMA_AND_WINNERS),
-    tangent=_tangent_of_edges_with_winner,
-    **_OF_EDGES,
+    reduction_dims=("edge",),
+    shard_program=of_split_segments(
+        functools.partial(_shard_reduce, "edge"), results=_results, row_dims=("edge",), ids_operand=2
+    ),
+    tangent=_tangent_of_edges,
+    limit=limit_of_edges,
 )
 
 GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
@@ -1014,7 +926,10 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     results={"d_data": _GATHERED},
     sizes=lambda *, num_rows: {"gathered": num_rows},
     reference=_reference_backward_of_edges,
-    xla_rules=_RULES_OF_EDGES_BACKWARD,
+    xla_rules=(
+        on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
+        on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
+    ),
     programs={
         on_gpu("the kernel takes sorted edges only", param("has_plan", False)): _backward_of_sorted,
         _UNALIGNED_ROWS: _backward_of_longer_rows,
@@ -1061,23 +976,25 @@ class ExtremumParams(Params):
     minimum: bool
 
 
-def _primal(params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
+def _reduced(
+    params: ExtremumParams, data: Array, ids: Array, plan: Mapping[str, Array], has_winner: bool
+) -> list[Array]:
     if not plan:
-        return SEGMENT_EXTREMUM(data, segment_ids, **vars(params))[0]
-    flags = vars(params) | {"indices_are_sorted": True}
-    return GATHER_SEGMENT_EXTREMUM(data, plan["order"], plan["sorted_ids"], **flags)[0]
+        return SEGMENT_EXTREMUM(data, ids, **vars(params), has_winner=has_winner)
+    order = plan["order"]
+    flags = vars(params) | {"indices_are_sorted": True, "has_winner": has_winner, "has_edge_order": has_winner}
+    return GATHER_SEGMENT_EXTREMUM(data, order, plan["sorted_ids"], *[order] * has_winner, **flags)
+
+
+def _primal(params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
+    return _reduced(params, data, segment_ids, plan, has_winner=False)[0]
 
 
 def _forward(
     params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     check_numbered("segment_min" if params.minimum else "segment_max", "rows", segment_ids.shape[0])
-    if not plan:
-        output, winner = SEGMENT_EXTREMUM_WITH_WINNER(data, segment_ids, **vars(params))
-    else:
-        order = plan["order"]
-        flags = vars(params) | {"indices_are_sorted": True, "has_edge_order": True}
-        output, winner = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(data, order, plan["sorted_ids"], order, **flags)
+    output, winner = _reduced(params, data, segment_ids, plan, has_winner=True)
     return output, (winner, segment_ids) if params.first_wins else (winner, segment_ids, data, output)
 
 
@@ -1090,4 +1007,7 @@ def _gradient(params: ExtremumParams, residuals: tuple[Array, ...], d_output: Ar
     return {"data": d_data}
 
 
-_segment_max, _segment_min = (KernelVjp(name, _primal, _forward, _gradient) for name in ("segment_max", "segment_min"))
+_rules = {
+    minimum: KernelVjp(name, _forward, _gradient, primal=_primal)
+    for minimum, name in ((False, "segment_max"), (True, "segment_min"))
+}

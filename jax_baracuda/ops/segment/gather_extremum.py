@@ -25,7 +25,6 @@ from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
     GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS,
-    GATHER_SEGMENT_EXTREMUM_WITH_WINNER,
     SHARED_BY_GRAPHS,
     first_gets_all,
     minimum_of,
@@ -79,10 +78,8 @@ def gather_segment_max(
     Gradient: ``d_data[n] = sum { d_out[segment_ids[e]] * share[e] : gather_ids[e] == n }``, where the share is
     ``1 / number of tied edges`` or 1 for the winner, and exactly 0 for every other edge. A segment that holds a NaN
     passes no gradient, nor do gather ids that are out of range. If ``jax.vmap`` maps the ids but not `data`, the
-    gradient is one sum over the edges of the whole batch, and plans do not save its sort. Derivatives of any order
-    exist and treat winners and shares as constants; if ties are split, derivatives beyond the first need an array of
-    edges times features. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-    :mod:`jax_baracuda.forward_mode`.
+    gradient is one sum over the edges of the whole batch, and plans do not save its sort. Derivatives treat winners
+    and shares as constants; if ties are split, those beyond the first need an array of edges times features.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -148,16 +145,16 @@ class GatherExtremumParams(GatherParams):
 
 
 def _primal(params: GatherExtremumParams, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
-    return GATHER_SEGMENT_EXTREMUM(data, gather_ids, segment_ids, **params.of_reduction())[0]
+    flags = {"has_winner": False, "has_edge_order": False}
+    return GATHER_SEGMENT_EXTREMUM(data, gather_ids, segment_ids, **params.of_reduction(), **flags)[0]
 
 
 def _forward(params: GatherExtremumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     name = "gather_segment_min" if params.minimum else "gather_segment_max"
     check_numbered(name, "edges", arrays["segment_ids"].shape[0])
     names = [x for x in ("data", "gather_ids", "segment_ids", "edge_order") if x in arrays]
-    output, winner = GATHER_SEGMENT_EXTREMUM_WITH_WINNER(
-        *(arrays[x] for x in names), **params.of_reduction(), has_edge_order="edge_order" in names
-    )
+    flags = {"has_winner": True, "has_edge_order": "edge_order" in names}
+    output, winner = GATHER_SEGMENT_EXTREMUM(*(arrays[x] for x in names), **params.of_reduction(), **flags)
     return output, {"winner": winner} if params.first_wins else {"winner": winner, "output": output}
 
 
@@ -194,6 +191,13 @@ def _gradient(
 
 
 _gather_segment_max, _gather_segment_min = (
-    BatchedVjp(name, _primal, _forward, _gradient, shared="data", keeps_shared=lambda params, _: not params.first_wins)
+    BatchedVjp(
+        name,
+        _forward,
+        _gradient,
+        primal=_primal,
+        shared="data",
+        keeps_shared=lambda params, _: not params.first_wins,
+    )
     for name in ("gather_segment_max", "gather_segment_min")
 )

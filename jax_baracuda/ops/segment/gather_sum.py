@@ -290,18 +290,14 @@ def _divided(params: GatherSumParams, cells: Array, segment_ids: Array) -> Array
     return divided_by_counts(cells, count_rows(segment_ids, params.num_segments, params.indices_are_sorted))
 
 
-def _primal(params: GatherSumParams, **arrays: Array) -> Array:
+def _forward(params: GatherSumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     names = ("data", "gather_ids", "segment_ids", "weights", "edge_order")
     flags = {name: getattr(params, name) for name in ("num_segments", "indices_are_sorted", "deterministic")}
     operands = {name: arrays.get(name) for name in names}
     total = _sum(operands, is_wide=params.is_mean, clips_gather_ids=True, **flags)
-    if not params.is_mean:
-        return total
-    return _divided(params, total, arrays["segment_ids"]).astype(arrays["data"].dtype)
-
-
-def _forward(params: GatherSumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    return _primal(params, **arrays), {}
+    if params.is_mean:
+        total = _divided(params, total, arrays["segment_ids"]).astype(arrays["data"].dtype)
+    return total, {}
 
 
 def _backward(
@@ -346,6 +342,6 @@ def _backward(
 
 gathered_sum, _gathered_mean = (
     # Only the gradient of weights needs the data.
-    BatchedVjp(name, _primal, _forward, _backward, shared="data", keeps_shared=lambda _, names: "weights" in names)
+    BatchedVjp(name, _forward, _backward, shared="data", keeps_shared=lambda _, names: "weights" in names)
     for name in ("gather_segment_sum", "gather_segment_mean")
 )

@@ -34,7 +34,6 @@ from jax_baracuda.ops.segment.definitions import (
     SumParams,
     gradient_op,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
@@ -45,6 +44,7 @@ from jax_baracuda.ops.segment.sum import (
     count_rows,
     gradient_params,
     segment_sum,
+    segment_sum_backward,
     sum_by_plan,
     sum_over_shards,
     sum_params,
@@ -101,7 +101,7 @@ def segment_mean(
 
 
 @selectable
-@described_like(segment_sum)
+@described_like(segment_sum_backward, segment_sum)
 def segment_mean_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -114,14 +114,10 @@ def segment_mean_backward(
 
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment means, a floating dtype.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows
       get 0.
-
-    Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_mean`.
 
     Numerical guarantees: each element is ``d_output`` divided by the exact number of rows, rounded once. Bit-equal from
     run to run.
@@ -170,7 +166,7 @@ def _reference_backward(d_output: Array, count: Array, ids: Array) -> tuple[Arra
 
 
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
-    if not row_axes_of(axes):
+    if not axes.get("row", ()):
         return kernel(data, ids)
     total = sum_over_shards(axes, data, ids, **params)
     count = sum_over_shards(axes, jnp.ones(ids.shape, jnp.int32), ids, **params)
@@ -187,7 +183,7 @@ SEGMENT_MEAN = reduction_op(
     reference=_reference,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
-    attributes=("deterministic",),
+    attributes=("indices_are_sorted", "deterministic"),
     xla_rules=SUM_RULES,
     shard_program=_shard_program,
     transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
@@ -232,22 +228,14 @@ def divided_by_counts(
     return quotients
 
 
-def _mean_rows(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Sequence[Array]:
-    """The means, added in the order of the plan if there is one, and the numbers of rows."""
+def _forward(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, Array]]:
     if not plan:
-        return SEGMENT_MEAN(data, segment_ids, **vars(params))
-    total = sum_by_plan(data, **plan, num_segments=params.num_segments, is_wide=True)
-    count = count_rows(plan["sorted_ids"], params.num_segments, indices_are_sorted=True)
-    return divided_by_counts(total, count).astype(data.dtype), count
-
-
-def _primal(params: SumParams, **arrays: Array) -> Array:
-    return _mean_rows(params, **arrays)[0]
-
-
-def _forward(params: SumParams, **arrays: Array) -> tuple[Array, tuple[Array, Array]]:
-    output, count = _mean_rows(params, **arrays)
-    return output, (count, arrays["segment_ids"])
+        output, count = SEGMENT_MEAN(data, segment_ids, **vars(params))
+    else:
+        total = sum_by_plan(data, **plan, num_segments=params.num_segments, is_wide=True)
+        count = count_rows(plan["sorted_ids"], params.num_segments, indices_are_sorted=True)
+        output = divided_by_counts(total, count).astype(data.dtype)
+    return output, (count, segment_ids)
 
 
 def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
@@ -255,4 +243,4 @@ def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array
     return {"data": d_data}
 
 
-_segment_mean = KernelVjp("segment_mean", _primal, _forward, _backward)
+_segment_mean = KernelVjp("segment_mean", _forward, _backward)

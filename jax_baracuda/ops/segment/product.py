@@ -18,7 +18,6 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -38,12 +37,10 @@ from jax_baracuda.ops.segment.definitions import (
     ROWS,
     WIDE_DTYPES,
     Params,
-    first_result,
     gradient_op,
     merge_over_shards,
     product_guarantee,
     reduction_op,
-    row_axes_of,
 )
 from jax_baracuda.ops.segment.extended_product import (
     ExtendedProduct,
@@ -54,7 +51,7 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, sum_params
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, segment_sum_backward, sum_params
 
 
 @selectable
@@ -94,8 +91,7 @@ def segment_prod(
 
     Gradient: ``d_data[n] = d_out[segment_ids[n]] * product of the segment's other rows``, correct also for rows that
     are zero, infinite or of extreme magnitude; 0 for dropped rows.
-    Derivatives of any order exist; in second derivatives, partial products may overflow or underflow. ``jax.jvp`` and
-    ``jax.jacfwd`` of this function need its twin of the same name in :mod:`jax_baracuda.forward_mode`.
+    In second derivatives, partial products may overflow or underflow.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
@@ -124,7 +120,7 @@ def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
 
 
 @selectable
-@described_like(segment_sum)
+@described_like(segment_sum_backward, segment_sum)
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -142,13 +138,9 @@ def segment_prod_backward(
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment products; a floating dtype, the same as `data`.
       data: ``[N, ...]``, the rows that were multiplied.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
 
     Returns:
       ``[N, ...]``, the cotangent of `data`. Dropped rows get 0.
-
-    Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_prod`.
 
     Numerical guarantees: no partial product of the other rows overflows or underflows; zeros, infinities and NaN among
     the rows are counted, so a row's own value never spoils its gradient. Bit-equal from run to run.
@@ -235,20 +227,17 @@ def has_exponent(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
-    if has_exponent(data.dtype):
-        return (product_value(_reference_residual(data, ids, num_segments)).astype(data.dtype),)
-    if jnp.issubdtype(data.dtype, jnp.inexact):
-        return (_product_in_pairs(data, ids, num_segments),)
-    return (xla_prod(data, ids, num_segments),)
-
-
-def _reference_with_residual(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array, Array]:
+def _reference(data: Array, ids: Array, *, num_segments: int, has_residual: bool) -> tuple[Array, ...]:
+    residual: Sequence[Array]
     if has_exponent(data.dtype):
         residual = _reference_residual(data, ids, num_segments)
-        return product_value(residual).astype(data.dtype), *residual
-    output = _product_in_pairs(data, ids, num_segments)
-    return output, jnp.zeros_like(output), jnp.zeros(output.shape, jnp.int32)  # not used for complex numbers
+        output = product_value(residual).astype(data.dtype)
+    elif jnp.issubdtype(data.dtype, jnp.inexact):
+        output = _product_in_pairs(data, ids, num_segments)
+        residual = jnp.zeros_like(output), jnp.zeros(output.shape, jnp.int32)  # not used for complex numbers
+    else:
+        output, residual = xla_prod(data, ids, num_segments), ()
+    return (output, *residual) if has_residual else (output,)
 
 
 def _product_gradient_in_pairs(d_output: Array, data: Array, ids: Array) -> Array:
@@ -307,19 +296,14 @@ def _transpose_backward(
     return [x.astype(d_output.dtype) for x in SEGMENT_SUM(terms, ids, **params)]
 
 
-def _tangent_with_residual(
-    d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, indices_are_sorted: bool
-) -> list[Array]:
+def _tangent(d_data: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any) -> list[Array]:
     """The residual gets zero tangents: no derivative rule differentiates it."""
     data, ids = operands
-    output, *residual = results
-    tangents = _transpose_backward([output], [d_data], *residual, data, ids, indices_are_sorted=indices_are_sorted)
-    return [*tangents, *map(jnp.zeros_like, residual)]
-
-
-def _tangent(d_data: Array, operands: Sequence[Array], _: Any, **params: Any) -> list[Array]:
-    results = SEGMENT_PROD_WITH_RESIDUAL(*operands, **params)
-    return with_named(_tangent_with_residual, params)(d_data, operands, results)[:1]
+    own_results = results if params["has_residual"] else SEGMENT_PROD(*operands, **params | {"has_residual": True})
+    output, *residual = own_results
+    is_sorted = params["indices_are_sorted"]
+    tangents = _transpose_backward([output], [d_data], *residual, data, ids, indices_are_sorted=is_sorted)
+    return [*tangents, *map(jnp.zeros_like, results[1:])]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -330,32 +314,43 @@ def _product_of_shards(mantissas: Array, packed: Array) -> ExtendedProduct:
     return functools.reduce(product_of_both, map(ExtendedProduct, mantissas, packed))
 
 
-def _shard_with_residual(
-    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any
+def _shard_program(
+    kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, has_residual: bool
 ) -> Sequence[Array]:
-    output, *residual = kernel(data, ids)
-    if row_axes := row_axes_of(axes):
-        residual = merge_over_shards(_product_of_shards, residual, row_axes, axes.get("segment", ()))
-        output = product_value(ExtendedProduct(*residual)).astype(output.dtype)
-    return output, *residual
-
-
-def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
-    row_axes = row_axes_of(axes)
+    row_axes, segment_axes = axes.get("row", ()), axes.get("segment", ())
     if not row_axes:
         return kernel(data, ids)
-    if has_exponent(data.dtype):
-        # The total product may be in range even if one shard's product is not.
-        _, *cells = SEGMENT_PROD_WITH_RESIDUAL.kernel(data, ids, **params)
-    else:
-        cells = kernel(data, ids)
+    if not has_exponent(data.dtype):
 
-    def merge(*of_shards: Array) -> Sequence[Array]:
-        if has_exponent(data.dtype):
-            return [product_value(_product_of_shards(*of_shards)).astype(data.dtype)]
-        return [jnp.prod(*of_shards, axis=0, dtype=data.dtype)]
+        def merge(outputs: Array, *residual: Array) -> Sequence[Array]:
+            return [jnp.prod(outputs, axis=0, dtype=data.dtype), *(x[0] for x in residual)]
 
-    return merge_over_shards(merge, cells, row_axes, axes.get("segment", ()))
+        return merge_over_shards(merge, kernel(data, ids), row_axes, segment_axes)
+
+    def value(residual: Sequence[Array]) -> Array:
+        return product_value(ExtendedProduct(*residual)).astype(data.dtype)
+
+    def merge_residuals(*of_shards: Array) -> Sequence[Array]:
+        total = _product_of_shards(*of_shards)
+        return total if has_residual else [value(total)]
+
+    # The total product may be in range even if one shard's product is not.
+    _, *local = kernel(data, ids, has_residual=True)
+    results = merge_over_shards(merge_residuals, local, row_axes, segment_axes)
+    return (value(results), *results) if has_residual else results
+
+
+def _shard_terms(
+    kernel: ShardKernel, axes: ShardAxes, factors: Array, mantissa: Array, packed: Array, data: Array, ids: Array
+) -> Sequence[Array]:
+    """Complex numbers have no residual, so each device multiplies by the products of the other devices' rows."""
+    [terms] = kernel(factors, mantissa, packed, data, ids)
+    row_axes = axes.get("row", ())
+    if not row_axes or has_exponent(data.dtype):
+        return (terms,)
+    products = jax.lax.all_gather(_product_in_pairs(data, ids, mantissa.shape[0]), row_axes)
+    others = jnp.prod(products.at[jax.lax.axis_index(row_axes)].set(1), axis=0)
+    return (terms * gather_segments(others, ids)[0],)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -363,23 +358,17 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 
 SEGMENT_PROD = reduction_op(
     "segment_prod",
-    results={"output": CELLS},
+    targets={"segment_prod": {"has_residual": False}, "segment_prod_with_residual": {"has_residual": True}},
+    results=lambda *, has_residual: {"output": CELLS, **({"mantissa": CELLS, "packed": CELLS} if has_residual else {})},
+    result_dtypes=lambda data, segment_ids, *, has_residual: [
+        data.dtype,
+        *([accumulation_dtype(data.dtype), np.int32] if has_residual else []),
+    ],
     reference=_reference,
-    dtypes=WIDE_DTYPES,
+    dtypes=lambda *, has_residual: FLOATING_DTYPES if has_residual else WIDE_DTYPES,
     guarantee=product_guarantee,
     shard_program=_shard_program,
     tangent=_tangent,
-)
-
-SEGMENT_PROD_WITH_RESIDUAL = reduction_op(
-    "segment_prod_with_residual",
-    results={"output": CELLS, "mantissa": CELLS, "packed": CELLS},
-    result_dtypes=lambda data, segment_ids: [data.dtype, accumulation_dtype(data.dtype), np.int32],
-    reference=_reference_with_residual,
-    dtypes=FLOATING_DTYPES,
-    guarantee=product_guarantee,
-    shard_program=_shard_with_residual,
-    tangent=_tangent_with_residual,
 )
 
 # H100, time of plain JAX / kernel: 0.8 between elementwise operations (21 loops), 0.2 to 0.9 alone up to 32 MB (11 of
@@ -393,6 +382,7 @@ SEGMENT_PROD_BACKWARD = gradient_op(
         on_gpu("gathers from the L2 cache", at_most(bytes=32 * MB)),
     ),
     guarantee=product_guarantee,
+    shard_program=_shard_terms,
     transpose=_transpose_backward,
 )
 
@@ -405,6 +395,7 @@ SEGMENT_PROD_TERMS = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=product_guarantee,
     replicated_dims=("segment",),
+    shard_program=_shard_terms,
     transpose=lambda _, d_terms, *others: SEGMENT_PROD_TERMS(*d_terms, *others),
 )
 """Each row times the product of the other rows of `data` in its segment, rounded once. The product of the others may be
@@ -416,7 +407,7 @@ out of range where its product with a tangent is in range."""
 
 
 def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
-    output, mantissa, packed = SEGMENT_PROD_WITH_RESIDUAL(data, segment_ids, **vars(params))
+    output, mantissa, packed = SEGMENT_PROD(data, segment_ids, **vars(params), has_residual=True)
     # The gradient depends on the data directly and through the residual; its derivative by `data` covers both.
     return output, (jax.lax.stop_gradient(mantissa), packed, data, segment_ids)
 
@@ -426,4 +417,9 @@ def _backward(params: Params, residuals: tuple[Array, ...], d_output: Array) -> 
     return {"data": d_data}
 
 
-_segment_prod = KernelVjp("segment_prod", first_result(SEGMENT_PROD), _forward, _backward)
+_segment_prod = KernelVjp(
+    "segment_prod",
+    _forward,
+    _backward,
+    primal=lambda params, *, data, segment_ids: SEGMENT_PROD(data, segment_ids, **vars(params), has_residual=False)[0],
+)

@@ -30,11 +30,9 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
     SumParams,
-    first_result,
     limit_of_32_bits,
     plan_parameters,
     reduction_op,
-    row_axes_of,
     sum_guarantee,
     sum_over_axes,
 )
@@ -208,7 +206,7 @@ def _shard_program(
     indices_are_sorted: bool,
     deterministic: bool,
 ) -> Sequence[Array]:
-    row_axes = row_axes_of(axes)
+    row_axes = axes.get("row", ())
     if not row_axes:
         return kernel(logits, ids)
     call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
@@ -216,7 +214,7 @@ def _shard_program(
     minimum, maximum = _RANGES_OF_SUMS[wide.dtype.itemsize]
 
     def by_maxima() -> Array:
-        [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, **call)
+        [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, has_winner=False, **call)
         exponentials = _exponentials(logits, ids, extrema_over_shards(maxima, row_axes, minimum=False))
         denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
         return _normalized(exponentials, ids, denominators, logits.dtype)
@@ -237,7 +235,7 @@ sums are in range, and the devices need not compute and exchange maxima."""
 def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, probabilities: Array, d_output: Array, ids: Array, **params: Any
 ) -> Sequence[Array]:
-    if not row_axes_of(axes):
+    if not axes.get("row", ()):
         return kernel(probabilities, d_output, ids)
     means = sum_over_shards(axes, _weighted_cotangents(probabilities, d_output), ids, **params)
     return (_softmax_gradient(probabilities, d_output, ids, means),)
@@ -266,9 +264,9 @@ SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
     ),
     dtypes=frozenset({"float32", "float64"}),
     guarantee=sum_guarantee,
-    attributes=("deterministic",),
+    attributes=("indices_are_sorted", "deterministic"),
     shard_program=lambda kernel, axes, *operands: [
-        sum_over_axes(x, row_axes_of(axes), axes.get("segment", ())) if row_axes_of(axes) else x
+        sum_over_axes(x, axes.get("row", ()), axes.get("segment", ())) if axes.get("row", ()) else x
         for x in kernel(*operands)
     ],
 )
@@ -306,11 +304,9 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
 # ----------------------------------------------------------------------------------------------------------------------
 # Derivative rules.
 
-_primal = first_result(SEGMENT_SOFTMAX)
-
 
 def _forward(params: SumParams, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    probabilities = _primal(params, data=data, segment_ids=segment_ids)
+    [probabilities] = SEGMENT_SOFTMAX(data, segment_ids, **vars(params))
     return probabilities, (probabilities, segment_ids)
 
 
@@ -320,4 +316,4 @@ def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array
     return {"data": d_logits}
 
 
-_segment_softmax = KernelVjp("segment_softmax", _primal, _forward, _backward)
+_segment_softmax = KernelVjp("segment_softmax", _forward, _backward)
