@@ -51,6 +51,13 @@ struct Positions {
   bool are_shared_by_examples;
 };
 
+// The row of positions that belongs to an example.
+template <typename Int>
+JB_HOST_DEVICE Int PositionsOf(const Positions& positions, Int batch, Int examples, Int example) {
+  const Int row = positions.are_shared_by_batch ? 0 : batch;
+  return positions.are_shared_by_examples ? row : row * examples + example;
+}
+
 inline constexpr int kMaxTensors = 2;
 
 struct Call {

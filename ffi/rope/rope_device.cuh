@@ -28,13 +28,6 @@ struct RowLayout {
         rotated_units(static_cast<unsigned>(problem.pairs / pairs_of_unit)) {}
 };
 
-// The row of positions that belongs to an example.
-template <typename Int>
-__device__ __forceinline__ Int PositionsOf(const Positions& positions, Int batch, Int examples, Int example) {
-  const Int row = positions.are_shared_by_batch ? 0 : batch;
-  return positions.are_shared_by_examples ? row : row * examples + example;
-}
-
 // A position as raw words. The conversion happens at its use, so that code between load and use does not wait for the
 // load.
 struct RawPosition {
