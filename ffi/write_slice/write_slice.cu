@@ -103,14 +103,23 @@ __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ 
 }
 
 template <bool kTake>
-CudaStatus LaunchMoves(const std::vector<Update>& updates, cudaStream_t stream) {
-  const int count = static_cast<int>(updates.size());
+CudaStatus LaunchMoves(const Call& call, cudaStream_t stream) {
+  for (const Copy& copy : call.copies) {
+    const size_t bytes = static_cast<size_t>(copy.bytes);
+    JB_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream));
+  }
+  for (const Update& update : call.updates) {
+    if (!kTake || !update.may_be_outside) continue;
+    const size_t source_bytes = static_cast<size_t>(update.source_rows * update.row_bits / 8);
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(update.source, 0, source_bytes, stream));
+  }
+  const int count = static_cast<int>(call.updates.size());
   for (int first = 0; first < count; first += kMaxUpdates) {
     const int updates_of_launch = std::min(count - first, kMaxUpdates);
     Launch launch;
     int64_t most_blocks = 0;
     for (int i = 0; i < updates_of_launch; ++i) {
-      const Update& update = launch.updates[i] = updates[first + i];
+      const Update& update = launch.updates[i] = call.updates[first + i];
       const int64_t words_of_row = CeilDivide(update.MaxBytesOfRow(), std::max(update.word, 1));
       int lane_bits = 0;
       while (1 << lane_bits < kThreads && kWordsPerThread << lane_bits < words_of_row) ++lane_bits;
@@ -127,17 +136,8 @@ CudaStatus LaunchMoves(const std::vector<Update>& updates, cudaStream_t stream) 
 
 }  // namespace
 
-CudaStatus LaunchWrite(const std::vector<Update>& updates, cudaStream_t stream) {
-  return LaunchMoves</*kTake=*/false>(updates, stream);
-}
+CudaStatus LaunchWrite(const Call& call, cudaStream_t stream) { return LaunchMoves</*kTake=*/false>(call, stream); }
 
-CudaStatus LaunchTake(const std::vector<Update>& updates, cudaStream_t stream) {
-  for (const Update& update : updates) {
-    if (!update.may_be_outside) continue;
-    const size_t source_bytes = static_cast<size_t>(update.source_rows * update.row_bits / 8);
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(update.source, 0, source_bytes, stream));
-  }
-  return LaunchMoves</*kTake=*/true>(updates, stream);
-}
+CudaStatus LaunchTake(const Call& call, cudaStream_t stream) { return LaunchMoves</*kTake=*/true>(call, stream); }
 
 }  // namespace jax_baracuda::write_slice

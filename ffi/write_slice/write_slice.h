@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #ifdef __CUDACC__
 #include <cuda/atomic>
@@ -104,6 +105,18 @@ struct Update {
 
   // The maximum number of bytes that a row can touch.
   JB_HOST_DEVICE int64_t MaxBytesOfRow() const { return word == 0 ? (row_bits + 14) / 8 : row_bits / 8; }
+};
+
+// The copy of an array to its result before the window is written, if XLA did not alias the two.
+struct Copy {
+  void* to;
+  const void* from;
+  int64_t bytes;
+};
+
+struct Call {
+  std::vector<Copy> copies;
+  std::vector<Update> updates;
 };
 
 struct QuotientAndRemainder {

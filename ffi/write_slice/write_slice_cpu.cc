@@ -56,27 +56,20 @@ void Move(ffi::ThreadPool& pool, const Update& update) {
   });
 }
 
-ffi::Error WriteHandler(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                        ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
-  Call call;
-  JB_RETURN_IF_ERROR(Decoder("write_slice", operands, results, windows, drop, num_batch_dims).DecodeWrite(&call));
-  CopyArrays(pool, call.copies);
-  for (const Update& update : call.updates) Move</*kTake=*/false>(pool, update);
-  return ffi::Error::Success();
-}
-
-ffi::Error TakeHandler(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                       ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
-  Call call;
-  JB_RETURN_IF_ERROR(
-      Decoder("write_slice_backward", operands, results, windows, drop, num_batch_dims).DecodeTake(&call));
+template <bool kTake>
+ffi::Error Run(ffi::ThreadPool pool, const char*, const Call& call) {
   CopyArrays(pool, call.copies);
   for (const Update& update : call.updates) {
-    if (update.may_be_outside) WriteZeroBytes(pool, update.source, update.source_rows * update.row_bits / 8);
-    Move</*kTake=*/true>(pool, update);
+    if (kTake && update.may_be_outside) {
+      WriteZeroBytes(pool, update.source, update.source_rows * update.row_bits / 8);
+    }
+    Move<kTake>(pool, update);
   }
   return ffi::Error::Success();
 }
+
+constexpr auto WriteHandler = HandleWindows<ffi::ThreadPool, true, Run</*kTake=*/false>>;
+constexpr auto TakeHandler = HandleWindows<ffi::ThreadPool, false, Run</*kTake=*/true>>;
 
 JB_CPU_TARGET("write_slice", WriteHandler, BindWindows<ffi::ThreadPool>(), PlanWindows, JB_NAMES(kStrategyNames));
 JB_CPU_TARGET("write_slice_backward", TakeHandler, BindWindows<ffi::ThreadPool>(), PlanWindows, kStrategyNames,

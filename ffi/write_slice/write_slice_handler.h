@@ -16,18 +16,6 @@
 
 namespace jax_baracuda::write_slice {
 
-// The copy of an array to its result before the window is written, if XLA did not alias the two.
-struct Copy {
-  void* to;
-  const void* from;
-  int64_t bytes;
-};
-
-struct Call {
-  std::vector<Copy> copies;
-  std::vector<Update> updates;
-};
-
 // The attribute `windows` has these five numbers for each axis that is not written whole, ordered by array and axis.
 struct Window {
   int64_t array, axis;
@@ -65,33 +53,21 @@ inline int64_t BytesOf(const Update& update, int64_t Axis::* size) {
   return CeilDivide(bits, 8);
 }
 
-// Operands are the arrays, then (write_slice only) the sources, then the starts, then the shard numbers.
+// Operands are the arrays, then (writes only) the sources, then the starts, then the shard numbers.
 class Decoder {
  public:
-  Decoder(const char* op, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> windows,
-          bool drop, int64_t num_batch_dims)
-      : op_(op),
-        operands_(operands),
-        results_(results),
-        numbers_(windows),
-        drop_(drop),
-        num_batch_dims_(num_batch_dims),
-        batch_(op) {}
+  Decoder(const char* op, bool writes, ffi::RemainingArgs operands, ffi::RemainingRets results,
+          ffi::Span<const int64_t> windows)
+      : op_(op), writes_(writes), operands_(operands), results_(results), numbers_(windows), batch_(op) {}
 
-  ffi::Error DecodeWrite(Call* call) { return Decode(results_.size(), /*writes=*/true, call); }
-
-  ffi::Error DecodeTake(Call* call) {
-    if (results_.size() % 2 != 0) {
+  ffi::Error Decode(bool drop, int64_t num_batch_dims, Call* call) {
+    if (!writes_ && results_.size() % 2 != 0) {
       return InvalidArgument(op_, "got " + std::to_string(results_.size()) + " results, expected an even number");
     }
-    return Decode(results_.size() / 2, /*writes=*/false, call);
-  }
-
- private:
-  ffi::Error Decode(size_t num_arrays, bool writes, Call* call) {
+    const size_t num_arrays = writes_ ? results_.size() : results_.size() / 2;
     size_t num_parts = 0;
     JB_RETURN_IF_ERROR(CheckWindows(num_arrays, &num_parts));
-    first_start_ = writes ? 2 * num_arrays : num_arrays;
+    first_start_ = writes_ ? 2 * num_arrays : num_arrays;
     if (num_arrays == 0 || operands_.size() < first_start_ + num_parts) {
       return InvalidArgument(op_, "got " + std::to_string(operands_.size()) + " operands and " +
                                       std::to_string(results_.size()) + " results, expected at least " +
@@ -105,10 +81,10 @@ class Decoder {
       if (dest.has_error()) return dest.error();
       auto result = results_.get<ffi::AnyBuffer>(i);
       if (result.has_error()) return result.error();
-      if (i == 0) JB_RETURN_IF_ERROR(batch_.Decode("dest 0", *dest, num_batch_dims_, kTrailing));
+      if (i == 0) JB_RETURN_IF_ERROR(batch_.Decode("dest 0", *dest, num_batch_dims, kTrailing));
       Update update;
       update.dest = (*result)->untyped_data();
-      update.drop = drop_;
+      update.drop = drop;
       JB_RETURN_IF_ERROR(SetAxes(Name{"dest", i}, *dest, &update));
       JB_RETURN_IF_ERROR(CheckTypeAndShape(Name{"result", i}, **result, *dest, update, /*is_shared=*/nullptr));
       const int64_t array_bytes = BytesOf(update, &Axis::dim);
@@ -120,7 +96,7 @@ class Decoder {
       }
       bool source_is_shared = false;
       const Name source_name{"source", i};
-      if (writes) {
+      if (writes_) {
         auto source = operands_.get<ffi::AnyBuffer>(num_arrays + i);
         if (source.has_error()) return source.error();
         JB_RETURN_IF_ERROR(CheckTypeAndShape(source_name, *source, *dest, update, &source_is_shared));
@@ -139,6 +115,7 @@ class Decoder {
     return ffi::Error::Success();
   }
 
+ private:
   size_t num_windows() const { return numbers_.size() / kNumbersOfWindow; }
 
   Window window(size_t i) const {
@@ -251,11 +228,10 @@ class Decoder {
   static constexpr const char* kTrailing = "1 to 8 axes";
 
   const char* op_;
+  const bool writes_;
   ffi::RemainingArgs operands_;
   ffi::RemainingRets results_;
   ffi::Span<const int64_t> numbers_;
-  bool drop_;
-  int64_t num_batch_dims_;
   Batch batch_;
   size_t first_start_ = 0, first_part_ = 0;  // indices of the first start and the first shard number among the operands
 };
@@ -293,7 +269,17 @@ inline Plan PlanWindows(const PlanParameters& parameters) {
   return Plan{kStrategyNames[strategy]};
 }
 
-// The binding of both handlers.
+// The handler of writes, or of takes, and its binding. The back ends differ in the context and in the function that runs
+// a decoded call.
+template <typename Context, bool kWrites, ffi::Error (*kRun)(Context, const char* op, const Call&)>
+ffi::Error HandleWindows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                         ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
+  constexpr const char* kOp = kWrites ? "write_slice" : "write_slice_backward";
+  Call call;
+  JB_RETURN_IF_ERROR(Decoder(kOp, kWrites, operands, results, windows).Decode(drop, num_batch_dims, &call));
+  return kRun(context, kOp, call);
+}
+
 template <typename Context>
 auto BindWindows() {
   return ffi::Ffi::Bind()
