@@ -106,6 +106,14 @@ Rotation<AngleType<T>> ScaleOf(const Call& call) {
   return {static_cast<AngleType<T>>(call.cos_scale), static_cast<AngleType<T>>(call.sin_scale)};
 }
 
+// Rotates a pair of features.
+template <typename C>
+JB_ALWAYS_INLINE void Rotate(C cos, C sin, C* first, C* second) {
+  const C x = *first;
+  *first = x * cos - *second * sin;
+  *second = *second * cos + x * sin;
+}
+
 // An angle as a number of quarter turns and a remainder of at most an eighth of a turn.
 template <typename T>
 struct ReducedAngle {

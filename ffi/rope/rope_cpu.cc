@@ -135,9 +135,10 @@ JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, T* y) {
   if constexpr (!kInterleaved) {
     JB_VECTORIZE
     for (int64_t i = 0; i < pairs; ++i) {
-      const C a = static_cast<C>(x[i]), b = static_cast<C>(x[i + pairs]);
-      Store(a * cos[i] - b * sin[i], y + i);
-      Store(b * cos[i] + a * sin[i], y + i + pairs);
+      C a = static_cast<C>(x[i]), b = static_cast<C>(x[i + pairs]);
+      Rotate(cos[i], sin[i], &a, &b);
+      Store(a, y + i);
+      Store(b, y + i + pairs);
     }
   } else if constexpr (sizeof(T) == sizeof(uint16_t)) {
     const PairWord* const from = reinterpret_cast<const PairWord*>(x);
@@ -145,17 +146,18 @@ JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, T* y) {
     JB_VECTORIZE
     for (int64_t i = 0; i < pairs; ++i) {
       const uint32_t word = from[i];
-      const C a = ElementOf<T>(word & 0xffffu), b = ElementOf<T>(word >> 16);
-      const uint32_t low = static_cast<T>(a * cos[i] - b * sin[i]).bits;
-      const uint32_t high = static_cast<T>(b * cos[i] + a * sin[i]).bits;
+      C a = ElementOf<T>(word & 0xffffu), b = ElementOf<T>(word >> 16);
+      Rotate(cos[i], sin[i], &a, &b);
+      const uint32_t low = static_cast<T>(a).bits, high = static_cast<T>(b).bits;
       to[i] = low | high << 16;
     }
   } else {
     JB_VECTORIZE
     for (int64_t i = 0; i < pairs; ++i) {
-      const C a = x[2 * i], b = x[2 * i + 1];
-      y[2 * i] = a * cos[i] - b * sin[i];
-      y[2 * i + 1] = b * cos[i] + a * sin[i];
+      C a = x[2 * i], b = x[2 * i + 1];
+      Rotate(cos[i], sin[i], &a, &b);
+      y[2 * i] = a;
+      y[2 * i + 1] = b;
     }
   }
 }
@@ -200,7 +202,7 @@ void RotateAnyRows(const T* x, int64_t rows, int64_t features, int64_t pairs, co
 
 // Rotates all tensors. Returns false if an allocation fails. Examples are numbered through the whole batch.
 template <typename T>
-bool Rotate(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
+bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   const bool heads_are_rows = strategy == Strategy::kHeadsOfPosition;
@@ -272,7 +274,7 @@ ffi::Error Run(ffi::ThreadPool pool, const char* op, const Call& call) {
   if (strategy == Strategy::kNothing) return ffi::Error::Success();
   bool has_memory = true;
   DispatchFloating(call.type,
-                   [&](auto tag) { has_memory = Rotate<typename decltype(tag)::type>(pool, call, strategy); });
+                   [&](auto tag) { has_memory = RotateAll<typename decltype(tag)::type>(pool, call, strategy); });
   return MemoryStatus(op, has_memory);
 }
 

@@ -105,11 +105,8 @@ struct Unit {
     for (int i = 0; i < kVectors; ++i) Widen<T, kCount>(words[i], values + i * kCount);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      C& first = values[kInterleaved ? 2 * i : i];
-      C& second = values[kInterleaved ? 2 * i + 1 : i + kPairs];
-      const C x = first;
-      first = x * rotations[i].cos - second * rotations[i].sin;
-      second = second * rotations[i].cos + x * rotations[i].sin;
+      rope::Rotate(rotations[i].cos, rotations[i].sin, &values[kInterleaved ? 2 * i : i],
+                   &values[kInterleaved ? 2 * i + 1 : i + kPairs]);
     }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) words[i] = Narrow<T, kCount>(values + i * kCount);
