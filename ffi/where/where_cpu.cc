@@ -431,7 +431,7 @@ ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer 
   } else {
     DispatchFloating(call.type, [&](auto tag) { has_memory = Sums<typename decltype(tag)::type>(call).Run(pool); });
   }
-  return Status(kOp, /*is_supported=*/true, has_memory, "dy", dy);
+  return MemoryStatus(kOp, has_memory);
 }
 
 Plan PlanSelect(const PlanParameters& parameters) {
