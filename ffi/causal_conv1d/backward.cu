@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
 
   C following[kVec];  // dz of the previous step, which is later in the row
   // The masks of a vector and of the kPast times after it.
-  const MasksOfRow<kVec + kPast> row_masks(masks_of_row, at.before, at.after);
+  const MasksOfRow<kVec + kPast> row_masks{masks_of_row, at.before, at.after};
 #pragma unroll
   for (int i = 0; i < kVec; ++i) following[i] = 0;
   if (kPast > 0 && at.tile + 1 < grid.plan.tiles && lane * kVec < kPast) {

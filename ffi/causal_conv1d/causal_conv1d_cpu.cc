@@ -609,7 +609,8 @@ class Convolution {
   }
 
   Runs RunsOf(int64_t times, int64_t channels) const {
-    return over_times_ ? Runs{1, times, 0} : Runs{times, channels, problem_.channels};
+    if (channels == problem_.channels || over_times_) return {1, times * channels, 0};
+    return {times, channels, problem_.channels};
   }
 
   // Transposes numbers [begin, begin + times) of each channel's row of `length` numbers to [times, channels].

@@ -263,62 +263,27 @@ struct Masks {
 template <int kCount>
 struct MasksOfRow {
   const uint8_t* first;
-  unsigned misplaced;  // byte offset of `first` in its 4-byte word
-  int before, after, first_whole, last_whole;
+  int before, after;
 
-  __device__ __forceinline__ MasksOfRow(const uint8_t* first_of_row, int before_it, int from_it)
-      : first(first_of_row), misplaced(reinterpret_cast<uintptr_t>(first) % 4), before(before_it), after(from_it) {
-    const int margin = misplaced == 0 ? 0 : 4;
-    first_whole = margin - before;
-    last_whole = after - margin - 4 * Masks<kCount>::kWords;
-  }
-
-  // Loads masks for a kernel of kWidth. Without same_sequence all bits are set, except those of left-out taps.
+  // Loads the masks from `offset` on for a kernel of kWidth. Without same_sequence all bits are set, except those of
+  // left-out taps. Times outside the row do not matter and get full masks. Bytes are loaded one by one, because few
+  // steps need masks.
   template <int kWidth>
   __device__ __forceinline__ void Load(const Geometry& geometry, int offset, Masks<kCount>* masks) const {
-    if (!kIsWide<kWidth> || first != nullptr) {
-      Load(offset, masks);
-    } else {
+    uint32_t* const words = masks->words;
 #pragma unroll
-      for (uint32_t& word : masks->words) word = ~0u;
+    for (int w = 0; w < Masks<kCount>::kWords; ++w) words[w] = ~0u;
+    if (!kIsWide<kWidth> || first != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int place = offset + i;
+        if (place >= -before && place < after)
+          words[i / 4] ^= static_cast<uint32_t>(first[place] ^ 0xffu) << (8 * (i % 4));
+      }
     }
     if constexpr (kIsWide<kWidth>) {
 #pragma unroll
-      for (uint32_t& word : masks->words) word &= 0x01010101u * geometry.template TapBits<kWidth>();
-    }
-  }
-
-  // Loads the masks from `offset` on, a multiple of 4. Times outside the row do not matter and get full masks.
-  __device__ __forceinline__ void Load(int offset, Masks<kCount>* masks) const {
-    constexpr int kWords = Masks<kCount>::kWords;
-    uint32_t* const words = masks->words;
-    const uint8_t* const address = first + offset;
-    const auto* const memory = reinterpret_cast<const uint32_t*>(address - misplaced);
-    if (offset >= first_whole && offset <= last_whole) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) words[w] = memory[w];
-      if (misplaced != 0) {
-        const uint32_t last = memory[kWords];
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          words[w] = __funnelshift_r(words[w], w + 1 < kWords ? words[w + 1] : last, 8 * misplaced);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const int place = offset + 4 * w;
-        words[w] = ~0u;
-        if (misplaced == 0 && place >= -before && place + 4 <= after) {
-          words[w] = memory[w];
-        } else if (place + 4 > -before && place < after) {
-#pragma unroll 1
-          for (int i = 0; i < 4; ++i) {
-            if (place + i < -before || place + i >= after) continue;
-            words[w] ^= static_cast<uint32_t>(address[4 * w + i] ^ 0xffu) << (8 * i);
-          }
-        }
-      }
+      for (int w = 0; w < Masks<kCount>::kWords; ++w) words[w] &= 0x01010101u * geometry.template TapBits<kWidth>();
     }
   }
 };

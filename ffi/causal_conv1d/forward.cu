@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::ForwardRowsBlocks(sizeof
   const T* x_prefetch = x + kPrefetchSteps * at.step;
   T* y_vector = y;
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
-  const MasksOfRow<kVec> row_masks(masks_of_row, at.before, at.after);
+  const MasksOfRow<kVec> row_masks{masks_of_row, at.before, at.after};
   uint32_t borders = 0;
   if constexpr (kHasMasks && !kIsWide<kWidth>) borders = StepsWithBorders(at, grid.plan, masks_of_row, kWidth, 0);
   for (int step = 0, offset = 0; step < steps; ++step, offset += at.step) {

@@ -89,9 +89,8 @@ struct Tuning90 {
   static constexpr int kSumThreads = 256, kMinSumChannels = 8, kMaxSumChannels = 128, kMaxSumLanes = 128;
 
   // ---- The update. A thread updates kUpdateBytes of channels: few states per thread, but those of a warp fill whole
-  // sectors. With more new inputs than kMaxFewInputs, one thread per row is too slow.
+  // sectors.
   static constexpr int kUpdateBytes = 8;
-  static constexpr int64_t kMaxFewInputs = 16;
 };
 
 using Tuning = Tuning90;

@@ -33,13 +33,6 @@ inline ffi::Error MemoryStatus(const char* op, bool has_memory) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
 }
 
-// The return value of a handler; `buffer` is the argument whose element type was dispatched on.
-inline ffi::Error Status(const char* op, bool is_supported, bool has_memory, const char* argument,
-                         const ffi::AnyBuffer& buffer) {
-  if (!is_supported) return UnsupportedType(op, argument, buffer.element_type());
-  return MemoryStatus(op, has_memory);
-}
-
 // Uninitialised memory; nullptr if the allocation fails.
 template <typename T>
 std::unique_ptr<T[]> Allocate(int64_t count) {

@@ -189,8 +189,8 @@ template <typename T, int kCount, bool kInterleaved>
 CudaStatus Launch(const Call& call, const RopePlan& plan, cudaStream_t stream) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   const Problem& problem = call.problem;
-  if (plan.strategy < Strategy::kManyRowsBy16Bytes) {
-    return LaunchFewRows<T, kCount, kInterleaved>(call, plan.units, stream);
+  if constexpr (kCount > 1) {
+    if (plan.strategy == Strategy::kFewRows) return LaunchFewRows<T, kCount, kInterleaved>(call, plan.units, stream);
   }
   bool have_one_head = true, is_x_shared = false;
   for (int i = 0; i < call.num_tensors; ++i) {
@@ -250,8 +250,7 @@ RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes
   plan.units_of_thread = std::min(all_units / (multiprocessors * Tuning::kMinThreads), Tuning::kMaxUnits);
   const bool has_few_rows =
       plan.units_of_thread < Tuning::kMaxUnits && SuitsFewRows(problem, all_heads, element_bytes, plan.units);
-  plan.strategy = has_vectors ? (has_few_rows ? Strategy::kFewRowsBy16Bytes : Strategy::kManyRowsBy16Bytes)
-                              : (has_few_rows ? Strategy::kFewRowsByElement : Strategy::kManyRowsByElement);
+  plan.strategy = !has_vectors ? Strategy::kByElement : has_few_rows ? Strategy::kFewRows : Strategy::kManyRows;
   return plan;
 }
 
@@ -267,15 +266,13 @@ CudaStatus LaunchRope(const Call& call, cudaStream_t stream) {
   const RopePlan plan = Choose(call.problem, call.AllHeads(), ElementBytes(call.type), multiprocessors, are_aligned,
                                /*are_all_written=*/!is_in_place);
   if (plan.strategy == Strategy::kNothing) return {};
-  const bool has_vectors =
-      plan.strategy == Strategy::kFewRowsBy16Bytes || plan.strategy == Strategy::kManyRowsBy16Bytes;
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
-    const auto launch = !has_vectors               ? Launch<T, 1, false>
-                        : call.problem.interleaved ? Launch<T, kVec, true>
-                                                   : Launch<T, kVec, false>;
+    const auto launch = plan.strategy == Strategy::kByElement ? Launch<T, 1, false>
+                        : call.problem.interleaved            ? Launch<T, kVec, true>
+                                                              : Launch<T, kVec, false>;
     status = launch(call, plan, stream);
   });
   return status;

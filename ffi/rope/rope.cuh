@@ -12,17 +12,14 @@
 
 namespace jax_baracuda::rope {
 
-// The kernel, and whether its threads load vectors or single elements.
 enum class Strategy {
   kNothing,
-  kFewRowsBy16Bytes,
-  kFewRowsByElement,
-  kManyRowsBy16Bytes,
-  kManyRowsByElement,
+  kFewRows,
+  kManyRows,
+  kByElement,  // the kernel for many rows, for rows that vectors do not fit
 };
 
-inline constexpr const char* kStrategyNames[] = {"nothing", "few_rows_by_16_bytes", "few_rows_by_element",
-                                                 "many_rows_by_16_bytes", "many_rows_by_element"};
+inline constexpr const char* kStrategyNames[] = {"nothing", "few_rows", "many_rows", "by_element"};
 
 struct RopePlan {
   Strategy strategy = Strategy::kNothing;

@@ -51,6 +51,13 @@ struct Positions {
   bool are_shared_by_examples;
 };
 
+// The row of positions that belongs to an example.
+template <typename Int>
+JB_HOST_DEVICE Int PositionsOf(const Positions& positions, Int batch, Int examples, Int example) {
+  const Int row = positions.are_shared_by_batch ? 0 : batch;
+  return positions.are_shared_by_examples ? row : row * examples + example;
+}
+
 inline constexpr int kMaxTensors = 2;
 
 struct Call {
@@ -97,6 +104,14 @@ struct Rotation {
 template <typename T>
 Rotation<AngleType<T>> ScaleOf(const Call& call) {
   return {static_cast<AngleType<T>>(call.cos_scale), static_cast<AngleType<T>>(call.sin_scale)};
+}
+
+// Rotates a pair of features.
+template <typename C>
+JB_ALWAYS_INLINE void Rotate(C cos, C sin, C* first, C* second) {
+  const C x = *first;
+  *first = x * cos - *second * sin;
+  *second = *second * cos + x * sin;
 }
 
 // An angle as a number of quarter turns and a remainder of at most an eighth of a turn.

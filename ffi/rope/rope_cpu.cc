@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <type_traits>
 
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
@@ -40,30 +39,85 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads) {
   return problem.heads_first && problem.length > 1 ? Strategy::kPositionsOfHead : Strategy::kHeadsOfPosition;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Kernels.
-
-// For positions with all angles within the limit of IsNear.
-template <typename T, typename C>
-JB_CPU_CLONES void NearRotations(double position, const double* frequencies, int64_t pairs,
-                                 Rotation<AngleType<T>> scale, C* cos, C* sin) {
+// The cosines, then the sines, of one position. kAreNear: all angles are within the limit of IsNear.
+template <typename T, bool kAreNear>
+JB_INLINE void ComputeRotations(double position, const double* frequencies, int64_t pairs, Rotation<AngleType<T>> scale,
+                                ComputeType<T>* cos_sin) {
   JB_VECTORIZE
   for (int64_t i = 0; i < pairs; ++i) {
-    const Rotation<C> rotation = Scaled<T>(RotationByNear<T>(position * frequencies[i]), scale);
-    cos[i] = rotation.cos;
-    sin[i] = rotation.sin;
+    double angle = position * frequencies[i];
+    if constexpr (!kAreNear) angle = Nearer<T>(angle);
+    const Rotation<ComputeType<T>> rotation = Scaled<T>(RotationByNear<T>(angle), scale);
+    cos_sin[i] = rotation.cos;
+    cos_sin[pairs + i] = rotation.sin;
   }
 }
 
-template <typename T, typename C>
-void FarRotations(double position, const double* frequencies, int64_t pairs, Rotation<AngleType<T>> scale, C* cos,
-                  C* sin) {
-  for (int64_t i = 0; i < pairs; ++i) {
-    const Rotation<C> rotation = Scaled<T>(RotationByNear<T>(Nearer<T>(position * frequencies[i])), scale);
-    cos[i] = rotation.cos;
-    sin[i] = rotation.sin;
-  }
+template <typename T>
+JB_CPU_CLONES void ComputeNearRotations(double position, const double* frequencies, int64_t pairs,
+                                        Rotation<AngleType<T>> scale, ComputeType<T>* cos_sin) {
+  ComputeRotations<T, /*kAreNear=*/true>(position, frequencies, pairs, scale, cos_sin);
 }
+
+// The sines and cosines of a block of positions.
+template <typename T>
+class Table {
+ public:
+  using C = ComputeType<T>;
+
+  Table(const Call& call, int64_t max_length)
+      : call_(call),
+        pairs_(call.problem.pairs),
+        frequencies_(Allocate<double>(pairs_)),
+        numbers_(Allocate<C>(2 * max_length * pairs_)) {}
+
+  bool has_memory() const { return frequencies_ != nullptr && numbers_ != nullptr; }
+
+  // For positions [begin, begin + length) of an example.
+  void Compute(int64_t example, int64_t begin, int64_t length) {
+    const Problem& problem = call_.problem;
+    const int64_t batch = example / problem.examples;
+    LoadFrequencies(batch);
+    const Positions& positions = call_.positions;
+    const int64_t first =
+        PositionsOf(positions, batch, problem.examples, example % problem.examples) * problem.length + begin;
+    for (int64_t i = 0; i < length; ++i) {
+      const double position = positions.data == nullptr ? static_cast<double>(begin + i)
+                              : positions.are_64_bit
+                                  ? static_cast<double>(static_cast<const int64_t*>(positions.data)[first + i])
+                                  : static_cast<double>(static_cast<const int32_t*>(positions.data)[first + i]);
+      const bool are_near = IsNear<T>(position * largest_frequency_);  // false for NaN
+      (are_near ? ComputeNearRotations<T> : ComputeRotations<T, false>)(position, frequencies_.get(), pairs_,
+                                                                        ScaleOf<T>(call_),
+                                                                        numbers_.get() + i * stride());
+    }
+  }
+
+  // The cosines of a position, followed by its sines.
+  const C* At(int64_t i) const { return numbers_.get() + i * stride(); }
+  int64_t stride() const { return 2 * pairs_; }
+
+ private:
+  void LoadFrequencies(int64_t batch) {
+    const int64_t row = call_.frequencies.are_shared ? 0 : batch;
+    if (row == loaded_row_) return;
+    const C* const from = static_cast<const C*>(call_.frequencies.data) + row * 2 * pairs_;
+    largest_frequency_ = 0;
+    for (int64_t i = 0; i < pairs_; ++i) {
+      frequencies_[i] = Frequency(from[i], from[pairs_ + i]);
+      const double size = std::fabs(frequencies_[i]);
+      if (size > largest_frequency_ || std::isnan(size)) largest_frequency_ = size;
+    }
+    loaded_row_ = row;
+  }
+
+  const Call& call_;
+  const int64_t pairs_;
+  const std::unique_ptr<double[]> frequencies_;
+  const std::unique_ptr<C[]> numbers_;
+  double largest_frequency_ = 0;
+  int64_t loaded_row_ = -1;
+};
 
 // Two neighbouring 16-bit elements as one word, so that the conversions need no shuffles.
 typedef uint32_t PairWord __attribute__((aligned(2), may_alias));
@@ -76,13 +130,15 @@ JB_INLINE float ElementOf(uint32_t half_of_word) {
 }
 
 template <bool kInterleaved, typename T, typename C>
-JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, const C* sin, T* y) {
+JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, T* y) {
+  const C* const sin = cos + pairs;
   if constexpr (!kInterleaved) {
     JB_VECTORIZE
     for (int64_t i = 0; i < pairs; ++i) {
-      const C a = static_cast<C>(x[i]), b = static_cast<C>(x[i + pairs]);
-      Store(a * cos[i] - b * sin[i], y + i);
-      Store(b * cos[i] + a * sin[i], y + i + pairs);
+      C a = static_cast<C>(x[i]), b = static_cast<C>(x[i + pairs]);
+      Rotate(cos[i], sin[i], &a, &b);
+      Store(a, y + i);
+      Store(b, y + i + pairs);
     }
   } else if constexpr (sizeof(T) == sizeof(uint16_t)) {
     const PairWord* const from = reinterpret_cast<const PairWord*>(x);
@@ -90,225 +146,135 @@ JB_INLINE void RotateRow(const T* x, int64_t pairs, const C* cos, const C* sin, 
     JB_VECTORIZE
     for (int64_t i = 0; i < pairs; ++i) {
       const uint32_t word = from[i];
-      const C a = ElementOf<T>(word & 0xffffu), b = ElementOf<T>(word >> 16);
-      const uint32_t low = static_cast<T>(a * cos[i] - b * sin[i]).bits;
-      const uint32_t high = static_cast<T>(b * cos[i] + a * sin[i]).bits;
+      C a = ElementOf<T>(word & 0xffffu), b = ElementOf<T>(word >> 16);
+      Rotate(cos[i], sin[i], &a, &b);
+      const uint32_t low = static_cast<T>(a).bits, high = static_cast<T>(b).bits;
       to[i] = low | high << 16;
     }
   } else {
     JB_VECTORIZE
     for (int64_t i = 0; i < pairs; ++i) {
-      const C a = x[2 * i], b = x[2 * i + 1];
-      y[2 * i] = a * cos[i] - b * sin[i];
-      y[2 * i + 1] = b * cos[i] + a * sin[i];
+      C a = x[2 * i], b = x[2 * i + 1];
+      Rotate(cos[i], sin[i], &a, &b);
+      y[2 * i] = a;
+      y[2 * i + 1] = b;
     }
   }
 }
 
 // Rotates contiguous rows. The angles of the next row are angle_stride numbers further.
 template <bool kInterleaved, typename T, typename C>
-JB_CPU_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_t pairs, const C* cos, const C* sin,
+JB_CPU_CLONES void RotateRows(const T* x, int64_t rows, int64_t features, int64_t pairs, const C* cos_sin,
                               int64_t angle_stride, T* y) {
   const auto rotate = [&](auto pairs_of_row) __attribute__((always_inline)) {
     for (int64_t row = 0; row < rows; ++row) {
-      RotateRow<kInterleaved>(x, pairs_of_row, cos, sin, y);
+      RotateRow<kInterleaved>(x, pairs_of_row, cos_sin, y);
       if (features > 2 * pairs && y != x) std::memcpy(y + 2 * pairs, x + 2 * pairs, (features - 2 * pairs) * sizeof(T));
       x += features;
       y += features;
-      cos += angle_stride;
-      sin += angle_stride;
+      cos_sin += angle_stride;
     }
   };
   // Constant sizes for short rows, where the overhead of a loop would be as large as its body.
   if (!DispatchConstant<8, 16, 32>(pairs, rotate)) rotate(pairs);
 }
 
-// The same for float16 rows without copied features: converts many numbers at once, and rotates them as float32.
-template <bool kInterleaved>
-void RotateWidenedRows(const Float16* x, int64_t rows, int64_t features, int64_t pairs, const float* cos,
-                       const float* sin, int64_t angle_stride, Float16* y) {
-  float numbers[kWidenedAtOnce];
-  const int64_t rows_at_once = std::max<int64_t>(kWidenedAtOnce / features, 1);
-  for (int64_t begin = 0; begin < rows; begin += rows_at_once) {
-    const int64_t count = std::min(rows_at_once, rows - begin), first = begin * features;
-    Widen(x + first, count * features, numbers);
-    RotateRows<kInterleaved>(numbers, count, features, pairs, cos + begin * angle_stride, sin + begin * angle_stride,
-                             angle_stride, numbers);
-    Narrow(numbers, count * features, y + first);
+// The same. Rows of float16 without copied features are converted many at once, and rotated as float32.
+template <bool kInterleaved, typename T>
+void RotateAnyRows(const T* x, int64_t rows, int64_t features, int64_t pairs, const ComputeType<T>* cos_sin,
+                   int64_t angle_stride, T* y) {
+  if constexpr (kIsWidenedAtOnce<T>) {
+    if (features == 2 * pairs && features <= kWidenedAtOnce) {
+      float numbers[kWidenedAtOnce];
+      const int64_t rows_at_once = kWidenedAtOnce / features;
+      for (int64_t begin = 0; begin < rows; begin += rows_at_once) {
+        const int64_t count = std::min(rows_at_once, rows - begin), first = begin * features;
+        Widen(x + first, count * features, numbers);
+        RotateRows<kInterleaved>(numbers, count, features, pairs, cos_sin + begin * angle_stride, angle_stride,
+                                 numbers);
+        Narrow(numbers, count * features, y + first);
+      }
+      return;
+    }
   }
+  RotateRows<kInterleaved>(x, rows, features, pairs, cos_sin, angle_stride, y);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The loops over the kernels.
-
-// Examples are numbered through the whole batch. The examples of a group have the same angles.
+// Rotates all tensors. Returns false if an allocation fails. Examples are numbered through the whole batch.
 template <typename T>
-class Kernel {
- public:
+bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
   using C = ComputeType<T>;
-
-  Kernel(const Call& call, Strategy strategy)
-      : call_(call),
-        problem_(call.problem),
-        heads_are_rows_(strategy == Strategy::kHeadsOfPosition),
-        all_heads_(call.AllHeads()),
-        examples_of_group_(ExamplesOfGroup(call)),
-        block_length_(std::clamp<int64_t>(kTableBytes / static_cast<int64_t>(2 * sizeof(C)) / call.problem.pairs, 1,
-                                          call.problem.length)) {}
-
-  // Returns false if an allocation fails.
-  bool Run(ffi::ThreadPool& pool) const {
-    const int64_t examples = problem_.batch * problem_.examples;
-    const int64_t example_bytes = problem_.length * problem_.features * static_cast<int64_t>(sizeof(T));
-    for (int i = 0; i < call_.num_tensors; ++i) {
-      const Tensor& tensor = call_.tensors[i];
-      if (tensor.y != tensor.x) AdviseHugePages(tensor.y, examples * tensor.heads * example_bytes);
-    }
-    // If there are fewer blocks of positions than chunks, several chunks share a block, each with its own table.
-    const int64_t blocks = CeilDivide(problem_.length, block_length_);
-    const int64_t tables = examples / examples_of_group_ * blocks;
-    const int64_t runs = examples_of_group_ * RunsOfExample();
-    const int64_t wanted_chunks = ChunksFor(pool, examples * all_heads_ * example_bytes);
-    const int64_t parts = std::min(CeilDivide(wanted_chunks, tables), runs);
-    const int64_t chunks = std::min(wanted_chunks, tables * parts);
-    std::atomic<bool> has_memory{true};
-    ParallelFor(pool, chunks, [&](int64_t chunk) {
-      Angles angles(*this);
-      if (!angles.Allocate()) {
-        has_memory = false;
-        return;
-      }
-      const int64_t end = ChunkBegin(tables * parts, chunks, chunk + 1);
-      for (int64_t index = ChunkBegin(tables * parts, chunks, chunk); index < end; ++index) {
-        const int64_t table = index / parts, part = index % parts;
-        const int64_t first_example = table / blocks * examples_of_group_;
-        const int64_t begin = table % blocks * block_length_;
-        const int64_t length = std::min(block_length_, problem_.length - begin);
-        angles.Compute(first_example, begin, length);
-        const int64_t end_run = ChunkBegin(runs, parts, part + 1);
-        for (int64_t run = ChunkBegin(runs, parts, part); run < end_run; ++run) {
-          Rotate(first_example + run / RunsOfExample(), run % RunsOfExample(), begin, length, angles);
-        }
-      }
-    });
-    return has_memory;
+  const Problem& problem = call.problem;
+  const bool heads_are_rows = strategy == Strategy::kHeadsOfPosition;
+  const int64_t examples = problem.batch * problem.examples, features = problem.features;
+  const int64_t bytes_of_head = problem.length * features * static_cast<int64_t>(sizeof(T));
+  for (int i = 0; i < call.num_tensors; ++i) {
+    const Tensor& tensor = call.tensors[i];
+    if (tensor.y != tensor.x) AdviseHugePages(tensor.y, examples * tensor.heads * bytes_of_head);
   }
-
- private:
-  // The table of a block of positions.
-  class Angles {
-   public:
-    explicit Angles(const Kernel& kernel) : call_(kernel.call_), block_length_(kernel.block_length_) {}
-
-    // Returns false if an allocation fails.
-    bool Allocate() {
-      const int64_t pairs = call_.problem.pairs;
-      frequencies_ = jax_baracuda::Allocate<double>(pairs);
-      table_ = jax_baracuda::Allocate<C>(2 * block_length_ * pairs);
-      return frequencies_ != nullptr && table_ != nullptr;
-    }
-
-    // For positions [begin, begin + length) of an example.
-    void Compute(int64_t example, int64_t begin, int64_t length) {
-      const Problem& problem = call_.problem;
-      const int64_t batch = example / problem.examples;
-      LoadFrequencies(batch);
-      for (int64_t i = 0; i < length; ++i) {
-        const double position = Position(batch, example % problem.examples, begin + i);
-        const bool is_near = IsNear<T>(position * largest_frequency_);  // false for NaN
-        C* const cos = table_.get() + 2 * i * problem.pairs;
-        (is_near ? NearRotations<T, C> : FarRotations<T, C>)(position, frequencies_.get(), problem.pairs,
-                                                             ScaleOf<T>(call_), cos, cos + problem.pairs);
-      }
-    }
-
-    const C* CosOf(int64_t i) const { return table_.get() + 2 * i * call_.problem.pairs; }
-    const C* SinOf(int64_t i) const { return CosOf(i) + call_.problem.pairs; }
-    int64_t stride() const { return 2 * call_.problem.pairs; }
-
-   private:
-    void LoadFrequencies(int64_t batch) {
-      const int64_t row = call_.frequencies.are_shared ? 0 : batch, pairs = call_.problem.pairs;
-      if (row == loaded_row_) return;
-      const C* const from = static_cast<const C*>(call_.frequencies.data) + row * 2 * pairs;
-      largest_frequency_ = 0;
-      for (int64_t i = 0; i < pairs; ++i) {
-        frequencies_[i] = Frequency(from[i], from[pairs + i]);
-        const double size = std::fabs(frequencies_[i]);
-        if (size > largest_frequency_ || std::isnan(size)) largest_frequency_ = size;
-      }
-      loaded_row_ = row;
-    }
-
-    double Position(int64_t batch, int64_t example, int64_t i) const {
-      const Positions& positions = call_.positions;
-      if (positions.data == nullptr) return static_cast<double>(i);
-      int64_t row = positions.are_shared_by_batch ? 0 : batch;
-      if (!positions.are_shared_by_examples) row = row * call_.problem.examples + example;
-      const int64_t index = row * call_.problem.length + i;
-      return positions.are_64_bit ? static_cast<double>(static_cast<const int64_t*>(positions.data)[index])
-                                  : static_cast<double>(static_cast<const int32_t*>(positions.data)[index]);
-    }
-
-    const Call& call_;
-    const int64_t block_length_;
-    std::unique_ptr<double[]> frequencies_;
-    double largest_frequency_ = 0;
-    int64_t loaded_row_ = -1;
-    std::unique_ptr<C[]> table_;
-  };
-
-  static int64_t ExamplesOfGroup(const Call& call) {
-    if (!call.ExamplesShareAngles()) return 1;
-    return call.problem.examples * (call.BatchSharesAngles() ? call.problem.batch : 1);
-  }
-
+  // The examples of a group have the same angles.
+  const int64_t examples_of_group = !call.ExamplesShareAngles() ? 1
+                                    : call.BatchSharesAngles()  ? examples
+                                                                : problem.examples;
+  const int64_t block_length =
+      std::clamp<int64_t>(kTableBytes / static_cast<int64_t>(2 * sizeof(C)) / problem.pairs, 1, problem.length);
+  const int64_t blocks = CeilDivide(problem.length, block_length), tables = examples / examples_of_group * blocks;
   // Runs of contiguous rows: those of one head at the positions of a block, or of all heads of a tensor.
-  int64_t RunsOfExample() const { return heads_are_rows_ ? call_.num_tensors : all_heads_; }
+  const int64_t runs_of_example = heads_are_rows ? call.num_tensors : call.AllHeads();
+  const int64_t runs = examples_of_group * runs_of_example;
+  // If there are fewer tables than chunks, several chunks share a block, each with its own table.
+  const int64_t wanted_chunks = ChunksFor(pool, examples * call.AllHeads() * bytes_of_head);
+  const int64_t parts = std::min(CeilDivide(wanted_chunks, tables), runs);
+  const int64_t chunks = std::min(wanted_chunks, tables * parts);
+  const auto rotate_rows = problem.interleaved ? RotateAnyRows<true, T> : RotateAnyRows<false, T>;
 
-  void Rotate(int64_t example, int64_t run, int64_t begin, int64_t length, const Angles& angles) const {
-    const Tensor* tensor = call_.tensors;
-    if (heads_are_rows_) {
+  const auto rotate_run = [&](int64_t example, int64_t run, int64_t begin, int64_t length, const Table<T>& table) {
+    const Tensor* tensor = call.tensors;
+    if (heads_are_rows) {
       tensor += run;
     } else if (run >= tensor->heads) {
       run -= tensor->heads;
       ++tensor;
     }
-    const int64_t x_example = tensor->is_shared ? example % problem_.examples : example;
-    const auto rotate = [&](int64_t row_of_example, int64_t rows, int64_t i, int64_t angle_stride) {
-      const int64_t rows_of_example = tensor->heads * problem_.length;
-      const int64_t x_row = x_example * rows_of_example + row_of_example;
-      const int64_t y_row = example * rows_of_example + row_of_example;
-      const T* const x = static_cast<const T*>(tensor->x) + x_row * problem_.features;
-      T* const y = static_cast<T*>(tensor->y) + y_row * problem_.features;
-      const auto by = [&](auto kernel) {
-        kernel(x, rows, problem_.features, problem_.pairs, angles.CosOf(i), angles.SinOf(i), angle_stride, y);
-      };
-      if constexpr (kIsWidenedAtOnce<T>) {
-        if (problem_.features == 2 * problem_.pairs && problem_.features <= kWidenedAtOnce) {
-          return by(problem_.interleaved ? RotateWidenedRows<true> : RotateWidenedRows<false>);
-        }
-      }
-      by(problem_.interleaved ? RotateRows<true, T, C> : RotateRows<false, T, C>);
+    const int64_t rows_of_example = tensor->heads * problem.length;
+    const int64_t x_example = tensor->is_shared ? example % problem.examples : example;
+    const T* const x = static_cast<const T*>(tensor->x) + x_example * rows_of_example * features;
+    T* const y = static_cast<T*>(tensor->y) + example * rows_of_example * features;
+    const auto rotate = [&](int64_t first_row, int64_t rows, int64_t i, int64_t angle_stride) {
+      rotate_rows(x + first_row * features, rows, features, problem.pairs, table.At(i), angle_stride,
+                  y + first_row * features);
     };
-    if (!heads_are_rows_) return rotate(run * problem_.length + begin, length, 0, angles.stride());
+    if (!heads_are_rows) return rotate(run * problem.length + begin, length, 0, table.stride());
     for (int64_t i = 0; i < length; ++i) rotate((begin + i) * tensor->heads, tensor->heads, i, 0);
-  }
-
-  const Call& call_;
-  const Problem& problem_;
-  const bool heads_are_rows_;
-  const int64_t all_heads_;
-  const int64_t examples_of_group_;
-  const int64_t block_length_;
-};
+  };
+  std::atomic<bool> has_memory{true};
+  ParallelFor(pool, chunks, [&](int64_t chunk) {
+    Table<T> table(call, block_length);
+    if (!table.has_memory()) {
+      has_memory = false;
+      return;
+    }
+    const int64_t end = ChunkBegin(tables * parts, chunks, chunk + 1);
+    for (int64_t index = ChunkBegin(tables * parts, chunks, chunk); index < end; ++index) {
+      const int64_t part = index % parts, block = index / parts % blocks;
+      const int64_t first_example = index / parts / blocks * examples_of_group;
+      const int64_t begin = block * block_length, length = std::min(block_length, problem.length - begin);
+      table.Compute(first_example, begin, length);
+      const int64_t end_run = ChunkBegin(runs, parts, part + 1);
+      for (int64_t run = ChunkBegin(runs, parts, part); run < end_run; ++run) {
+        rotate_run(first_example + run / runs_of_example, run % runs_of_example, begin, length, table);
+      }
+    }
+  });
+  return has_memory;
+}
 
 ffi::Error Run(ffi::ThreadPool pool, const char* op, const Call& call) {
   const Strategy strategy = ChooseStrategy(call.problem, call.AllHeads());
   if (strategy == Strategy::kNothing) return ffi::Error::Success();
   bool has_memory = true;
   DispatchFloating(call.type,
-                   [&](auto tag) { has_memory = Kernel<typename decltype(tag)::type>(call, strategy).Run(pool); });
+                   [&](auto tag) { has_memory = RotateAll<typename decltype(tag)::type>(pool, call, strategy); });
   return MemoryStatus(op, has_memory);
 }
 

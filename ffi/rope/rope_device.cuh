@@ -28,13 +28,6 @@ struct RowLayout {
         rotated_units(static_cast<unsigned>(problem.pairs / pairs_of_unit)) {}
 };
 
-// The row of positions that belongs to an example.
-template <typename Int>
-__device__ __forceinline__ Int PositionsOf(const Positions& positions, Int batch, Int examples, Int example) {
-  const Int row = positions.are_shared_by_batch ? 0 : batch;
-  return positions.are_shared_by_examples ? row : row * examples + example;
-}
-
 // A position as raw words. The conversion happens at its use, so that code between load and use does not wait for the
 // load.
 struct RawPosition {
@@ -112,11 +105,8 @@ struct Unit {
     for (int i = 0; i < kVectors; ++i) Widen<T, kCount>(words[i], values + i * kCount);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      C& first = values[kInterleaved ? 2 * i : i];
-      C& second = values[kInterleaved ? 2 * i + 1 : i + kPairs];
-      const C x = first;
-      first = x * rotations[i].cos - second * rotations[i].sin;
-      second = second * rotations[i].cos + x * rotations[i].sin;
+      rope::Rotate(rotations[i].cos, rotations[i].sin, &values[kInterleaved ? 2 * i : i],
+                   &values[kInterleaved ? 2 * i + 1 : i + kPairs]);
     }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) words[i] = Narrow<T, kCount>(values + i * kCount);

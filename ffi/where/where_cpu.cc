@@ -156,30 +156,22 @@ JB_CPU_CLONES void AddArrays(const uint8_t* cond, bool inverted, const T* dy, in
 // ---------------------------------------------------------------------------------------------------------------------
 // Operands.
 
-// An operand, block by block. Cheap if blocks are visited in order, or if one row is repeated throughout.
+// An operand, block by block. Cheap if blocks are visited in order.
 template <typename T>
 class Blocks {
  public:
   explicit Blocks(const Operand& operand)
       : data_(static_cast<const T*>(operand.data)),
         repetition_(operand.repetition),
-        is_dense_(operand.repetition.IsDense()) {
-    const bool is_one_row =
-        repetition_.rank == 2 && repetition_.stride[0] != 0 && repetition_.size[0] <= kBlockElements<T>;
-    if (is_dense_ || !(repetition_.IsScalar() || is_one_row)) return;
-    period_ = repetition_.IsScalar() ? 1 : repetition_.size[0];
-    if (period_ == 0) return;  // no elements
-    std::copy_n(data_, period_, buffer_);
-    const int64_t total = kBlockElements<T> + period_;
-    for (int64_t filled = period_; filled < total; filled *= 2) {
-      std::copy_n(buffer_, std::min(filled, total - filled), buffer_ + filled);
-    }
+        is_dense_(operand.repetition.IsDense()),
+        is_scalar_(operand.repetition.IsScalar()) {
+    if (is_scalar_) std::fill_n(buffer_, kBlockElements<T>, *data_);
   }
 
   // `count` elements, at most kBlockElements<T>, from output element `first` on.
   const T* At(int64_t first, int64_t count) {
     if (is_dense_) return data_ + first;
-    if (period_ > 0) return buffer_ + first % period_;
+    if (is_scalar_) return buffer_;
     if (first != next_) Seek(first);
     next_ = first + count;
     const int64_t length = repetition_.size[0], stride = repetition_.stride[1];
@@ -200,12 +192,8 @@ class Blocks {
         continue;
       }
       // Stores of a fixed size are several times faster for short rows. The next row overwrites the excess.
-      if (run <= kFewElements) {
-        for (T* row = to; row < buffer_ + done; row += run, from += stride) std::fill_n(row, kFewElements, *from);
-      } else {
-        for (T* row = to; row < buffer_ + done; row += run, from += stride) {
-          for (int64_t i = 0; i < run; i += kFewElements) std::fill_n(row + i, kFewElements, *from);
-        }
+      for (T* row = to; row < buffer_ + done; row += run, from += stride) {
+        for (int64_t i = 0; i < run; i += kFewElements) std::fill_n(row + i, kFewElements, *from);
       }
     }
     return buffer_;
@@ -240,11 +228,10 @@ class Blocks {
 
   const T* data_;
   const Repetition& repetition_;
-  const bool is_dense_;
-  int64_t period_ = 0;              // if one row or element is repeated: its elements
+  const bool is_dense_, is_scalar_;
   int64_t next_ = -1, offset_ = 0;  // the next output element, and the offset of its row in data_
   int64_t index_[kMaxDimensions];   // indices of the next element
-  alignas(64) T buffer_[2 * kBlockElements<T>];
+  alignas(64) T buffer_[kBlockElements<T> + kFewElements];
 };
 
 // Calls body(first, count) for the blocks of a range.
@@ -444,7 +431,7 @@ ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer 
   } else {
     DispatchFloating(call.type, [&](auto tag) { has_memory = Sums<typename decltype(tag)::type>(call).Run(pool); });
   }
-  return Status(kOp, /*is_supported=*/true, has_memory, "dy", dy);
+  return MemoryStatus(kOp, has_memory);
 }
 
 Plan PlanSelect(const PlanParameters& parameters) {

@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <vector>
 
+#ifdef __CUDACC__
+#include <cuda/atomic>
+#endif
+
 #include "ffi/core/alignment.h"
 #include "ffi/core/element_type.h"
 
@@ -58,19 +62,19 @@ JB_HOST_DEVICE int64_t Clamp(int64_t value, int64_t low, int64_t high) {
 struct Axis {
   int64_t size = 1;    // of the window
   int64_t dim = 1;     // of the array
-  int64_t stride = 1;  // of the array, in units: see Update
+  int64_t stride = 0;  // of the array, in bits
   int64_t num_shards = 1;
   const int32_t* shard = nullptr;  // the number of this shard; nullptr if there is only one
   Start start;
 
   JB_HOST_DEVICE bool is_whole() const { return start.data == nullptr; }
 
-  // The index in the array at which a window with this start begins. It may be outside the array if `drop` is set or
-  // the axis is split.
-  JB_HOST_DEVICE int64_t BeginOf(int64_t start_index, bool drop) const {
+  // The index in the array at which the window begins. It may be outside the array if `drop` is set or the axis is
+  // split.
+  JB_HOST_DEVICE int64_t Begin(int64_t batch, bool drop) const {
     if (is_whole()) return 0;
     const int64_t extent = num_shards * dim;
-    int64_t begin = start_index;
+    int64_t begin = start.Load(batch);
     if (drop) {
       begin = Clamp(begin, -size, extent);  // beyond these limits nothing is inside; avoids overflow
     } else {
@@ -79,31 +83,40 @@ struct Axis {
     }
     return shard == nullptr ? begin : begin - Clamp(*shard, 0, num_shards - 1) * dim;
   }
-
-  JB_HOST_DEVICE int64_t Begin(int64_t batch, bool drop) const {
-    return is_whole() ? 0 : BeginOf(start.Load(batch), drop);
-  }
 };
 
-// A window that is written or taken out. Units are bytes, or elements if rows begin or end inside bytes.
+// A window that is written or taken out. Positions are in bits, because rows of narrow elements may begin and end
+// inside bytes.
 struct Update {
   void* dest = nullptr;
-  void* source = nullptr;  // the window's content: the input of a write, or the output of a take
-  int64_t source_bytes = 0;
-  int64_t num_rows = 0;               // the product of all axes but the last
-  int64_t source_rows = 0;            // num_rows, or the rows of one batch element if the batch shares the source
-  int64_t rows_of_batch_element = 0;  // if the first axis is the batch
-  int64_t run_units = 0;              // units per row
+  void* source = nullptr;             // the window's content: the input of a write, or the output of a take
+  int64_t num_rows = 1;               // the product of all axes but the last
+  int64_t source_rows = 1;            // num_rows, or the rows of one batch element if the batch shares the source
+  int64_t rows_of_batch_element = 1;  // if the first axis is the batch
+  int64_t row_bits = 0;
+  int32_t word = 1;  // 1, 2, 4, 8 or 16 bytes: all rows begin and end at multiples of it, in both arrays; 0: bits
   int32_t num_axes = 0;
-  int32_t bit_width = 8;  // bits per element
-  int32_t word = 1;       // 1, 2, 4, 8 or 16 bytes: all rows begin and end at multiples of it, in both arrays
-  bool has_bits = false;  // whether units are elements; `word` is then meaningless
   bool drop = false;
   bool has_batch = false;       // whether the first axis is a batch whose elements have separate starts
   bool may_be_outside = false;  // whether part of the window may be outside the array
-  Axis axes[kMaxAxes];
+  Axis axes[kMaxAxes];  // outermost first; before MergeAxes, the first one is the batch, of size 1 without a batch
 
   JB_HOST_DEVICE const Axis& run() const { return axes[num_axes - 1]; }
+
+  // The maximum number of bytes that a row can touch.
+  JB_HOST_DEVICE int64_t MaxBytesOfRow() const { return word == 0 ? (row_bits + 14) / 8 : row_bits / 8; }
+};
+
+// The copy of an array to its result before the window is written, if XLA did not alias the two.
+struct Copy {
+  void* to;
+  const void* from;
+  int64_t bytes;
+};
+
+struct Call {
+  std::vector<Copy> copies;
+  std::vector<Update> updates;
 };
 
 struct QuotientAndRemainder {
@@ -119,16 +132,16 @@ JB_HOST_DEVICE QuotientAndRemainder Divide(int64_t number, int64_t divisor) {
   return {number / divisor, number % divisor};
 }
 
-// The start of a row in the window's content, in units.
+// The start of a row in the window's content, in bits.
 JB_HOST_DEVICE int64_t SourceRow(const Update& update, int64_t number) {
   const int64_t row = update.source_rows == update.num_rows ? number : Divide(number, update.source_rows).remainder;
-  return row * update.run_units;
+  return row * update.row_bits;
 }
 
-// The position of a row in the array, in units.
+// The position of a row in the array, in bits.
 struct Row {
   int64_t begin;        // the start of the row, even if it is outside the array
-  int64_t first, last;  // the range of the row's units that is inside the array
+  int64_t first, last;  // the range of the row's bits that is inside the array
 };
 
 JB_HOST_DEVICE Row LocateRow(const Update& update, int64_t number) {
@@ -152,131 +165,87 @@ JB_HOST_DEVICE Row LocateRow(const Update& update, int64_t number) {
   return row;
 }
 
-// The element of the window's content for an element of the array; -1 if the element is not in the window.
-JB_HOST_DEVICE int64_t SourceOf(const Update& update, int64_t element) {
-  int64_t batch = 0, row = 0;
-  for (int i = 0; i < update.num_axes; ++i) {
-    const Axis& axis = update.axes[i];
-    const QuotientAndRemainder divided = Divide(element, axis.stride);
-    if (i == 0 && update.has_batch) batch = divided.quotient;
-    const int64_t index = divided.quotient - axis.Begin(batch, update.drop);
-    if (index < 0 || index >= axis.size) return -1;
-    element = divided.remainder;
-    if (i + 1 == update.num_axes) return SourceRow(update, row) + index * axis.stride + element;
-    row = row * axis.size + index;
-  }
-  return -1;
+// Writes the bits of `mask`. Other threads may write the byte's other bits at the same time.
+JB_HOST_DEVICE void WriteBits(uint8_t* byte, uint8_t mask, uint8_t bits) {
+  const uint8_t others = static_cast<uint8_t>(~mask);
+#ifdef __CUDA_ARCH__
+  const cuda::atomic_ref<uint8_t, cuda::thread_scope_device> shared(*byte);
+  shared.fetch_and(others, cuda::memory_order_relaxed);
+  shared.fetch_or(bits, cuda::memory_order_relaxed);
+#else
+  __atomic_fetch_and(byte, others, __ATOMIC_RELAXED);
+  __atomic_fetch_or(byte, bits, __ATOMIC_RELAXED);
+#endif
 }
 
-// If units are elements: the maximum number of bytes that a row can touch.
-JB_HOST_DEVICE int64_t MaxBytesOfRow(const Update& update) { return (update.run_units * update.bit_width + 14) / 8; }
-
-// If units are elements: writes byte number `byte` of the bytes that a row touches, unless an earlier row touches it
-// too. So each byte is written once, by the first row in it, with the elements of all rows.
-JB_HOST_DEVICE void WriteByteOnce(const Update& update, int64_t row_number, const Row& row, int64_t byte) {
-  const int width = update.bit_width, shift = width == 4 ? 1 : 2;  // 2 or 4 elements in a byte
-  const int64_t begin = row.begin + row.first, end = row.begin + row.last;
-  if (begin >= end) return;
-  const int64_t index = (begin >> shift) + byte, first = index << shift;
-  if (first >= end) return;
-  const int64_t num_elements = update.axes[0].dim * update.axes[0].stride;
-  const uint8_t* const sources = static_cast<const uint8_t*>(update.source);
-  const uint32_t mask = (1u << width) - 1;
-  uint32_t is_written = 0, written = 0;
-  for (int i = 0; i < 1 << shift; ++i) {
-    const int64_t element = first + i;
-    int64_t source = -1;
-    if (begin <= element && element < end) {
-      source = SourceRow(update, row_number) + element - row.begin;
-    } else if (element < num_elements) {
-      source = SourceOf(update, element);
-    }
-    if (source < 0) continue;
-    if (element < begin) return;
-    const int64_t source_byte = source >> shift;
-    const int source_bit = static_cast<int>(source - (source_byte << shift)) * width;
-    is_written |= mask << (i * width);
-    written |= (sources[source_byte] >> source_bit & mask) << (i * width);
+// Writes the part of a row that is in byte number `i` of the bytes that the row touches.
+JB_HOST_DEVICE void WriteByteOfRow(const Update& update, int64_t row_number, const Row& row, int64_t i) {
+  const int64_t row_begin = row.begin + row.first, row_end = row.begin + row.last;
+  const int64_t byte = (row_begin >> 3) + i, begin = byte << 3, end = begin + 8;
+  const int64_t first = begin < row_begin ? row_begin : begin, last = end < row_end ? end : row_end;
+  if (first >= last) return;
+  const int64_t source_bit = SourceRow(update, row_number) + first - row.begin;
+  const uint8_t* const source = static_cast<const uint8_t*>(update.source) + (source_bit >> 3);
+  const int count = static_cast<int>(last - first), skipped = static_cast<int>(source_bit & 7);
+  uint32_t bits = source[0];
+  if (skipped + count > 8) bits |= static_cast<uint32_t>(source[1]) << 8;
+  bits >>= skipped;
+  uint8_t* const dest = static_cast<uint8_t*>(update.dest) + byte;
+  if (count == 8) {
+    *dest = static_cast<uint8_t>(bits);
+    return;
   }
-  uint8_t* const dest = static_cast<uint8_t*>(update.dest) + index;
-  *dest = static_cast<uint8_t>(is_written == 0xff ? written : (*dest & ~is_written) | written);
+  const int shift = static_cast<int>(first - begin);
+  const uint32_t mask = ((1u << count) - 1) << shift;
+  WriteBits(dest, static_cast<uint8_t>(mask), static_cast<uint8_t>(bits << shift & mask));
 }
 
-// The axes of an array, outermost first. The first axis is the batch, of size 1 without a batch. Strides are in
-// elements.
-struct Axes {
-  int count = 0;
-  Axis at[kMaxAxes];
-};
-
-// Reduces the axes. If the batch shares the source, the window's content is that of one batch element.
-inline void ReduceAxes(const Axes& axes, bool source_is_shared, Update* update) {
-  for (int i = 0; i < axes.count; ++i) {
-    const Axis& axis = axes.at[i];
-    update->has_batch = update->has_batch || !axis.start.is_shared;
-    update->may_be_outside = update->may_be_outside || (!axis.is_whole() && (update->drop || axis.num_shards > 1));
+// Merges the axes of an update, which must have elements, and sets everything that follows from them. If the batch
+// shares the source, the window's content is that of one batch element.
+inline void MergeAxes(bool source_is_shared, Update* update) {
+  Axis* const axes = update->axes;
+  const int count = update->num_axes;
+  const int64_t batch = axes[0].size;
+  for (int i = 0; i < count; ++i) {
+    update->has_batch = update->has_batch || !axes[i].start.is_shared;
+    update->may_be_outside =
+        update->may_be_outside || (!axes[i].is_whole() && (update->drop || axes[i].num_shards > 1));
   }
   const bool keeps_batch = update->has_batch || source_is_shared;
-  int first = axes.count;  // the first remaining axis; `reduced` is filled from its end
-  Axis reduced[kMaxAxes];
-  for (int i = axes.count - 1; i >= 0; --i) {
-    const Axis& axis = axes.at[i];
-    if (first == axes.count || !reduced[first].is_whole() || (i == 0 && keeps_batch)) {
-      reduced[--first] = axis;
-    } else if (axis.is_whole()) {
-      reduced[first].size *= axis.size;
-      reduced[first].dim *= axis.dim;
-    } else if (first == axes.count - 1) {
-      reduced[first] = axis;  // a longer run
+  int first = count - 1;  // the first merged axis
+  for (int i = count - 2; i >= 0; --i) {
+    const Axis axis = axes[i];
+    Axis& inner = axes[first];
+    const bool may_merge = inner.is_whole() && !(i == 0 && keeps_batch);
+    if (may_merge && first == count - 1) {
+      inner = axis;  // a longer run
+    } else if (may_merge && axis.is_whole()) {
+      inner.size *= axis.size;
+      inner.dim *= axis.dim;
     } else {
-      reduced[--first] = axis;
+      axes[--first] = axis;
     }
   }
-  update->num_axes = axes.count - first;
-  update->num_rows = 1;
-  for (int i = 0; i < update->num_axes; ++i) {
-    update->axes[i] = reduced[first + i];
-    if (i + 1 < update->num_axes) update->num_rows *= update->axes[i].size;
-  }
-  update->rows_of_batch_element = update->num_rows / axes.at[0].size;
-  update->source_rows = source_is_shared ? update->rows_of_batch_element : update->num_rows;
-  update->run_units = update->run().size * update->run().stride;
-}
+  std::copy(axes + first, axes + count, axes);
+  update->num_axes = count - first;
 
-// Converts units from elements to bytes, unless rows begin or end inside bytes.
-inline void ChooseUnits(Update* update) {
-  const int64_t width = update->bit_width;
-  Axis& run = update->axes[update->num_axes - 1];
-  int64_t bits = update->run_units * width;  // its lowest set bit: the largest power of two that divides all sizes
-  if (!run.is_whole()) bits |= run.stride * width;
-  for (int i = 0; i + 1 < update->num_axes; ++i) bits |= update->axes[i].stride * width;
-  update->has_bits = bits % 8 != 0;
-  if (update->has_bits) return;
-  for (int i = 0; i < update->num_axes; ++i) update->axes[i].stride = update->axes[i].stride * width / 8;
-  update->run_units = update->run_units * width / 8;
-  if (run.is_whole()) run.size = run.dim = update->run_units;
-  if (run.is_whole()) run.stride = 1;
+  const Axis& run = update->run();
+  update->row_bits = run.size * run.stride;
+  int64_t bits = update->row_bits;  // the lowest set bit divides all sizes
+  if (!run.is_whole()) bits |= run.stride;
+  for (int i = 0; i + 1 < update->num_axes; ++i) {
+    update->num_rows *= axes[i].size;
+    bits |= axes[i].stride;
+  }
+  update->rows_of_batch_element = update->num_rows / batch;
+  update->source_rows = source_is_shared ? update->rows_of_batch_element : update->num_rows;
+  if (bits % 8 != 0) {
+    update->word = 0;
+    return;
+  }
   const uint64_t alignment = static_cast<uint64_t>(bits / 8) | reinterpret_cast<uintptr_t>(update->dest) |
                              reinterpret_cast<uintptr_t>(update->source) | kVectorBytes;
   update->word = static_cast<int32_t>(alignment & (~alignment + 1));
-}
-
-// How the windows of a call are moved.
-enum class Strategy {
-  kNothing,
-  kBytes,  // rows consist of whole bytes
-  kBits,   // the rows of some window begin or end inside bytes
-};
-
-inline constexpr const char* kStrategyNames[] = {"nothing", "bytes", "bits"};
-inline constexpr int kTakeStrategies = 2;  // the first two: the gradient has no elements narrower than a byte
-
-inline Strategy ChooseStrategy(const std::vector<Update>& updates) {
-  Strategy strategy = Strategy::kNothing;
-  for (const Update& update : updates) {
-    strategy = std::max(strategy, update.has_bits ? Strategy::kBits : Strategy::kBytes);
-  }
-  return strategy;
 }
 
 }  // namespace jax_baracuda::write_slice

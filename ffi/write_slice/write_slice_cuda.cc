@@ -8,35 +8,15 @@
 namespace jax_baracuda::write_slice {
 namespace {
 
-CudaStatus CopyArrays(const std::vector<Copy>& copies, cudaStream_t stream) {
-  for (const Copy& copy : copies) {
-    const size_t bytes = static_cast<size_t>(copy.bytes);
-    JB_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream));
-  }
-  return {};
+template <CudaStatus (*kLaunch)(const Call&, cudaStream_t)>
+ffi::Error Run(cudaStream_t stream, const char* op, const Call& call) {
+  return ToError(op, kLaunch(call, stream));
 }
 
-ffi::Error Write(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                 ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
-  constexpr const char* kOp = "write_slice";
-  Call call;
-  JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, num_batch_dims).DecodeWrite(&call));
-  JB_RETURN_IF_ERROR(ToError(kOp, CopyArrays(call.copies, stream)));
-  return ToError(kOp, LaunchWrite(call.updates, stream));
-}
-
-ffi::Error Take(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
-  constexpr const char* kOp = "write_slice_backward";
-  Call call;
-  JB_RETURN_IF_ERROR(Decoder(kOp, operands, results, windows, drop, num_batch_dims).DecodeTake(&call));
-  JB_RETURN_IF_ERROR(ToError(kOp, CopyArrays(call.copies, stream)));
-  return ToError(kOp, LaunchTake(call.updates, stream));
-}
-
-JB_CUDA_TARGET("write_slice", Write, BindWindows<Stream>(), PlanWindows, JB_NAMES(kStrategyNames));
-JB_CUDA_TARGET("write_slice_backward", Take, BindWindows<Stream>(), PlanWindows, kStrategyNames,
-               kStrategyNames + kTakeStrategies);
+JB_CUDA_TARGET("write_slice", (HandleWindows<cudaStream_t, true, Run<LaunchWrite>>), BindWindows<Stream>(), PlanWindows,
+               JB_NAMES(kStrategyNames));
+JB_CUDA_TARGET("write_slice_backward", (HandleWindows<cudaStream_t, false, Run<LaunchTake>>), BindWindows<Stream>(),
+               PlanWindows, kStrategyNames, kStrategyNames + kTakeStrategies);
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

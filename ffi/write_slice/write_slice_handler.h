@@ -16,18 +16,6 @@
 
 namespace jax_baracuda::write_slice {
 
-// The copy of an array to its result before the window is written, if XLA did not alias the two.
-struct Copy {
-  void* to;
-  const void* from;
-  int64_t bytes;
-};
-
-struct Call {
-  std::vector<Copy> copies;
-  std::vector<Update> updates;
-};
-
 // The attribute `windows` has these five numbers for each axis that is not written whole, ordered by array and axis.
 struct Window {
   int64_t array, axis;
@@ -45,33 +33,41 @@ struct Name {
   std::string Text() const { return std::string(what) + " " + std::to_string(number); }
 };
 
-// Operands are the arrays, then (write_slice only) the sources, then the starts, then the shard numbers.
+// Sets the axes of an array, all written whole. `width`: bits per element.
+template <typename Dimensions>
+void SetWholeAxes(int64_t batch, const Dimensions& dims, int64_t width, Update* update) {
+  update->num_axes = static_cast<int32_t>(1 + dims.size());
+  int64_t stride = width;
+  for (size_t i = dims.size() + 1; i-- > 0;) {
+    Axis& axis = update->axes[i];
+    axis.size = axis.dim = i == 0 ? batch : dims[i - 1];
+    axis.stride = stride;
+    stride = MultiplySizes(stride, axis.dim);
+  }
+}
+
+// The bytes of the array (Axis::dim) or of the window (Axis::size), before the axes are merged.
+inline int64_t BytesOf(const Update& update, int64_t Axis::* size) {
+  int64_t bits = update.axes[update.num_axes - 1].stride;
+  for (int i = 0; i < update.num_axes; ++i) bits = MultiplySizes(bits, update.axes[i].*size);
+  return CeilDivide(bits, 8);
+}
+
+// Operands are the arrays, then (writes only) the sources, then the starts, then the shard numbers.
 class Decoder {
  public:
-  Decoder(const char* op, ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> windows,
-          bool drop, int64_t num_batch_dims)
-      : op_(op),
-        operands_(operands),
-        results_(results),
-        numbers_(windows),
-        drop_(drop),
-        num_batch_dims_(num_batch_dims),
-        batch_(op) {}
+  Decoder(const char* op, bool writes, ffi::RemainingArgs operands, ffi::RemainingRets results,
+          ffi::Span<const int64_t> windows)
+      : op_(op), writes_(writes), operands_(operands), results_(results), numbers_(windows), batch_(op) {}
 
-  ffi::Error DecodeWrite(Call* call) { return Decode(results_.size(), /*writes=*/true, call); }
-
-  ffi::Error DecodeTake(Call* call) {
-    if (results_.size() % 2 != 0) {
+  ffi::Error Decode(bool drop, int64_t num_batch_dims, Call* call) {
+    if (!writes_ && results_.size() % 2 != 0) {
       return InvalidArgument(op_, "got " + std::to_string(results_.size()) + " results, expected an even number");
     }
-    return Decode(results_.size() / 2, /*writes=*/false, call);
-  }
-
- private:
-  ffi::Error Decode(size_t num_arrays, bool writes, Call* call) {
+    const size_t num_arrays = writes_ ? results_.size() : results_.size() / 2;
     size_t num_parts = 0;
     JB_RETURN_IF_ERROR(CheckWindows(num_arrays, &num_parts));
-    first_start_ = writes ? 2 * num_arrays : num_arrays;
+    first_start_ = writes_ ? 2 * num_arrays : num_arrays;
     if (num_arrays == 0 || operands_.size() < first_start_ + num_parts) {
       return InvalidArgument(op_, "got " + std::to_string(operands_.size()) + " operands and " +
                                       std::to_string(results_.size()) + " results, expected at least " +
@@ -85,36 +81,41 @@ class Decoder {
       if (dest.has_error()) return dest.error();
       auto result = results_.get<ffi::AnyBuffer>(i);
       if (result.has_error()) return result.error();
-      if (i == 0) JB_RETURN_IF_ERROR(batch_.Decode("dest 0", *dest, num_batch_dims_, kTrailing));
-      Axes axes;
-      JB_RETURN_IF_ERROR(CheckArray(Name{"dest", i}, *dest, &axes));
-      JB_RETURN_IF_ERROR(CheckTypeAndShape(Name{"result", i}, **result, *dest, axes, /*is_shared=*/nullptr));
-      for (; next_window < num_windows() && window(next_window).array == static_cast<int64_t>(i); ++next_window) {
-        JB_RETURN_IF_ERROR(AddWindow(window(next_window), &next_part, &axes));
-      }
+      if (i == 0) JB_RETURN_IF_ERROR(batch_.Decode("dest 0", *dest, num_batch_dims, kTrailing));
       Update update;
+      update.dest = (*result)->untyped_data();
+      update.drop = drop;
+      JB_RETURN_IF_ERROR(SetAxes(Name{"dest", i}, *dest, &update));
+      JB_RETURN_IF_ERROR(CheckTypeAndShape(Name{"result", i}, **result, *dest, update, /*is_shared=*/nullptr));
+      const int64_t array_bytes = BytesOf(update, &Axis::dim);
+      if (array_bytes > 0 && update.dest != dest->untyped_data()) {
+        call->copies.push_back(Copy{update.dest, dest->untyped_data(), array_bytes});
+      }
+      for (; next_window < num_windows() && window(next_window).array == static_cast<int64_t>(i); ++next_window) {
+        JB_RETURN_IF_ERROR(AddWindow(window(next_window), &next_part, &update));
+      }
       bool source_is_shared = false;
       const Name source_name{"source", i};
-      if (writes) {
+      if (writes_) {
         auto source = operands_.get<ffi::AnyBuffer>(num_arrays + i);
         if (source.has_error()) return source.error();
-        JB_RETURN_IF_ERROR(CheckTypeAndShape(source_name, *source, *dest, axes, &source_is_shared));
+        JB_RETURN_IF_ERROR(CheckTypeAndShape(source_name, *source, *dest, update, &source_is_shared));
         update.source = source->untyped_data();
       } else {
         auto source = results_.get<ffi::AnyBuffer>(num_arrays + i);
         if (source.has_error()) return source.error();
-        JB_RETURN_IF_ERROR(CheckTypeAndShape(source_name, **source, *dest, axes, /*is_shared=*/nullptr));
+        JB_RETURN_IF_ERROR(CheckTypeAndShape(source_name, **source, *dest, update, /*is_shared=*/nullptr));
         update.source = (*source)->untyped_data();
         if (BitWidth(dest->element_type()) < 8) return Unsupported(Name{"dest", i}, *dest);
       }
-      update.dest = (*result)->untyped_data();
-      update.bit_width = static_cast<int32_t>(BitWidth(dest->element_type()));
-      update.drop = drop_;
-      AddUpdate(*dest, axes, source_is_shared, update, call);
+      if (BytesOf(update, &Axis::size) == 0) continue;
+      MergeAxes(source_is_shared, &update);
+      call->updates.push_back(update);
     }
     return ffi::Error::Success();
   }
 
+ private:
   size_t num_windows() const { return numbers_.size() / kNumbersOfWindow; }
 
   Window window(size_t i) const {
@@ -142,53 +143,46 @@ class Decoder {
   }
 
   // Sets the axes of an array, initially all written whole.
-  ffi::Error CheckArray(const Name& name, const ffi::AnyBuffer& buffer, Axes* axes) const {
-    if (BitWidth(buffer.element_type()) == 0) return Unsupported(name, buffer);
+  ffi::Error SetAxes(const Name& name, const ffi::AnyBuffer& buffer, Update* update) const {
+    const int64_t width = BitWidth(buffer.element_type());
+    if (width == 0) return Unsupported(name, buffer);
     const auto view = batch_.View(buffer, /*may_be_shared=*/false);
     if (!view) return batch_.WrongShape(name.Text().c_str(), buffer, /*may_be_shared=*/false, kTrailing);
-    if (view->dims.size() < 1 || view->dims.size() >= kMaxAxes) {
-      return batch_.WrongRank(name.Text().c_str(), buffer, kTrailing);
-    }
-    axes->count = static_cast<int>(1 + view->dims.size());
-    int64_t stride = 1;
-    for (int i = axes->count - 1; i >= 0; --i) {
-      Axis& axis = axes->at[i];
-      axis.size = axis.dim = i == 0 ? batch_.size() : view->dims[i - 1];
-      axis.stride = stride;
-      stride = MultiplySizes(stride, axis.dim);
-    }
+    const auto dims = view->dims;
+    if (dims.size() < 1 || dims.size() >= kMaxAxes) return batch_.WrongRank(name.Text().c_str(), buffer, kTrailing);
+    SetWholeAxes(batch_.size(), dims, width, update);
     return ffi::Error::Success();
   }
 
   // Checks that a buffer has the type of dest and the sizes of its window. If `is_shared` is not null, the batch may
   // share the buffer.
   ffi::Error CheckTypeAndShape(const Name& name, const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& dest,
-                               const Axes& axes, bool* is_shared) const {
+                               const Update& update, bool* is_shared) const {
     if (buffer.element_type() != dest.element_type()) {
       return InvalidArgument(op_, name.Text() + " has XLA element type " +
                                       std::to_string(static_cast<int>(buffer.element_type())) + ", expected " +
                                       std::to_string(static_cast<int>(dest.element_type())) + ", that of dest");
     }
     const auto view = batch_.View(buffer, /*may_be_shared=*/is_shared != nullptr);
-    bool fits = view && static_cast<int>(view->dims.size()) == axes.count - 1;
-    for (int i = 1; fits && i < axes.count; ++i) fits = view->dims[i - 1] == axes.at[i].size;
+    bool fits = view && static_cast<int>(view->dims.size()) == update.num_axes - 1;
+    for (int i = 1; fits && i < update.num_axes; ++i) fits = view->dims[i - 1] == update.axes[i].size;
     if (fits) {
       if (is_shared != nullptr) *is_shared = view->is_shared;
       return ffi::Error::Success();
     }
     std::string expected;
-    for (int i = 1; i < axes.count; ++i) expected += (i == 1 ? "" : ",") + std::to_string(axes.at[i].size);
+    for (int i = 1; i < update.num_axes; ++i) expected += (i == 1 ? "" : ",") + std::to_string(update.axes[i].size);
     return batch_.WrongShape(name.Text().c_str(), buffer, /*may_be_shared=*/is_shared != nullptr, expected);
   }
 
   // *next_part is the index of the next operand with a shard number.
-  ffi::Error AddWindow(const Window& window, size_t* next_part, Axes* axes) const {
+  ffi::Error AddWindow(const Window& window, size_t* next_part, Update* update) const {
     const Name name{"dest", static_cast<size_t>(window.array)};
-    if (window.axis + 1 >= axes->count) {
+    if (window.axis + 1 >= update->num_axes) {
       return InvalidArgument(op_, name.Text() + " has a window of axis " + std::to_string(window.axis) +
-                                      ", expected less than " + std::to_string(axes->count - 1));
+                                      ", expected less than " + std::to_string(update->num_axes - 1));
     }
-    Axis& axis = axes->at[window.axis + 1];
+    Axis& axis = update->axes[window.axis + 1];
     const int64_t most_shards = std::numeric_limits<int64_t>::max() / 4 / (axis.dim > 0 ? axis.dim : 1);
     if (window.num_shards > most_shards || window.size > axis.dim * window.num_shards) {
       return InvalidArgument(op_, name.Text() + " has a window of size " + std::to_string(window.size) +
@@ -231,80 +225,61 @@ class Decoder {
     return UnsupportedType(op_, name.Text().c_str(), buffer.element_type());
   }
 
-  void AddUpdate(const ffi::AnyBuffer& dest, const Axes& axes, bool source_is_shared, Update update, Call* call) const {
-    int64_t elements = 1, window_elements = 1;
-    for (int i = 0; i < axes.count; ++i) {
-      elements = MultiplySizes(elements, axes.at[i].dim);
-      window_elements = MultiplySizes(window_elements, axes.at[i].size);
-    }
-    if (elements > 0 && update.dest != dest.untyped_data()) {
-      call->copies.push_back(Copy{update.dest, dest.untyped_data(), PackedBytes(elements, update.bit_width)});
-    }
-    if (window_elements == 0) return;
-    update.source_bytes =
-        PackedBytes(source_is_shared ? window_elements / axes.at[0].size : window_elements, update.bit_width);
-    ReduceAxes(axes, source_is_shared, &update);
-    ChooseUnits(&update);
-    call->updates.push_back(update);
-  }
-
   static constexpr const char* kTrailing = "1 to 8 axes";
 
   const char* op_;
+  const bool writes_;
   ffi::RemainingArgs operands_;
   ffi::RemainingRets results_;
   ffi::Span<const int64_t> numbers_;
-  bool drop_;
-  int64_t num_batch_dims_;
   Batch batch_;
   size_t first_start_ = 0, first_part_ = 0;  // indices of the first start and the first shard number among the operands
 };
 
-// The windows described by the parameters of a plan, without data.
-inline std::vector<Update> UpdatesOf(const PlanParameters& parameters) {
-  static const int32_t start = 0;  // a placeholder for starts: plans do not depend on their values
-  std::vector<Update> updates;
-  for (int64_t i = 0; i < parameters.at("arrays"); ++i) {
-    const auto get = [&](const char* what) { return parameters.at(what + std::to_string(i)); };
-    const auto get_of_axis = [&](const char* what, int axis) {
-      return parameters.at(what + std::to_string(i) + "_" + std::to_string(axis));
-    };
-    const int64_t rank = get("rank_");
-    if (rank < 1 || rank >= kMaxAxes) continue;  // the handler rejects these
-    Axes axes;
-    axes.count = static_cast<int>(1 + rank);
-    int64_t stride = 1, window_elements = 1;
-    for (int axis = axes.count - 1; axis >= 0; --axis) {
-      Axis& at = axes.at[axis];
-      at.size = at.dim = axis == 0 ? parameters.at("batch") : get_of_axis("size_", axis - 1);
-      at.stride = stride;
-      stride = MultiplySizes(stride, at.dim);
-      if (axis > 0 && get_of_axis("has_window_", axis - 1) != 0) {
-        at.size = get_of_axis("window_", axis - 1);
-        at.num_shards = get_of_axis("shards_", axis - 1);
-        const std::string operand = "start_" + std::to_string(get_of_axis("start_operand_", axis - 1));
-        const bool is_shared = parameters.at("batch") == 1 || parameters.at(operand + "_is_shared") != 0;
-        at.start = Start{&start, ElementType::kInt32, is_shared};
-      }
-      window_elements = MultiplySizes(window_elements, at.size);
-    }
-    if (window_elements == 0) continue;
-    Update update;
-    update.bit_width = static_cast<int32_t>(get("bits_"));
-    update.drop = parameters.at("drop") != 0;
-    const auto source_is_shared = parameters.find("source_" + std::to_string(i) + "_is_shared");
-    ReduceAxes(axes, source_is_shared != parameters.end() && source_is_shared->second != 0, &update);
-    ChooseUnits(&update);
-    updates.push_back(update);
-  }
-  return updates;
-}
+inline constexpr const char* kStrategyNames[] = {"nothing", "bytes", "bits"};
+inline constexpr int kTakeStrategies = 2;  // the first two: the gradient has no elements narrower than a byte
 
+// "bits" if rows of some window begin or end inside bytes.
 inline Plan PlanWindows(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames, ChooseStrategy(UpdatesOf(parameters)))};
+  static const int32_t start = 0;  // a placeholder for starts: plans do not depend on their values
+  int strategy = 0;
+  for (int64_t i = 0; i < parameters.at("arrays"); ++i) {
+    const auto get = [&](const std::string& what) { return parameters.at(what + "_" + std::to_string(i)); };
+    const auto get_of_axis = [&](const char* what, size_t axis) {
+      return parameters.at(std::string(what) + "_" + std::to_string(i) + "_" + std::to_string(axis));
+    };
+    const int64_t rank = get("rank");
+    if (rank < 1 || rank >= kMaxAxes) continue;  // the handler rejects these
+    std::vector<int64_t> dims(static_cast<size_t>(rank));
+    for (size_t axis = 0; axis < dims.size(); ++axis) dims[axis] = get_of_axis("size", axis);
+    Update update;
+    SetWholeAxes(parameters.at("batch"), dims, get("bits"), &update);
+    for (size_t axis = 0; axis < dims.size(); ++axis) {
+      if (get_of_axis("has_window", axis) == 0) continue;
+      update.axes[axis + 1].size = get_of_axis("window", axis);
+      const std::string operand = "start_" + std::to_string(get_of_axis("start_operand", axis));
+      const bool is_shared = parameters.at("batch") == 1 || parameters.at(operand + "_is_shared") != 0;
+      update.axes[axis + 1].start = Start{&start, ElementType::kInt32, is_shared};
+    }
+    if (BytesOf(update, &Axis::size) == 0) continue;
+    const auto source_is_shared = parameters.find("source_" + std::to_string(i) + "_is_shared");
+    MergeAxes(source_is_shared != parameters.end() && source_is_shared->second != 0, &update);
+    strategy = std::max(strategy, update.word == 0 ? 2 : 1);
+  }
+  return Plan{kStrategyNames[strategy]};
 }
 
-// The binding of both handlers.
+// The handler of writes, or of takes, and its binding. The back ends differ in the context and in the function that runs
+// a decoded call.
+template <typename Context, bool kWrites, ffi::Error (*kRun)(Context, const char* op, const Call&)>
+ffi::Error HandleWindows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                         ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
+  constexpr const char* kOp = kWrites ? "write_slice" : "write_slice_backward";
+  Call call;
+  JB_RETURN_IF_ERROR(Decoder(kOp, kWrites, operands, results, windows).Decode(drop, num_batch_dims, &call));
+  return kRun(context, kOp, call);
+}
+
 template <typename Context>
 auto BindWindows() {
   return ffi::Ffi::Bind()
