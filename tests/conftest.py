@@ -44,6 +44,7 @@ if folder := os.environ.get("JAX_BARACUDA_INSTRUMENTED"):
 from support import cases  # noqa: E402  (after the environment is set)
 
 
+@pytest.hookimpl(trylast=True)  # after the options -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test keeps its first case. A hash selects the others, so that no parameter value is always left out."""
     stride = int(os.environ.get("JAX_BARACUDA_TEST_STRIDE", "1"))
