@@ -29,11 +29,11 @@ def test_bad_dtypes_are_refused(target: str) -> None:
 
     def gives_same_results(data: Array) -> bool:
         """Whether data of this dtype have a kernel whose results are those of the call."""
-        if op.result_dtypes is None or data.dtype not in op.dtypes:
-            return False
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (data, *good.operands[1:])]
-        dtypes = OpCall(op, avals, good.attributes).bound(op.result_dtypes)(*avals)
-        return [*map(jnp.dtype, dtypes)] == [jnp.dtype(x.dtype) for x in good.results]
+        call = OpCall(op, avals, {**op.targets[target], **good.attributes})
+        if op.result_dtypes is None or data.dtype not in call.resolve(op.dtypes):
+            return False
+        return [*map(jnp.dtype, call.bound(op.result_dtypes)(*avals))] == [jnp.dtype(x.dtype) for x in good.results]
 
     def with_other_dtypes(array: Array) -> dict[str, Array]:
         others = with_dtypes(array, ("int16", "complex64", "int8", "bool", "uint8", "float16", "int32", "float32"))
