@@ -76,6 +76,8 @@ $(INSTRUMENTATIONS:%=instrumented-%): instrumented-%: $(VENV)/installed
 # SANITIZERS, SANITIZED_TESTS and SANITIZED_GPU_FAMILIES choose what runs.
 sanitize: $(SANITIZERS:%=sanitize-%) $(if $(DRIVER),sanitize-gpu)
 
+sanitize-address: SANITIZED_TESTS += tests/test_malformed_calls.py
+sanitize-address: export JAX_BARACUDA_MALFORMED_CALLS ?= 20
 $(SANITIZERS:%=sanitize-%): sanitize-%: instrumented-%
 	$(BIN)/python tests/sanitizers/cpu.py build/$(notdir $(VENV))-$* -q $(SANITIZED_TESTS)
 

@@ -6,7 +6,8 @@ Variables:
   JAX_BARACUDA_TEST_SEED=<int>: the seed of random inputs (default: 0).
   JAX_BARACUDA_INSTRUMENTED=<folder>: test the instrumented CPU module in this folder, not the installed one.
   JAX_BARACUDA_TEST_LARGE=1: also run, on a CPU, the tests of arrays with more than 2^31 elements.
-  JAX_BARACUDA_TEST_STRIDE=<int>: run about one in this many cases of each test, always the same ones.
+  JAX_BARACUDA_TEST_STRIDE=<int>: run about one in this many cases of each test: the same ones in each run, others with
+    another version of JAX.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if (
 # Fills results and scratch memory with one bits before each kernel, so that missing writes show.
 os.environ.setdefault("JAX_BARACUDA_POISON", "1")
 
+import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from support import instrumented  # noqa: E402
@@ -42,6 +44,7 @@ if folder := os.environ.get("JAX_BARACUDA_INSTRUMENTED"):
 from support import cases  # noqa: E402  (after the environment is set)
 
 
+@pytest.hookimpl(trylast=True)  # after the options -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test keeps its first case. A hash selects the others, so that no parameter value is always left out."""
     stride = int(os.environ.get("JAX_BARACUDA_TEST_STRIDE", "1"))
@@ -50,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests: set[str] = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        is_drawn = zlib.crc32(item.nodeid.encode()) % stride == 0
+        is_drawn = zlib.crc32(f"{jax.__version__} {item.nodeid}".encode()) % stride == 0
         keeps = is_drawn or test not in tests
         (kept if keeps else left_out).append(item)
         tests.add(test)
