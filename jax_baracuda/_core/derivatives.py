@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
+from jax_baracuda._core import jax_versions
 from jax_baracuda._core.functions import resolved, with_fixed, with_named
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def derivative_op(kind: Kind, op: Op, num_operands: int, differentiated: Positio
 
         def function(*primals: jax.Array) -> list[jax.Array]:
             of_op = of_differentiated(*primals)
-            return [of_op[i] for i in results]
+            # A result may be constant, but its cotangents vary over manual axes, as the operands do.
+            return list(jax_versions.unify_varying(*(of_op[i] for i in results), *operands)[: len(results)])
 
         primals = [operands[i] for i in differentiated]
         derivative: Sequence[jax.Array]

@@ -690,11 +690,15 @@ class Compiled:
 
     def _loses_subnormals(self) -> bool:
         """Whether XLA may treat subnormal numbers as zeros in mere copies. Its partitioner gathers rows by sums over
-        devices; only take_rows is left to it. CPUs with AVX512-BF16 convert bfloat16 so, also to move arrays."""
+        devices; only take_rows is left to it. CPUs with AVX512-BF16 convert bfloat16 so, also to move arrays: to
+        broadcast them, for example. A kernel alone keeps them."""
         case = self.case
         is_split = case.sharding in ("auto", "explicit", "partly manual")
         if case.dtype == "bfloat16":
-            return is_split or case.implementation != "kernel"
+            is_kernel_alone = (case.transformation, case.batch, case.sharding) == ("jit", "none", "single")
+            return (
+                not is_kernel_alone or case.implementation != "kernel" or self.plan.options.get("data_rows") == "shared"
+            )
         return is_split and case.op == "take_rows"
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
