@@ -804,7 +804,7 @@ SHARED_BY_GRAPHS = ("data",)
 """The operands of the backward op that all graphs of a batch share."""
 
 
-def _operands(*, has_edge_order: bool) -> NamedDimensions:
+def _operands(*, has_edge_order: bool = False) -> NamedDimensions:
     operands = {"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES}
     return operands | {"edge_order": _EDGES} if has_edge_order else operands
 
