@@ -338,6 +338,8 @@ template <typename T>
 bool GradientOfAll(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
+  // Without a result, arrays may have any number of segments.
+  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return true;
   const int64_t segments = problem.segments, features = problem.features, cells_per_batch = segments * features;
   std::unique_ptr<C[]> numerators;
   if (UsesNumerators(problem)) {
