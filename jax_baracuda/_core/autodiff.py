@@ -81,14 +81,14 @@ class KernelVjp:
           symbolic_zeros: whether `backward` takes one more argument: ``{name: type}``, None for arrays that are not
             differentiated. It may omit their cotangents.
         """
-        self.primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
+        self._primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
         self.forward = forward
         self.backward = backward
         self._symbolic_zeros = symbolic_zeros
 
         def function(call: _Call, arrays: Mapping[str, Any]) -> Any:
             with selecting(call.selection):
-                return self.primal(call.params, **arrays)
+                return self._primal(call.params, **arrays)
 
         function.__name__ = name
         self._in_reverse_mode = jax.custom_vjp(function, nondiff_argnums=(0,))
@@ -102,7 +102,7 @@ class KernelVjp:
         leaves = list(jax_versions.unify_varying(*leaves))
         arrays = jax.tree.unflatten(structure, leaves)
         if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
-            return self.primal(params, **arrays)
+            return self._primal(params, **arrays)
         function = self._in_both_modes if is_in_both_modes() else self._in_reverse_mode
         return function(_Call(params, current_selection()), arrays)
 
