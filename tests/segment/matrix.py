@@ -251,6 +251,7 @@ def majorant_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
     """The probabilities, times the factor by which a rounded exponent increases their relative error."""
     maxima = take_cells(_plain_max(logits, ids, num_segments), ids)
     distance = jnp.where(jnp.isfinite(logits) & jnp.isfinite(maxima), maxima - logits, 0)
+    distance = jnp.minimum(distance, 1e3)  # farther away, probabilities are 0, and the difference may be inf
     return reference_softmax(logits, ids, num_segments) * (1 + jnp.abs(distance))
 
 
@@ -424,6 +425,10 @@ NO_HUGE_BUCKETS = Rule(
     "buckets of three rows of a large array have too many cells",
     lambda bucket_size, size: bucket_size is not ABSENT and size in LARGE_SIZES,
 )
+NO_HUGE_SECOND_DERIVATIVES = Rule(
+    "second derivatives of a batch of the longest arrays may take more memory than a device has",
+    lambda size, batch, transformation: size == "filtered" and batch != "none" and transformation in SECOND_DERIVATIVES,
+)
 BUCKET_RULES = (NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS, PLAN_HAS_NO_BUCKETS)
 NO_EXTREME_BUCKETS = Rule(
     "products of buckets are rounded to the dtype, out of whose range they may be",
@@ -464,6 +469,7 @@ COMMON_RULES = (
     NARROW_IDS,
     PLAN_HAS_MODE,
     PLAN_HAS_NUMBER,
+    NO_HUGE_SECOND_DERIVATIVES,
 )
 
 
