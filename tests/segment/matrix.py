@@ -425,9 +425,13 @@ NO_HUGE_BUCKETS = Rule(
     "buckets of three rows of a large array have too many cells",
     lambda bucket_size, size: bucket_size is not ABSENT and size in LARGE_SIZES,
 )
-NO_HUGE_SECOND_DERIVATIVES = Rule(
-    "second derivatives of a batch of the longest arrays may take more memory than a device has",
-    lambda size, batch, transformation: size == "filtered" and batch != "none" and transformation in SECOND_DERIVATIVES,
+NO_HUGE_DERIVATIVES = Rule(
+    "derivatives of a batch of the largest arrays may take more memory than a device has, in plain JAX",
+    lambda size, batch, transformation: (
+        size in ("filtered", "table in parts")
+        and transformation in DERIVATIVES
+        and (batch == "nested" or batch != "none" and transformation != "vjp")
+    ),
 )
 BUCKET_RULES = (NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS, PLAN_HAS_NO_BUCKETS)
 NO_EXTREME_BUCKETS = Rule(
@@ -469,7 +473,7 @@ COMMON_RULES = (
     NARROW_IDS,
     PLAN_HAS_MODE,
     PLAN_HAS_NUMBER,
-    NO_HUGE_SECOND_DERIVATIVES,
+    NO_HUGE_DERIVATIVES,
 )
 
 

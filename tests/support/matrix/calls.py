@@ -241,11 +241,12 @@ def special_numbers(dtype: np.dtype, with_nan: bool = True) -> np.ndarray:
 def _kept_by_arithmetic(values: np.ndarray) -> np.ndarray:
     """The values that XLA's arithmetic keeps. It treats subnormal numbers of float32 and float64 as zeros, also in
     references, and products with huge numbers show it. So it does with quotients of the smallest normal number.
-    Subnormal numbers of float16 are normal numbers of float32. Sums with the largest number may overflow on the way."""
+    Subnormal numbers of float16 are normal numbers of float32, but quotients of the smallest ones round to zero. Sums
+    with the largest number may overflow on the way."""
     info, magnitudes = jnp.finfo(values.dtype), np.abs(values)
     is_kept = magnitudes != info.max
-    if values.dtype != np.float16:
-        is_kept &= (magnitudes == 0) | ~(magnitudes <= info.tiny)
+    lost = info.tiny if values.dtype != np.float16 else 64 * info.smallest_subnormal
+    is_kept &= (magnitudes == 0) | ~(magnitudes <= lost)
     return values[is_kept]
 
 
