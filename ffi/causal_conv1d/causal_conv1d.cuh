@@ -23,8 +23,9 @@ enum class Strategy {
   kChannelsLast,           // [.., length, channels]; a vector of channels per thread
   kChannelsLastByElement,  // one channel per thread
   // Of updates only.
-  kOneInput,          // vectors of channels
-  kConvolveThenMove,  // a convolution, then the new state
+  kOneInput,  // vectors of channels; rows if width > kMaxConstantWidth
+  kFewInputs,
+  kManyInputs,  // a convolution, then the new state
 };
 
 // The cut of rows into tiles: see rows.cuh.

@@ -130,8 +130,10 @@ ConvolutionPlan PlanOf(const UpdateCall& call) {
                                      call.bias.data, call.y, call.new_state);
   const int64_t channels_of_thread = Tuning::kUpdateBytes / ElementBytes(call.type);
   const bool is_one = is_aligned && problem.length == 1 && problem.channels % channels_of_thread == 0 &&
-                      problem.width <= kMaxConstantWidth && call.state_length <= problem.width;
-  plan.strategy = is_one ? Strategy::kOneInput : Strategy::kConvolveThenMove;
+                      call.state_length <= problem.width;
+  plan.strategy = is_one                                    ? Strategy::kOneInput
+                  : problem.length <= Tuning::kMaxFewInputs ? Strategy::kFewInputs
+                                                            : Strategy::kManyInputs;
   return plan;
 }
 
@@ -154,8 +156,8 @@ ffi::Error RunUpdate(cudaStream_t stream, const UpdateCall& call) {
 }
 
 constexpr const char* kStrategyNames[] = {
-    "nothing",           "rows", "rows_by_element", "channels_last", "channels_last_by_element", "one_input",
-    "convolve_then_move"};
+    "nothing",   "rows",       "rows_by_element", "channels_last", "channels_last_by_element",
+    "one_input", "few_inputs", "many_inputs"};
 constexpr int kConvolutionStrategies = 5;  // the first ones: all but those of updates
 
 template <typename Call>
@@ -169,7 +171,7 @@ JB_CUDA_TARGET(kForwardName, (HandleForward<cudaStream_t, RunForward>), BindForw
 JB_CUDA_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), BindBackward<Stream>(),
                CudaPlan<BackwardCall>, kStrategyNames, kStrategyNames + kConvolutionStrategies);
 JB_CUDA_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), BindUpdate<Stream>(), CudaPlan<UpdateCall>,
-               "nothing", "one_input", "convolve_then_move");
+               "nothing", "one_input", "few_inputs", "many_inputs");
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

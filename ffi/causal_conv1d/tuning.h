@@ -89,8 +89,10 @@ struct Tuning90 {
   static constexpr int kSumThreads = 256, kMinSumChannels = 8, kMaxSumChannels = 128, kMaxSumLanes = 128;
 
   // ---- The update. A thread updates kUpdateBytes of channels: few states per thread, but those of a warp fill whole
-  // sectors.
+  // sectors. With more new inputs than kMaxFewInputs, one thread per row is too slow. 128 x 8192 rows of bfloat16,
+  // 4 taps (H100): 29 us in place of 113 for 4 inputs, 200 in place of 123 for 16.
   static constexpr int kUpdateBytes = 8;
+  static constexpr int64_t kMaxFewInputs = 8;
 };
 
 using Tuning = Tuning90;

@@ -1,4 +1,4 @@
-// A decoder step: new inputs, usually one, and a state that holds the newest old inputs.
+// A decoder step: one or a few new inputs, and a state that holds the newest old inputs.
 #include "ffi/causal_conv1d/conv_device.cuh"
 #include "ffi/causal_conv1d/tuning.h"
 
@@ -64,20 +64,44 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   }
 }
 
-// Moves the states, one row per thread: oldest entry first, so that new_state may alias the old state.
-template <typename T>
+// One row per thread. It moves the state oldest entry first, so that new_state may alias the old state. With kWidth 0
+// it only moves the state.
+template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
-    MoveStates(const __grid_constant__ UpdateArguments<T> a, bool channels_last) {
+    UpdateRows(const __grid_constant__ UpdateArguments<T> a, bool channels_last) {
+  using C = ComputeType<T>;
   const Geometry& geometry = a.geometry;
   const int64_t state_length = a.initial_state.length;
   const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int64_t example = geometry.by_channels.Quotient(row), channel = row - example * geometry.channels;
   if (example >= geometry.all_examples) return;
-  const int64_t stride = channels_last ? geometry.channels : 1;
-  const T* x = a.x.data + a.x.Example(geometry, example) * geometry.channels * geometry.length +
-               (channels_last ? channel : channel * geometry.length);
+  const int64_t in_example = channels_last ? channel : channel * geometry.length;
+  const int64_t stride = channels_last ? geometry.channels : 1, example_size = geometry.channels * geometry.length;
+  const T* x = a.x.data + a.x.Example(geometry, example) * example_size + in_example;
   const T* state = a.initial_state.entries.data +
                    (a.initial_state.entries.Example(geometry, example) * geometry.channels + channel) * state_length;
+  if constexpr (kWidth > 0) {
+    constexpr int kPast = kWidth - 1;
+    T* y = a.y + example * example_size + in_example;
+    C weights[kWidth], bias, window[kWidth];
+    a.weights.template Load<1, kWidth>(geometry, example, channel, weights, &bias);
+    const int left_out = geometry.template LeftOut<kWidth>();
+#pragma unroll
+    for (int k = 0; k < kPast; ++k) {
+      window[k] = k >= left_out ? static_cast<C>(state[state_length - kPast + k]) : C{0};
+    }
+    for (int64_t t = 0; t < geometry.length; ++t) {
+      window[kPast] = static_cast<C>(x[t * stride]);
+      C z = bias;
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (k >= left_out) z = fma(weights[k], window[k], z);
+      }
+      y[t * stride] = static_cast<T>(a.silu ? Silu(z) : z);
+#pragma unroll
+      for (int k = 0; k < kPast; ++k) window[k] = window[k + 1];
+    }
+  }
   T* new_state = a.new_state + row * state_length;
   for (int64_t i = 0; i < state_length; ++i) {
     const int64_t source = i + geometry.length;
@@ -85,27 +109,40 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <typename T, int kWidth>
+CudaStatus LaunchUpdateRows(const UpdateCall& call, cudaStream_t stream) {
+  const int64_t rows = call.problem.batch * call.problem.examples * call.problem.channels;
+  UpdateRows<T, kWidth><<<GridSize(CeilDivide(rows, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call),
+                                                                                       call.problem.channels_last);
+  return JB_LAUNCH_STATUS(UpdateRows);
+}
+
+template <typename T>
+CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
+  const Problem& problem = call.problem;
+  const int64_t vectors = problem.batch * problem.examples * problem.channels / kUpdateChannels<T>;
+  if (problem.width > kMaxConstantWidth) return LaunchUpdateRows<T, kMaxWidth>(call, stream);
+  return DispatchWidth(problem.width, [&](auto width) {
+    const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
+    kernel<<<GridSize(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
+    return JB_LAUNCH_STATUS(UpdateOne);
+  });
+}
+
 }  // namespace
 
 CudaStatus Launch(const UpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   if (plan.strategy == Strategy::kNothing) return {};
-  const Problem& problem = call.problem;
-  const int64_t rows = problem.batch * problem.examples * problem.channels;
   return DispatchType(call.type, [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
-    if (plan.strategy == Strategy::kOneInput) {
-      return DispatchWidth(problem.width, [&](auto width) {
-        const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
-        kernel<<<GridSize(CeilDivide(rows / kUpdateChannels<T>, kThreads)), kThreads, 0, stream>>>(
-            UpdateArguments<T>(call));
-        return JB_LAUNCH_STATUS(UpdateOne);
-      });
+    if (plan.strategy == Strategy::kOneInput) return LaunchUpdateOne<T>(call, stream);
+    if (plan.strategy == Strategy::kFewInputs) {
+      return DispatchKernel(call.problem.width, /*has_masks=*/false,
+                            [&](auto width, auto) { return LaunchUpdateRows<T, width>(call, stream); });
     }
     const ForwardCall& convolution = call;
     JB_RETURN_IF_CUDA_ERROR(Launch(convolution, PlanOf(convolution), stream));
-    MoveStates<T><<<GridSize(CeilDivide(rows, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call),
-                                                                                 problem.channels_last);
-    return JB_LAUNCH_STATUS(MoveStates);
+    return LaunchUpdateRows<T, 0>(call, stream);
   });
 }
 
