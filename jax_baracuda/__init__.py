@@ -23,6 +23,7 @@ from jax_baracuda.ops.segment.extremum import (
 )
 from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
 from jax_baracuda.ops.segment.gather_sum import gather_segment_mean, gather_segment_sum
+from jax_baracuda.ops.segment.graph_attention import graph_additive_attention, graph_dot_product_attention
 from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
 from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
@@ -56,6 +57,8 @@ __all__ = [
     "gather_segment_mean",
     "gather_segment_min",
     "gather_segment_sum",
+    "graph_additive_attention",
+    "graph_dot_product_attention",
     "implementation",
     "precision_guarantee",
     "redirect",

@@ -228,13 +228,12 @@ ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weig
       decoder.Result("dweight", *dweight, decoder.compute_type(), {problem.channels, problem.width}, &call.dweight));
   JB_RETURN_IF_ERROR(decoder.Result("dbias", *dbias, decoder.compute_type(), {problem.channels}, &call.dbias));
   call.dx = dx->untyped_data();
-  if (!options.has_initial_state) return kRun(context, &call, more_results, 0);
-  if (more_results.empty()) return InvalidArgument(kBackwardName, "d_initial_state is missing among the results");
-  auto d_initial_state = more_results.get<ffi::AnyBuffer>(0);
-  if (d_initial_state.has_error()) return d_initial_state.error();
-  JB_RETURN_IF_ERROR(decoder.Result("d_initial_state", **d_initial_state, decoder.type(),
-                                    {problem.examples, problem.channels, problem.width - 1}, &call.d_initial_state));
-  return kRun(context, &call, more_results, 1);
+  OptionalResults results(kBackwardName, more_results);
+  JB_RETURN_IF_ERROR(results.Next("d_initial_state", options.has_initial_state, [&](const ffi::AnyBuffer& buffer) {
+    return decoder.Result("d_initial_state", buffer, decoder.type(),
+                          {problem.examples, problem.channels, problem.width - 1}, &call.d_initial_state);
+  }));
+  return kRun(context, &call, more_results, results.num_decoded());
 }
 
 template <typename Context, ffi::Error (*kRun)(Context, const UpdateCall&)>

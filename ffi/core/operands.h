@@ -88,6 +88,31 @@ class OptionalOperands {
   size_t next_ = 0;
 };
 
+// Results whose presence depends on an attribute, decoded in order. Scratch may follow them.
+class OptionalResults {
+ public:
+  OptionalResults(const char* op, ffi::RemainingRets results) : op_(op), results_(results) {}
+
+  // Calls take(buffer) if the result is present.
+  template <typename Take>
+  ffi::Error Next(const char* name, bool is_there, const Take& take) {
+    if (!is_there) return ffi::Error::Success();
+    if (num_decoded_ == results_.size()) {
+      return InvalidArgument(op_, std::string(name) + " is missing among the results");
+    }
+    auto buffer = results_.get<ffi::AnyBuffer>(num_decoded_++);
+    if (buffer.has_error()) return buffer.error();
+    return take(**buffer);
+  }
+
+  size_t num_decoded() const { return num_decoded_; }
+
+ private:
+  const char* op_;
+  ffi::RemainingRets results_;
+  size_t num_decoded_ = 0;
+};
+
 // As BindBuffers, with optional operands after the required ones.
 template <typename Context, int kOperands, int kResults>
 auto BindWithOptionalOperands() {

@@ -181,10 +181,10 @@ class Decoder {
     return Vector(name, buffer, ffi::DataType::S32, call_.problem.rows, ids, are_shared);
   }
 
-  // The trailing dimensions of data as (heads, features per head).
-  ffi::Error Heads(int64_t* heads) const {
+  // The trailing dimensions of the rows as (heads, features per head).
+  ffi::Error Heads(const char* name, int64_t* heads) const {
     if (features_.size() != 2) {
-      return InvalidArgument(op_, "data has " + std::to_string(features_.size()) +
+      return InvalidArgument(op_, std::string(name) + " has " + std::to_string(features_.size()) +
                                       " dimensions of features, expected heads and features of a head");
     }
     *heads = features_[0];
@@ -284,6 +284,12 @@ class Decoder {
   ffi::DataType type_;
   ffi::AnyBuffer::Dimensions features_;
 };
+
+// For kernels of edges that must be sorted by segment.
+inline ffi::Error CheckSorted(const char* op, const SegmentCall& call) {
+  if (call.indices_are_sorted) return ffi::Error::Success();
+  return InvalidArgument(op, "indices_are_sorted is false, expected true: segment_order brings edges into order");
+}
 
 inline ffi::Error CheckKernel(const char* op, const char* name, const ffi::AnyBuffer& buffer, bool has_kernel) {
   return has_kernel ? ffi::Error::Success() : UnsupportedType(op, name, buffer.element_type());

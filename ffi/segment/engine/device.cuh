@@ -66,10 +66,11 @@ struct FeatureLanes {
   int columns;
 };
 
-inline FeatureLanes AssignFeatures(int64_t vectors, int max_lanes) {
-  const int64_t columns = CeilDivide(vectors, max_lanes);
+// Blocks have whole units of `unit` vectors.
+inline FeatureLanes AssignFeatures(int64_t vectors, int max_lanes, int unit = 1) {
+  const int64_t units = vectors / unit, columns = CeilDivide(units, max_lanes / unit);
   // Columns of even width, so that none is left with only a few features.
-  return {static_cast<int>(CeilDivide(vectors, columns)), static_cast<int>(columns)};
+  return {static_cast<int>(CeilDivide(units, columns)) * unit, static_cast<int>(columns)};
 }
 
 // Bytes of the widest vector of a thread: at most 8 elements, so that they stay packed in registers.

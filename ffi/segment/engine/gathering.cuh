@@ -9,9 +9,11 @@
 //                                       b and the features from `column` on; Edges has it for inputs that need none
 //   template <int kVec> Row             loads in flight: kVec elements of a gathered row and the input of its edge
 //     Load(input, data, source, place)     starts the loads
+//     Prepare(outputs, column)             computes what does not depend on the accumulator, for all rows in flight; reads
+//                                          no address that Load has set, since rows past the end are not loaded
 //     AddTo(cells, outputs)                folds them into an accumulator (see reduction.cuh)
 //
-// A Row uses nothing that it loads before AddTo, so that several can be in flight.
+// A Row uses nothing that it loads before Prepare, so that several can be in flight.
 #pragma once
 
 #include <cstring>
@@ -81,6 +83,8 @@ struct ComingRow {
       memset(&values, 0, sizeof(values));
     }
   }
+  template <typename Outputs>
+  __device__ __forceinline__ void Prepare(const Outputs&, int64_t /*column*/) {}
   template <typename Cells, typename Outputs>
   __device__ __forceinline__ void AddTo(Cells& cells, const Outputs& outputs) const {
     cells.Add(Unpack<T, kVec>(values), number, outputs);

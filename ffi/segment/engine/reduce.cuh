@@ -59,7 +59,8 @@ inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, in
   return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
 }
 
-inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector) {
+// `unit`: the vectors that stay in one block of columns.
+inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector, int unit) {
   RowGrid grid;
   grid.problem = problem;
   if (strategy == Strategy::kSortThenTiles) {
@@ -78,7 +79,7 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
     grid.blocks_per_batch = small.BlocksPerBatch(problem.rows);
   } else {
     const bool is_small = strategy == Strategy::kSmallTiles;
-    grid.features = AssignFeatures(problem.features / vector, 32);
+    grid.features = AssignFeatures(problem.features / vector, 32, unit);
     grid.groups = (is_small ? kSmallTileThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
     const int64_t block_rows = static_cast<int64_t>(grid.groups) * (is_small ? kSmallTileRows : kTileRows);
     grid.blocks_per_batch = CeilDivide(grid.problem.rows, block_rows);
@@ -100,7 +101,8 @@ struct ReducePlan {
 };
 
 inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int64_t elements_at_once,
-                                 int64_t part_features, int64_t element_bytes, int64_t state_bytes) {
+                                 int64_t part_features, int64_t element_bytes, int64_t state_bytes,
+                                 int unit = 1) {
   ReducePlan plan{strategy, elements_at_once, part_features, state_bytes, {}, 0};
   Problem at_once = problem;
   at_once.batch = elements_at_once;
@@ -117,7 +119,7 @@ inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int6
       break;
   }
   const int vector = strategy == Strategy::kStagedTiles ? 1 : RowVector(part_features, element_bytes);
-  plan.grid = MakeRowGrid(at_once, strategy, vector);
+  plan.grid = MakeRowGrid(at_once, strategy, vector, unit);
   if (strategy == Strategy::kSmallRows || strategy == Strategy::kSmallTiles) return plan;
   if (strategy == Strategy::kSortThenTiles) sizes.Add(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
   sizes.Add(2 * sizeof(uint32_t));
@@ -226,7 +228,9 @@ struct Reducer {
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
     if constexpr (kGathers) {
-      if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
+      if constexpr (!kTakesWidestTilesAlone<Reduction>) {
+        if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
+      }
     } else {
       if (strategy == Strategy::kSmallRows) return SmallRows(a);
     }
@@ -240,7 +244,9 @@ struct Reducer {
     } else {
       a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
     }
-    if constexpr (kGathers) {
+    if constexpr (kTakesWidestTilesAlone<Reduction>) {
+      return Tiles<WidestVectorBytes(sizeof(T)) / static_cast<int>(sizeof(T)), RowSource::kGathered>(a);
+    } else if constexpr (kGathers) {
       return DispatchRowVector<T>(plan.part_features,
                                   [&](auto vector) { return Tiles<decltype(vector)::value, RowSource::kGathered>(a); });
     } else {

@@ -30,6 +30,10 @@ inline constexpr bool kTakesPrivateTable = true;
 template <typename Reduction>
 inline constexpr bool kStoresCellsAlone = true;
 
+// Whether all rows are whole vectors of the widest kind, and tiles alone reduce them; true avoids compiling the others.
+template <typename Reduction>
+inline constexpr bool kTakesWidestTilesAlone = false;
+
 // Partial results of runs that cross the borders of blocks of rows: one slot per block. Cells are accumulators [blocks,
 // vectors].
 struct Carries {

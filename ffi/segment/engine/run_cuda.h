@@ -18,11 +18,12 @@ Plan CudaPlanOf(const PlanParameters& parameters) {
   return kCallOf(parameters).CudaPlan();
 }
 
-// Decodes the scratch, and launches the kernels. The launch plans the call, and fails if its scratch is too small.
+// Decodes the scratch, which follows `first` results, and launches the kernels. The launch plans the call, and fails if
+// its scratch is too small.
 template <typename Call>
-ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
+ffi::Error RunWithResults(cudaStream_t stream, const char* op, ffi::RemainingRets results, Call* call, size_t first) {
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(op, scratch_result, /*needed_bytes=*/0, &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch(op, results, /*needed_bytes=*/0, &scratch, first));
   call->scratch = scratch.data;
   call->scratch_bytes = scratch.bytes;
   const CudaStatus status = call->LaunchOnCuda(stream);
@@ -30,12 +31,16 @@ ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scr
   return ToError(op, status);
 }
 
+// The same for calls that have no other optional results.
+template <typename Call>
+ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
+  return RunWithResults(stream, op, scratch_result, call, 0);
+}
+
 // The same for edges, which must be sorted by segment.
 template <typename Call>
 ffi::Error RunSortedOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
-  if (!call->indices_are_sorted) {
-    return InvalidArgument(op, "indices_are_sorted is false, expected true: segment_order brings edges into order");
-  }
+  JB_RETURN_IF_ERROR(CheckSorted(op, *call));
   return RunOnCuda(stream, op, scratch_result, call);
 }
 

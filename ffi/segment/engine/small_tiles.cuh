@@ -80,6 +80,8 @@ __global__ void __launch_bounds__(kSmallTileThreads)
                        {first_segment + segment, features, column, at});
       }
 #pragma unroll
+      for (int u = 0; u < kSmallRowsInFlight; ++u) coming[u].Prepare(a.outputs, column);
+#pragma unroll
       for (int u = 0; u < kSmallRowsInFlight; ++u) add(coming[u], own_segments[i + u]);
     }
   };

@@ -304,6 +304,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           next_row += features;
         }
       }
+      // Also for rows past the end: their results are not used, and a branch would keep rows from overlapping.
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) coming[u].Prepare(a.outputs, column);
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         if (i + u >= end) break;

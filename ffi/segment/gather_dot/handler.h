@@ -28,7 +28,7 @@ ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer
   const Problem& problem = call.problem;
   JB_RETURN_IF_ERROR(decoder.First("output", *output, "edges, heads"));
   JB_RETURN_IF_ERROR(decoder.Edges(data, gather_ids, segment_ids, &call));
-  JB_RETURN_IF_ERROR(decoder.Heads(&call.heads));
+  JB_RETURN_IF_ERROR(decoder.Heads("data", &call.heads));
   call.head_features = decoder.features()[1];
   JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", cells, decoder.type(), &call.cells, &call.cells_are_shared));
   const ffi::DataType type = options.is_wide ? ComputeDataType(decoder.type()) : decoder.type();

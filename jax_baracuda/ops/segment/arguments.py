@@ -315,17 +315,18 @@ def canonicalize_edges(
     num_segments: int | None,
     mode: Mode,
     plan: SegmentPlan | None,
+    data_name: str = "data",
 ) -> EdgeCall:
     """Checks the rows and the edges."""
-    data = as_array(name, "data", data)
+    data = as_array(name, data_name, data)
     if data.ndim == 0 or not jnp.issubdtype(data.dtype, jnp.floating):
-        raise TypeError(f"{name}: data must be [N, ...] with a floating dtype, got {data.shape} of {data.dtype}")
+        raise TypeError(f"{name}: {data_name} must be [N, ...] with a floating dtype, got {data.shape} of {data.dtype}")
     num_rows = data.shape[0]
     if plan is not None:
         check_plan(name, plan, gather_ids=gather_ids, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
         check_gathers(name, plan)
         if plan.num_rows != num_rows:
-            raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got data.shape = {data.shape}")
+            raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got {data_name}.shape = {data.shape}")
         num_segments = plan.num_segments
         of_gradient = ("transposed_gather_ids", "transposed_segment_ids", "transposed_order")
         edges = {field: getattr(plan, field) for field in ("gather_ids", "segment_ids", "edge_order", *of_gradient)}
@@ -337,5 +338,5 @@ def canonicalize_edges(
         edges = {"gather_ids": rows, "segment_ids": segments}
     num_edges = edges["segment_ids"].shape[0]
     if num_rows == 0 and num_edges != 0:
-        raise ValueError(f"{name}: data must have rows for {num_edges} edges to gather, got shape {data.shape}")
+        raise ValueError(f"{name}: {data_name} must have rows for {num_edges} edges to gather, got shape {data.shape}")
     return EdgeCall(data, num_segments, edges)

@@ -1,0 +1,187 @@
+// The CUDA kernels of attention over edges: reductions in tiles (see engine/reduction.cuh) whose rows are edges.
+//
+// Each thread has one vector of a head's features. The threads of a head add up their terms of the logit by shuffles;
+// they always belong to one group and one warp, because a head is a power of two of vectors.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/core/warp.cuh"
+#include "ffi/segment/attention/arithmetic.h"
+#include "ffi/segment/attention/call.h"
+#include "ffi/segment/engine/gather.cuh"
+
+namespace jax_baracuda::segment {
+
+__device__ __forceinline__ float AttentionExp(float x) { return __expf(x); }
+__device__ __forceinline__ double AttentionExp(double x) { return exp(x); }
+
+// A total is at least 1, from the edge that has the maximum, or 0.
+__device__ __forceinline__ float ApproximateInverse(float total) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(total));
+  return total == 0.0f ? 0.0f : inverse;
+}
+__device__ __forceinline__ double ApproximateInverse(double total) { return InverseTotal(total); }
+
+// The sum over the threads of a head, which are neighbours: `lanes` is a power of two.
+template <typename C>
+__device__ __forceinline__ C SumOverHead(C x, int lanes) {
+  const uint32_t first = threadIdx.x % 32 & ~static_cast<uint32_t>(lanes - 1);
+  const uint32_t mask = lanes == 32 ? kFullWarp : ((1u << lanes) - 1) << first;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    if (step < lanes) x += __shfl_xor_sync(mask, x, step);
+  }
+  return x;
+}
+
+// The heads of a call, for the accumulators' results and for the terms of the logits.
+template <typename T, typename Score>
+struct AttentionHeads {
+  Score score;
+  const T* score_weights;  // [heads, features of a head]
+  int64_t heads;
+  int log_features;  // of a head, to the base 2
+
+  __device__ __forceinline__ int64_t HeadOf(int64_t feature) const { return feature >> log_features; }
+  __device__ __forceinline__ bool IsFirst(int64_t feature) const {
+    return (feature & ((int64_t{1} << log_features) - 1)) == 0;
+  }
+  template <int kVec>
+  __device__ __forceinline__ int Lanes() const {
+    return (1 << log_features) / kVec;
+  }
+};
+
+// The arrays of one batch element.
+template <typename T, typename Score>
+struct AttentionArrays : AttentionHeads<T, Score> {
+  using C = ComputeType<T>;
+
+  const T *query, *key, *value, *bias, *d_output;
+  const C *maxima, *totals, *means;
+};
+
+template <typename T, typename Score>
+AttentionHeads<T, Score> HeadsOf(const AttentionCall& call, int64_t b) {
+  const double parameter = call.is_additive ? call.negative_slope : call.scale;
+  int log_features = 0;
+  while (int64_t{1} << log_features < call.head_features) ++log_features;
+  return {{static_cast<decltype(Score::parameter)>(parameter)},
+          call.score_weights.Of<T>(b, call.heads * call.head_features),
+          call.heads,
+          log_features};
+}
+
+template <typename T, typename Score>
+AttentionArrays<T, Score> ArraysOf(const AttentionCall& call, int64_t segments, int64_t rows, int64_t b) {
+  using C = ComputeType<T>;
+  const int64_t features = call.heads * call.head_features, heads = call.heads;
+  AttentionArrays<T, Score> arrays{HeadsOf<T, Score>(call, b)};
+  arrays.query = call.query.Of<T>(b, segments * features);
+  arrays.key = call.key.Of<T>(b, rows * features);
+  arrays.value = call.value.Of<T>(b, rows * features);
+  arrays.bias = call.bias.Of<T>(b, call.problem.rows * heads);
+  arrays.d_output = call.d_output.Of<T>(b, segments * features);
+  arrays.maxima = call.maxima.Of<C>(b, segments * heads);
+  arrays.totals = call.totals.Of<C>(b, segments * heads);
+  arrays.means = call.means.Of<C>(b, segments * heads);
+  return arrays;
+}
+
+// The Input of the three passes, without the Row.
+template <typename T, typename Score>
+struct AttentionEdges : Edges {
+  static constexpr bool kTakesEdges = true;
+  AttentionArrays<T, Score> arrays;
+
+  // The head of a thread.
+  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t column) const { return arrays.HeadOf(column); }
+};
+
+// The vectors of an edge that enter its logit, on their way.
+template <typename T, typename Score, int kVec>
+struct ScoredEdge {
+  using C = ComputeType<T>;
+
+  Packed<T, kVec> query, key, value;
+  T bias;
+  bool takes_part;  // the edge has a row and a segment
+
+  __device__ __forceinline__ void LoadScored(const AttentionArrays<T, Score>& arrays, int64_t segment, int64_t row,
+                                             uint32_t edge, const RowPlace& place) {
+    bias = static_cast<T>(C{0});
+    memset(&query, 0, sizeof(query));
+    memset(&key, 0, sizeof(key));
+    memset(&value, 0, sizeof(value));
+    if (!takes_part) return;
+    key = LoadPacked<kVec>(arrays.key + row * place.features + place.column);
+    if (!Score::kIsAdditive) value = LoadPacked<kVec>(arrays.value + row * place.features + place.column);
+    query = LoadPacked<kVec>(arrays.query + segment * place.features + place.column);
+    if (arrays.bias != nullptr) bias = __ldg(arrays.bias + edge * arrays.heads + place.at);
+  }
+
+  __device__ __forceinline__ const Packed<T, kVec>& Values() const { return Score::kIsAdditive ? key : value; }
+
+  // The elements i of the query, the key and the score weights, for a function of Score.
+  template <typename Function>
+  __device__ __forceinline__ void ForEach(const AttentionHeads<T, Score>& heads, int64_t column,
+                                          Function&& function) const {
+    C queries[kVec], keys[kVec], weights[kVec] = {};
+    Widen<T, kVec>(query, queries);
+    Widen<T, kVec>(key, keys);
+    if constexpr (Score::kIsAdditive) Widen<T, kVec>(LoadPacked<kVec>(heads.score_weights + column), weights);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) function(i, queries[i], keys[i], weights[i]);
+  }
+
+  __device__ __forceinline__ C Logit(const AttentionHeads<T, Score>& heads, int64_t column) const {
+    C sum{0};
+    ForEach(heads, column, [&](int, C q, C k, C w) { sum += heads.score.Term(q, k, w); });
+    return heads.score.Logit(SumOverHead(sum, heads.template Lanes<kVec>())) + static_cast<C>(bias);
+  }
+};
+
+// Launches a reduction for each element of the batch, with its own arrays. `outputs_of(heads, T{}, b)` gives the results
+// of element b.
+template <template <typename, typename> class Reduction, template <typename, typename> class Input, typename Call,
+          typename OutputsOf>
+CudaStatus LaunchAttention(const Call& call, const ReducePlan& plan, int64_t segments, int64_t rows,
+                           cudaStream_t stream, const OutputsOf& outputs_of) {
+  const auto launch = [&](auto element_tag, auto score_tag, int64_t b) {
+    using T = typename decltype(element_tag)::type;
+    using Score = decltype(score_tag);
+    GatheringCall element = call;
+    element.problem.batch = 1;
+    const int64_t first_id = call.problem.IdIndex(b, 0);
+    element.segment_ids = static_cast<const char*>(call.segment_ids) + first_id * (call.ids_are_64_bit ? 8 : 4);
+    Input<T, Score> input{};
+    static_cast<Edges&>(input) = EdgesOf(call, Input<T, Score>::kClips);
+    input.Advance(b, call.problem.rows, call.problem.features);
+    input.arrays = ArraysOf<T, Score>(call, segments, rows, b);
+    const auto outputs = outputs_of(HeadsOf<T, Score>(call, b), T{}, b);
+    return LaunchReduction<Reduction<T, Score>>(element, plan, outputs, stream, input);
+  };
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
+    using C = ComputeType<typename decltype(tag)::type>;
+    for (int64_t b = 0; b < call.problem.batch; ++b) {
+      JB_RETURN_IF_CUDA_ERROR(call.is_additive ? launch(tag, AdditiveScore<C>{}, b) : launch(tag, DotScore<C>{}, b));
+    }
+    return {};
+  });
+}
+
+// `state_cells`: numbers of the accumulation type per cell of an accumulator.
+inline ReducePlan PlanAttention(const AttentionCall& call, int state_cells) {
+  SegmentCall one = call;
+  one.problem.batch = call.problem.batch > 0;
+  const int64_t element_bytes = ElementBytes(call.type), vector = 16 / element_bytes;
+  const Strategy strategy = one.problem.HasNoResult() ? Strategy::kNothing
+                            : one.problem.rows == 0   ? Strategy::kFill
+                                                      : Strategy::kTiles;
+  return MakeReducePlan(one.problem, strategy, 1, call.head_features, element_bytes,
+                        state_cells * (element_bytes == 8 ? 8 : 4), static_cast<int>(call.head_features / vector));
+}
+
+}  // namespace jax_baracuda::segment

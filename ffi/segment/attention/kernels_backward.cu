@@ -1,0 +1,224 @@
+// The gradient of attention over edges, in two passes: by segment, whose edges gather keys and values, and by row, whose
+// edges gather queries. Both compute the logits again, so that nothing is kept per edge.
+#include "ffi/segment/attention/kernels.cuh"
+
+namespace jax_baracuda::segment {
+namespace {
+
+// Sums of kSums vectors per cell: the gradients that a pass adds up.
+template <typename T, int kSums>
+struct GradientSums {
+  using Element = T;
+  // A row loads so much that more resident blocks hide more latency than more rows in flight.
+  static constexpr int kRowsInFlight = 1;
+  static constexpr int kTileBlocks = 12;
+  using C = ComputeType<T>;
+
+  template <int kCount>
+  struct alignas(sizeof(C)) Accumulator {
+    C sum[kSums][kCount];
+
+    __device__ __forceinline__ void Start() {
+#pragma unroll
+      for (auto& of_one : sum) {
+#pragma unroll
+        for (C& x : of_one) x = C{0};
+      }
+    }
+    template <typename Outputs>
+    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sum[k][i] += other.sum[k][i];
+      }
+    }
+    template <typename Outputs>
+    __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
+                                          int64_t feature) const {
+      outputs.Store(segment * features + feature, sum);
+    }
+  };
+};
+
+// The gradients of the queries and, if additive, of the score weights by segment.
+template <typename T, typename Score>
+struct BySegmentReduction : GradientSums<T, Score::kIsAdditive ? 2 : 1> {
+  using C = ComputeType<T>;
+
+  struct Outputs : AttentionHeads<T, Score> {
+    T *d_query, *d_bias;
+    C* d_score_weights;
+
+    template <int kSums, int kCount>
+    __device__ __forceinline__ void Store(int64_t at, const C (&sum)[kSums][kCount]) const {
+      StoreNarrow<T, kCount>(d_query + at, sum[0]);
+      if constexpr (kSums > 1) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) d_score_weights[at + i] = sum[1][i];
+      }
+    }
+  };
+};
+
+// The gradients of the keys and, unless they are the values, too, of the values.
+template <typename T, typename Score>
+struct ByRowReduction : GradientSums<T, Score::kIsAdditive ? 1 : 2> {
+  using C = ComputeType<T>;
+
+  struct Outputs : AttentionHeads<T, Score> {
+    T *d_key, *d_value;
+
+    template <int kSums, int kCount>
+    __device__ __forceinline__ void Store(int64_t at, const C (&sum)[kSums][kCount]) const {
+      StoreNarrow<T, kCount>(d_key + at, sum[0]);
+      if constexpr (kSums > 1) StoreNarrow<T, kCount>(d_value + at, sum[1]);
+    }
+  };
+};
+
+// An edge with the cotangent and the softmax of its segment.
+template <typename T, typename Score, int kVec>
+struct EdgeGradient : ScoredEdge<T, Score, kVec> {
+  using C = ComputeType<T>;
+
+  Packed<T, kVec> d_output;
+  C maximum, total, mean;
+
+  __device__ __forceinline__ void LoadGradient(const AttentionArrays<T, Score>& arrays, int64_t segment, int64_t row,
+                                               const SourceRow& source, const RowPlace& place) {
+    this->takes_part = source.row != kDropped && place.segment >= 0;
+    this->LoadScored(arrays, segment, row, source.edge, place);
+    memset(&d_output, 0, sizeof(d_output));
+    maximum = total = mean = C{0};
+    if (!this->takes_part) return;
+    d_output = LoadPacked<kVec>(arrays.d_output + segment * place.features + place.column);
+    const int64_t head = segment * arrays.heads + place.at;
+    maximum = __ldg(arrays.maxima + head);
+    total = __ldg(arrays.totals + head);
+    mean = __ldg(arrays.means + head);
+  }
+
+  C probability, d_logit;
+
+  template <typename Outputs>
+  __device__ __forceinline__ void Prepare(const Outputs& outputs, int64_t column) {
+    const C logit = this->Logit(outputs, column);
+    C d_outputs[kVec], values[kVec], d_probability{0};
+    Widen<T, kVec>(d_output, d_outputs);
+    Widen<T, kVec>(this->Values(), values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) d_probability += d_outputs[i] * values[i];
+    d_probability = SumOverHead(d_probability, outputs.template Lanes<kVec>());
+    probability = AttentionExp(logit - maximum) * ApproximateInverse(total);
+    d_logit = probability * (d_probability - mean);
+  }
+};
+
+template <typename T, typename Score>
+struct BySegmentEdges : AttentionEdges<T, Score> {
+  static constexpr bool kClips = true;
+
+  template <int kVec>
+  struct Row : EdgeGradient<T, Score, kVec> {
+    using C = ComputeType<T>;
+    uint32_t edge;
+    int64_t column, head;
+
+    __device__ __forceinline__ void Load(const BySegmentEdges& input, const T*, const SourceRow& source,
+                                         const RowPlace& place) {
+      edge = source.edge;
+      column = place.column;
+      head = place.at;
+      this->LoadGradient(input.arrays, place.segment, source.row, source, place);
+    }
+    template <typename Cells, typename Outputs>
+    __device__ __forceinline__ void AddTo(Cells& cells, const Outputs& outputs) const {
+      if (!this->takes_part) return;
+      this->ForEach(outputs, column, [&](int i, C query, C key, C weight) {
+        cells.sum[0][i] += this->d_logit * outputs.score.ByQuery(query, key, weight);
+        if constexpr (Score::kIsAdditive) cells.sum[1][i] += this->d_logit * outputs.score.Leaky(query + key);
+      });
+      if (outputs.d_bias != nullptr && outputs.IsFirst(column)) {
+        outputs.d_bias[edge * outputs.heads + head] = static_cast<T>(this->d_logit);
+      }
+    }
+  };
+};
+
+template <typename T, typename Score>
+struct ByRowEdges : AttentionEdges<T, Score> {
+  static constexpr bool kClips = false;
+
+  template <int kVec>
+  struct Row : EdgeGradient<T, Score, kVec> {
+    using C = ComputeType<T>;
+    int64_t column;
+
+    __device__ __forceinline__ void Load(const ByRowEdges& input, const T*, const SourceRow& source,
+                                         const RowPlace& place) {
+      column = place.column;
+      this->LoadGradient(input.arrays, source.row, place.segment, source, place);
+    }
+    template <typename Cells, typename Outputs>
+    __device__ __forceinline__ void AddTo(Cells& cells, const Outputs& outputs) const {
+      if (!this->takes_part) return;
+      C d_outputs[kVec];
+      Widen<T, kVec>(this->d_output, d_outputs);
+      this->ForEach(outputs, column, [&](int i, C query, C key, C weight) {
+        const C of_value = this->probability * d_outputs[i];
+        cells.sum[0][i] += this->d_logit * outputs.score.ByKey(query, key, weight);
+        cells.sum[Score::kIsAdditive ? 0 : 1][i] += of_value;
+      });
+    }
+  };
+};
+
+ReducePlan PlanOf(const AttentionCall& call) { return PlanAttention(call, /*state_cells=*/2); }
+
+}  // namespace
+
+template <typename T, typename Score>
+inline constexpr bool kTakesWidestTilesAlone<BySegmentReduction<T, Score>> = true;
+template <typename T, typename Score>
+inline constexpr bool kTakesWidestTilesAlone<ByRowReduction<T, Score>> = true;
+// A vector of several cells has its place in several results.
+template <typename T, typename Score>
+inline constexpr bool kStoresCellsAlone<BySegmentReduction<T, Score>> = false;
+template <typename T, typename Score>
+inline constexpr bool kStoresCellsAlone<ByRowReduction<T, Score>> = false;
+
+Plan AttentionBySegmentCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+Plan AttentionByRowCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+
+CudaStatus AttentionBySegmentCall::LaunchOnCuda(cudaStream_t stream) const {
+  if (d_bias != nullptr) {
+    // Dropped edges get 0.
+    const int64_t bytes = problem.batch * problem.rows * heads * ElementBytes(type);
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(d_bias, 0, bytes, stream));
+  }
+  return LaunchAttention<BySegmentReduction, BySegmentEdges>(
+      *this, PlanOf(*this), problem.segments, num_rows, stream, [&](auto of_heads, auto element, int64_t b) {
+        using T = decltype(element);
+        const int64_t cells = problem.segments * problem.features;
+        typename BySegmentReduction<T, decltype(of_heads.score)>::Outputs outputs{of_heads};
+        outputs.d_query = static_cast<T*>(d_query) + b * cells;
+        outputs.d_bias = d_bias == nullptr ? nullptr : static_cast<T*>(d_bias) + b * problem.rows * heads;
+        outputs.d_score_weights = static_cast<ComputeType<T>*>(d_score_weights) + b * cells;
+        return outputs;
+      });
+}
+
+CudaStatus AttentionByRowCall::LaunchOnCuda(cudaStream_t stream) const {
+  return LaunchAttention<ByRowReduction, ByRowEdges>(
+      *this, PlanOf(*this), num_rows, problem.segments, stream, [&](auto of_heads, auto element, int64_t b) {
+        using T = decltype(element);
+        const int64_t cells = problem.segments * problem.features;
+        typename ByRowReduction<T, decltype(of_heads.score)>::Outputs outputs{of_heads};
+        outputs.d_key = static_cast<T*>(d_key) + b * cells;
+        outputs.d_value = static_cast<T*>(d_value) + b * cells;
+        return outputs;
+      });
+}
+
+}  // namespace jax_baracuda::segment
