@@ -23,6 +23,7 @@ from jax_baracuda.ops.segment.extremum import (
 )
 from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
 from jax_baracuda.ops.segment.gather_sum import gather_segment_mean, gather_segment_sum
+from jax_baracuda.ops.segment.logsumexp import segment_logsumexp
 from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
 from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
@@ -67,6 +68,7 @@ __all__ = [
     "segment_argmax",
     "segment_argmin",
     "segment_attention",
+    "segment_logsumexp",
     "segment_max",
     "segment_max_backward",
     "segment_mean",
