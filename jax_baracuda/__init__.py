@@ -30,6 +30,7 @@ from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
 from jax_baracuda.ops.segment.softmax import segment_softmax, segment_softmax_backward
 from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
 from jax_baracuda.ops.segment.take_rows import take_rows
+from jax_baracuda.ops.segment.variance import segment_std, segment_var
 from jax_baracuda.ops.where import where, where_backward
 from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
@@ -80,8 +81,10 @@ __all__ = [
     "segment_prod_backward",
     "segment_softmax",
     "segment_softmax_backward",
+    "segment_std",
     "segment_sum",
     "segment_sum_backward",
+    "segment_var",
     "take_rows",
     "unsorted_segment_max_backward",
     "where",
