@@ -24,12 +24,14 @@ from jax_baracuda.ops.segment.extremum import (
 from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
 from jax_baracuda.ops.segment.gather_sum import gather_segment_mean, gather_segment_sum
 from jax_baracuda.ops.segment.graph_attention import graph_additive_attention, graph_dot_product_attention
+from jax_baracuda.ops.segment.logsumexp import segment_logsumexp
 from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
 from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan
 from jax_baracuda.ops.segment.product import segment_prod, segment_prod_backward
 from jax_baracuda.ops.segment.softmax import segment_softmax, segment_softmax_backward
 from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
 from jax_baracuda.ops.segment.take_rows import take_rows
+from jax_baracuda.ops.segment.variance import segment_std, segment_var
 from jax_baracuda.ops.where import where, where_backward
 from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
@@ -70,6 +72,7 @@ __all__ = [
     "segment_argmax",
     "segment_argmin",
     "segment_attention",
+    "segment_logsumexp",
     "segment_max",
     "segment_max_backward",
     "segment_mean",
@@ -81,8 +84,10 @@ __all__ = [
     "segment_prod_backward",
     "segment_softmax",
     "segment_softmax_backward",
+    "segment_std",
     "segment_sum",
     "segment_sum_backward",
+    "segment_var",
     "take_rows",
     "unsorted_segment_max_backward",
     "where",

@@ -248,7 +248,8 @@ USE_THE_OPS = """
         print("gradient:", jax.grad(loss)(data).tolist())
         print("kernels:", jax.jit(jax.grad(loss)).lower(data).as_text().count("@jax_baracuda."))
         for reduce in (jax_baracuda.segment_max, jax_baracuda.segment_min, jax_baracuda.segment_sum,
-                       jax_baracuda.segment_mean, jax_baracuda.segment_prod, jax_baracuda.segment_softmax):
+                       jax_baracuda.segment_mean, jax_baracuda.segment_prod, jax_baracuda.segment_softmax,
+                       jax_baracuda.segment_logsumexp):
             jax.grad(lambda x: reduce(x, ids, 2).sum())(data)
             print(reduce.__name__, reduce(data, ids, 2).tolist())
         for reduce in (jax_baracuda.segment_argmax, jax_baracuda.segment_argmin):
@@ -298,6 +299,7 @@ VALUES = {
     "segment_mean": [1.5, 5],
     "segment_prod": [2, 25],
     "segment_softmax": [0.26894142, 0.5, 0.5, 0.73105858],
+    "segment_logsumexp": [2.31326169, 5.69314718],
     "segment_sum_of_exponentials": [10.1073379, 296.826318],
     "segment_argmax": [3, 1],
     "segment_argmin": [0, 1],

@@ -41,6 +41,17 @@ def mean(data: Array, segment_ids: Array, num_segments: int, **options: Any) -> 
     return total / jnp.maximum(count, 1).astype(data.dtype).reshape(-1, *[1] * (data.ndim - 1))
 
 
+def var(data: Array, segment_ids: Array, num_segments: int, **options: Any) -> Array:
+    differences = data - gather(mean(data, segment_ids, num_segments, **options), segment_ids, **options)
+    return mean(differences**2, segment_ids, num_segments, **options)
+
+
+def std(data: Array, segment_ids: Array, num_segments: int, **options: Any) -> Array:
+    variance = var(data, segment_ids, num_segments, **options)
+    has_slope = variance > 0  # without it, a segment of one row would have a gradient of NaN
+    return jnp.where(has_slope, jnp.sqrt(jnp.where(has_slope, variance, 1)), 0)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def prod(data: Array, segment_ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
     """JAX has no gradient of ``segment_prod``. This is the usual hand-written one: it requires data without zeros."""
@@ -165,6 +176,8 @@ CHECKED = {
     "small": {"row": 50, "feature": 9, "segment": 7},
     "check": {"row": 20_000, "feature": 33, "segment": 3_000},
 }
+# The gradient of a standard deviation divides by it. In some segments of two or three rows, these are almost equal.
+OF_MANY_ROWS = {**CHECKED, "check": {**CHECKED["check"], "segment": 300}}
 TIMED = {
     "cpu": {"row": 292_000, "feature": 64, "segment": 42_000},
     "cuda": {"row": 1_166_243, "feature": 128, "segment": 169_343},
@@ -191,6 +204,7 @@ def reductions(
     *,
     data_name: str = "data",
     sorted_timed: Mapping[str, Sizes] = {},
+    checked: Mapping[str, Sizes] = CHECKED,
 ) -> Iterator[Example]:
     """Examples of a reduction, for ids in random order and for sorted ids."""
     for variant, segment_ids, options, sizes in (
@@ -199,7 +213,7 @@ def reductions(
     ):
         operands = {data_name: data, "segment_ids": segment_ids}
         static = {"num_segments": SizeOf("segment"), **options}
-        yield Example(function, plain_jax, operands, {**CHECKED, **sizes}, variant, static, tolerance=tolerance)
+        yield Example(function, plain_jax, operands, {**checked, **sizes}, variant, static, tolerance=tolerance)
 
 
 GATHERED_CHECKED = {use: {**sizes, "node": sizes["row"] // 6, "feature1": 4} for use, sizes in CHECKED.items()}
@@ -261,6 +275,8 @@ EXAMPLES = [
     *reductions(jb.segment_min, jax.ops.segment_min, SELECTED, TIED),
     *reductions(jb.segment_sum, jax.ops.segment_sum, SUMMED, NUMBERS, sorted_timed=TIMED),
     *reductions(jb.segment_mean, mean, SUMMED, NUMBERS),
+    *reductions(jb.segment_var, var, SUMMED, NUMBERS),
+    *reductions(jb.segment_std, std, SUMMED, NUMBERS, checked=OF_MANY_ROWS),
     *reductions(jb.segment_prod, prod, DIVIDED, FACTORS),
     *reductions(jb.segment_softmax, softmax, FROM_RESULTS, NUMBERS, data_name="logits", sorted_timed=TIMED),
     *reductions(jb.segment_argmax, argmax, EXACT, WINNERS),

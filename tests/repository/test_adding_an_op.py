@@ -1,4 +1,5 @@
-"""The steps of docs/adding_an_op.md work exactly as written: the suite finds the op of the page, and it passes."""
+"""The files of docs/adding_an_op.md are those of the tree, and its steps work exactly as written: in a copy of the tree
+without the op, the suite finds the op of the page, and it passes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ INIT = "jax_baracuda/__init__.py"
 OP = "segment_logsumexp"
 
 BOTH_MODULES = '''
-"""The installed native module, and the one with the op of the page, as one module."""
+"""The installed native module, and the one with the op of the page, as one module. Its op is that of the page."""
 
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -50,7 +51,7 @@ def strategies():
 
 
 def plan(target, parameters):
-    [module] = [module for module in _MODULES if target in module.targets()]
+    *_, module = [module for module in _MODULES if target in module.targets()]
     return module.plan(target, parameters)
 
 
@@ -74,6 +75,11 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> None:
     assert result.returncode == 0, f"{command}\n{result.stdout[-6000:]}\n{result.stderr[-3000:]}"
 
 
+def without_public_name(text: str, import_line: str) -> str:
+    """The package's module without the import of the op, and without its name in ``__all__``."""
+    return text.replace(import_line, "").replace(f'    "{OP}",\n', "")
+
+
 def with_public_name(text: str, import_line: str) -> str:
     """The package's module with one more import, and with the op's name in its place in ``__all__``."""
     imports, listed = text.split("\n\n__version__"), re.findall(r'^    ("\w+",)$', text, flags=re.MULTILINE)
@@ -83,16 +89,17 @@ def with_public_name(text: str, import_line: str) -> str:
 
 
 def copied_tree(tree: Path) -> None:
-    """Copies the whole tree and follows the page in the copy."""
+    """Copies the whole tree without the op of the page, and follows the page in the copy."""
+    of_page = files_of_page()
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in filter(None, names):
-        if (ROOT / name).is_file():  # not deleted
+        if (ROOT / name).is_file() and (name == INIT or name not in of_page):  # neither deleted nor of the op
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
-    for name, text in files_of_page().items():
+    for name, text in of_page.items():
         if name == INIT:
-            text = with_public_name((tree / name).read_text(), text)
+            text = with_public_name(without_public_name((tree / name).read_text(), text), text)
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text)
 
@@ -153,6 +160,12 @@ def tree(tmp_path: Path) -> Path:
     if not is_gpu:
         compile_cuda_kernels(native)
     return tree
+
+
+def test_files_of_the_page_are_those_of_the_tree() -> None:
+    of_page = files_of_page()
+    assert of_page.pop(INIT) in (ROOT / INIT).read_text()
+    assert of_page == {name: (ROOT / name).read_text() for name in of_page}
 
 
 def test_page_has_all_files() -> None:

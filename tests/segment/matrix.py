@@ -238,6 +238,51 @@ def majorant_prod(data: Any, ids: Any, num_segments: int) -> Any:
     return reference_prod(data, ids, num_segments)
 
 
+def reference_var(ddof: int, data: Any, ids: Any, num_segments: int) -> Any:
+    count = segment_sum(jnp.ones(ids.shape, jnp.float64), ids, num_segments).reshape(-1, *[1] * (data.ndim - 1))
+    difference = data - take_cells(reference_mean(data, ids, num_segments), ids)
+    variance = segment_sum(difference**2, ids, num_segments) / jnp.maximum(count - ddof, 1)
+    return jnp.where((count > ddof) | (ddof == 0), variance, jnp.nan)
+
+
+def reference_std(ddof: int, data: Any, ids: Any, num_segments: int) -> Any:
+    """The root of the variance. All its derivatives are 0 where the variance is 0 or NaN."""
+    variance = reference_var(ddof, data, ids, num_segments)
+    root = jnp.sqrt(jnp.where(variance > 0, variance, 1))
+    return jnp.where(variance > 0, root, jax.lax.stop_gradient(variance))
+
+
+def majorant_var(ddof: int, data: Any, ids: Any, num_segments: int) -> Any:
+    """The sum of squared sums of magnitudes: a rounded mean has an error of the size of the magnitudes."""
+    magnitude = _magnitude(data)
+    mean = take_cells(reference_mean(magnitude, ids, num_segments), ids)
+    count = segment_sum(jnp.ones(ids.shape, jnp.float64), ids, num_segments).reshape(-1, *[1] * (data.ndim - 1))
+    return segment_sum((magnitude + mean) ** 2, ids, num_segments) / jnp.maximum(count - ddof, 1)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3))
+def _positive_std(ddof: int, data: Any, ids: Any, num_segments: int) -> Any:
+    """The standard deviation, or what rounding in float64 makes of 0. Its derivatives are free of subtractions."""
+    of_rounding = 1e-8 * jnp.sqrt(majorant_var(ddof, data, ids, num_segments))
+    of_rounding = jnp.where(of_rounding == 0, 1, of_rounding)
+    exact = reference_std(ddof, data, ids, num_segments)
+    return jnp.where(exact > of_rounding, exact, of_rounding)
+
+
+@_positive_std.defjvp
+def _positive_std_jvp(ddof: int, num_segments: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    data, ids = primals
+    _, tangent = jax.jvp(lambda x: majorant_var(ddof, x, ids, num_segments), (data,), tangents[:1])
+    output = _positive_std(ddof, data, ids, num_segments)
+    return output, _inverse_power(1, output) * tangent / 2
+
+
+def majorant_std(ddof: int, data: Any, ids: Any, num_segments: int) -> Any:
+    """The error of the root is that of the variance, divided by the root."""
+    inverse = _inverse_power(1, _positive_std(ddof, data, ids, num_segments))
+    return majorant_var(ddof, data, ids, num_segments) * inverse
+
+
 def reference_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
     maxima = jax.lax.stop_gradient(_plain_max(logits, ids, num_segments))
     is_member = _is_member(ids, num_segments, logits)
@@ -446,6 +491,10 @@ EXTREME_GRADIENTS = Rule(
     "derivatives of gradients of products may leave the range of numbers on the way",
     lambda values, transformation: values == "extreme" and transformation in DERIVATIVES,
 )
+NO_SLOPE_AT_ZERO = Rule(
+    "equal rows have a variance of 0, or what rounding makes of it, where the root is not smooth",
+    lambda data_rows, transformation: data_rows == "shared" and transformation in DERIVATIVES,
+)
 NO_CLIP_TO_NOTHING = Rule(
     "mode 'clip' has no segment to clip to",
     lambda mode, size: mode == "clip" and size == "no segments",
@@ -641,6 +690,19 @@ declare_reduction(
     lambda options, sizes: numbers,
     options={"deterministic": (ABSENT, True)},
 )
+for _name, _reference, _majorant in (
+    ("segment_var", reference_var, majorant_var),
+    ("segment_std", reference_std, majorant_std),
+):
+    declare_reduction(
+        _name,
+        FLOATING,
+        lambda options, reference=_reference: functools.partial(reference, options["ddof"] or 0),
+        lambda options, sizes: finite_logits,
+        majorant_of=lambda options, majorant=_majorant: functools.partial(majorant, options["ddof"] or 0),
+        options={"ddof": (ABSENT, 1), "deterministic": (ABSENT, True)},
+        rules=(NO_SLOPE_AT_ZERO,) if _name == "segment_std" else (),
+    )
 declare_reduction(
     "segment_prod",
     SUMMABLE,
