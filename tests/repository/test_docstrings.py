@@ -7,7 +7,7 @@ import inspect
 import re
 
 import pytest
-from support.matrix.calls import FAMILIES
+from support.matrix.calls import FAMILIES, is_of_family
 
 import jax_baracuda
 
@@ -70,7 +70,7 @@ def test_shared_descriptions_agree(family: str) -> None:
     """The functions of a family describe a shared argument in the same words."""
     descriptions: dict[str, dict[str, list[str]]] = {}
     for name in FUNCTIONS:
-        if family in name and name not in ("rope_frequencies", *OF_EDGES):
+        if is_of_family(name, family) and name not in ("rope_frequencies", *OF_EDGES):
             for argument, text in arguments_of(inspect.getdoc(getattr(jax_baracuda, name))).items():
                 descriptions.setdefault(argument, {}).setdefault(text, []).append(name)
     different = {argument for argument, texts in descriptions.items() if len(texts) > 1}

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ Options = Mapping[str, Any]
 
 FAMILIES = tuple(sorted(path.parent.name for path in Path(__file__).parents[2].glob("*/matrix.py")))
 """The families of ops: folders of tests, each with a file of declarations, ``matrix.py``."""
+
+
+def is_of_family(name: str, family: str) -> bool:
+    """Whether a function or a native target is of a family: of those whose words its name has, the longest."""
+    matching = (x for x in FAMILIES if re.search(x.replace("_", ".*"), name))
+    return family == max(matching, key=len, default=None)
+
 
 ABSENT = None
 """The value of an option whose argument is not passed."""

@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.matrix.calls import is_inexact, load_all
+from support.matrix.calls import is_inexact, is_of_family, load_all
 from support.matrix.generator import FORWARD, Case, cover, space_of
 from support.matrix.run import Plan
 
@@ -91,7 +91,7 @@ DATA = ("ids_dtype", "values", "parameter_dtype", "cond_dtype")
 def covering(family: str, platforms: Sequence[str]) -> tuple[list[Case], list[str]]:
     """A small set of cases that reach every strategy of a family's kernels, alone and in batches of `BATCH_SIZE`; and
     what no case reaches."""
-    candidates = [case for op in load_all() if family in op for case in cases(op)]
+    candidates = [case for op in load_all() if is_of_family(op, family) for case in cases(op)]
     np.random.default_rng(0).shuffle(candidates)  # early cases then differ most
     chosen: list[Case] = []
     seen: dict[tuple[Any, ...], Asked] = {}
@@ -189,7 +189,7 @@ def missing(platform: str, family: str, asked: Iterable[Asked]) -> list[tuple[st
     return [
         (target, f"{strategy} is {problem}")
         for target, names in NATIVE_MODULES[platform].strategies().items()
-        if family in target
+        if is_of_family(target, family)
         for strategy in names
         for problem in _problems(calls.get((target, strategy), []), [x for x in PRESENCE if (target, x) in flags])
         if not _is_unreachable(target, strategy, problem)
