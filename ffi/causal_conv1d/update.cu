@@ -121,7 +121,6 @@ template <typename T>
 CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   const int64_t vectors = problem.batch * problem.examples * problem.channels / kUpdateChannels<T>;
-  if (problem.width > kMaxConstantWidth) return LaunchUpdateRows<T, kMaxWidth>(call, stream);
   return DispatchWidth(problem.width, [&](auto width) {
     const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
     kernel<<<GridSize(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
