@@ -25,10 +25,11 @@ from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, sorted_edges
+from jax_baracuda.ops.segment.edges import as_gather_ids, sorted_edges
 from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -53,7 +54,8 @@ def graph_dot_product_attention(
     """Dot-product attention over the edges of a graph: the aggregation of a graph transformer.
 
     ``out[s, h] = sum { p[e, h] * value[gather_ids[e], h] : segment_ids[e] == s }``, where p is the softmax, over the
-    edges of each segment, of ``logit[e, h] = scale * sum(query[segment_ids[e], h] * key[gather_ids[e], h]) + bias[e, h]``.
+    edges of each segment, of
+    ``logit[e, h] = scale * sum(query[segment_ids[e], h] * key[gather_ids[e], h]) + bias[e, h]``.
 
     The same as :func:`jax.nn.dot_product_attention` with a mask that holds the edges. Neither this function nor its
     gradient writes or reads an array of edges times features, and none of edges times heads but `bias` and its
@@ -80,16 +82,17 @@ def graph_dot_product_attention(
 
     Numerical guarantees: logits, exponentials and sums are computed in float32 (float64 for float64), and the result is
     rounded once to the dtype. Exponentials are those of differences from the segment's maximum, so nothing overflows.
-    A logit of NaN or inf makes its segment and head NaN. Bit-equal from run to run.
+    A logit of NaN or inf makes its segment and head NaN. Bit-equal from run to run. Where edges are split over devices,
+    the sums of each device are rounded before they are added up.
 
     Gradient: with ``d_p[e, h] = sum(d_out[segment_ids[e], h] * value[gather_ids[e], h])`` and
     ``d_logit[e, h] = p[e, h] * (d_p[e, h] - sum(d_out[s, h] * out[s, h]))``, those of `query` and `key` are sums of
     ``scale * d_logit * key`` and ``scale * d_logit * query`` over the edges of each segment and each row, that of
-    `value` is a sum of ``p * d_out`` over the edges of each row, and that of `bias` is ``d_logit``. No gradient of `key`
-    and `value` goes through gather ids that are out of range.
+    `value` is a sum of ``p * d_out`` over the edges of each row, and that of `bias` is ``d_logit``. No gradient of
+    `key` and `value` goes through gather ids that are out of range.
 
-    Source: Shi et al., Masked Label Prediction, https://arxiv.org/abs/2009.03509, equations 3 and 4; the running maximum
-    is that of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+    Source: Shi et al., Masked Label Prediction, https://arxiv.org/abs/2009.03509, equations 3 and 4; the running
+    maximum is that of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -139,8 +142,8 @@ def graph_additive_attention(
 ) -> Array:
     """Additive attention over the edges of a graph: the aggregation of a GATv2 layer.
 
-    ``out[s, h] = sum { p[e, h] * key[gather_ids[e], h] : segment_ids[e] == s }``, where p is the softmax, over the edges
-    of each segment, of ``logit[e, h] = sum(score_weights[h] * leaky_relu(query[segment_ids[e], h] +
+    ``out[s, h] = sum { p[e, h] * key[gather_ids[e], h] : segment_ids[e] == s }``, where p is the softmax, over the
+    edges of each segment, of ``logit[e, h] = sum(score_weights[h] * leaky_relu(query[segment_ids[e], h] +
     key[gather_ids[e], h], negative_slope)) + bias[e, h]``. The keys are the values, too.
 
     Neither this function nor its gradient writes or reads an array of edges times features, and none of edges times
@@ -167,10 +170,10 @@ def graph_additive_attention(
 
     Numerical guarantees: those of :func:`graph_dot_product_attention`.
 
-    Gradient: with d_logit as in :func:`graph_dot_product_attention` and ``g = d_logit * score_weights * (1 where query +
-    key is at least 0, else negative_slope)`` for each edge, that of `query` is the sum of g over the edges of each
-    segment, that of `key` the sum of ``g + p * d_out`` over the edges of each row, that of `score_weights` the sum of
-    ``d_logit * leaky_relu(query + key)`` over all edges, and that of `bias` is d_logit. No gradient of `key` goes
+    Gradient: with d_logit as in :func:`graph_dot_product_attention` and ``g = d_logit * score_weights * (1 where
+    query + key is at least 0, else negative_slope)`` for each edge, that of `query` is the sum of g over the edges of
+    each segment, that of `key` the sum of ``g + p * d_out`` over the edges of each row, that of `score_weights` the sum
+    of ``d_logit * leaky_relu(query + key)`` over all edges, and that of `bias` is d_logit. No gradient of `key` goes
     through gather ids that are out of range.
 
     Source: Brody et al., How Attentive are Graph Attention Networks?, https://arxiv.org/abs/2105.14491, equation 7.
@@ -260,7 +263,8 @@ def _bias(name: str, bias: ArrayLike | None, query: Array, call: EdgeCall) -> di
     num_edges, num_heads = call.edges["segment_ids"].shape[0], query.shape[1]
     if bias.shape not in ((num_edges,), (num_edges, num_heads)):
         raise ValueError(
-            f"{name}: bias must be [E] or [E, H], that is, ({num_edges},) or ({num_edges}, {num_heads}); got {bias.shape}"
+            f"{name}: bias must be [E] or [E, H], that is, ({num_edges},) or ({num_edges}, {num_heads}), "
+            f"got {bias.shape}"
         )
     of_heads = bias[:, None] if bias.ndim == 1 else bias
     return {"bias": jnp.broadcast_to(of_heads.astype(query.dtype), (num_edges, num_heads))}
@@ -288,7 +292,7 @@ def _padded(array: Array, width: int) -> Array:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# References in plain JAX. Edges that take no part have rows of zeros: in derivatives, theirs would meet zeros otherwise.
+# References in plain JAX. Edges that take no part have rows of zeros: in derivatives, theirs may be infinite.
 
 
 def _take_part(cells: Array, gathered: Array, gather_ids: Array, segment_ids: Array, clips_gather_ids: bool) -> Array:
@@ -495,6 +499,45 @@ def _results_by_segment(*, is_additive: bool, has_bias: bool) -> NamedDimensions
     }
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The programs of one shard, for edges that are split over devices. Devices exchange cells only.
+
+
+def _merge_over_shards(kernel: ShardKernel, axes: ShardAxes, query: Array, *others: Array) -> Sequence[Array]:
+    output, maxima, totals = kernel(query, *others)
+    edge_axes = axes.get("edge", ())
+    if not edge_axes:
+        return output, maxima, totals
+    largest = jax.lax.pmax(maxima, edge_axes)
+    of_shard = totals * jnp.exp(maxima - largest)
+    total = jax.lax.psum(of_shard, edge_axes)
+    share = of_shard / jnp.where(total == 0, 1, total)
+    merged = jax.lax.psum(share[..., None] * output.astype(total.dtype), edge_axes)
+    return merged.astype(output.dtype), largest, total
+
+
+def _summed(cells: Array, axes: ShardAxes) -> Array:
+    edge_axes = axes.get("edge", ())
+    if not edge_axes:
+        return cells
+    return jax.lax.psum(cells.astype(accumulation_dtype(cells.dtype)), edge_axes).astype(cells.dtype)
+
+
+def _shard_by_segment(kernel: ShardKernel, axes: ShardAxes, *operands: Array, has_bias: bool) -> Sequence[Array]:
+    d_query, *others = kernel(*operands)
+    of_edges = others[:has_bias]  # the gradient of the bias
+    return [_summed(d_query, axes), *of_edges, *(_summed(x, axes) for x in others[has_bias:])]
+
+
+def _shard_by_row(kernel: ShardKernel, axes: ShardAxes, *operands: Array) -> Sequence[Array]:
+    return [_summed(x, axes) for x in kernel(*operands)]
+
+
+def _replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
+    """An edge order refers to all edges, so they are replicated with it."""
+    return ("segment", "gathered", "feature", *(("edge",) if has_edge_order else ()))
+
+
 def _attention_op(name: str, *, cells: int, first_ids: int, **fields: Any) -> Op:
     """An op of edges.
 
@@ -534,7 +577,8 @@ def _attention_op(name: str, *, cells: int, first_ids: int, **fields: Any) -> Op
         guarantee=accumulated,
         attributes=("indices_are_sorted", "is_additive", "has_bias", "has_edge_order", "scale", "negative_slope"),
         plan_parameters=plan_parameters_of,
-        replicated_dims=("segment", "gathered", "edge", "feature"),
+        replicated_dims=_replicated_dims,
+        reduction_dims=("edge",),
         programs={on_gpu(why, unsorted): sort_first, on_cpu(why, unsorted): sort_first},
         limit=limit,
         **fields,
@@ -550,6 +594,7 @@ GRAPH_ATTENTION = _attention_op(
     results={"output": _CELLS, "maxima": _CELLS[:2], "totals": _CELLS[:2]},
     result_dtypes=lambda query, *_: [query.dtype, *[accumulation_dtype(query.dtype)] * 2],
     reference=_reference,
+    shard_program=_merge_over_shards,
 )
 
 GRAPH_ATTENTION_BACKWARD_BY_SEGMENT = _attention_op(
@@ -563,6 +608,7 @@ GRAPH_ATTENTION_BACKWARD_BY_SEGMENT = _attention_op(
         *[accumulation_dtype(query.dtype)] * is_additive,
     ],
     reference=_reference_by_segment,
+    shard_program=_shard_by_segment,
 )
 
 GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
@@ -572,6 +618,7 @@ GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
     operands=_operands_by_row,
     results=lambda *, is_additive: {"d_key": _CELLS, **({} if is_additive else {"d_value": _CELLS})},
     reference=_reference_by_row,
+    shard_program=_shard_by_row,
 )
 
 
