@@ -1,4 +1,4 @@
-"""Graph neural networks: GraphSAGE and graph attention, with this package's functions or in plain JAX.
+"""Graph neural networks, with this package's functions or in plain JAX: GraphSAGE, GAT, GATv2 and graph transformers.
 
 Benchmarks time their training steps, and tests examine what XLA compiles them to.
 """
@@ -6,6 +6,7 @@ Benchmarks time their training steps, and tests examine what XLA compiles them t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from jax_baracuda._examples.segment import gather, gathered_sum, softmax
 Reduction = Literal["max", "sum"]
 
 SLOPE = 0.2
-"""The slope of the leaky ReLU of GAT's logits."""
+"""The slope of the leaky ReLU in the logits of GAT and GATv2."""
 
 Edges = dict[str, Any]
 """A plan, or the ids of senders and receivers, by the argument names of this package's functions."""
@@ -48,6 +49,12 @@ class Ours:
     def attention(self, logits: jax.Array, h: jax.Array, edges: Edges) -> jax.Array:
         return jb.segment_attention(logits, h, num_segments=self.num_segments, **edges)
 
+    def dot_product_attention(self, query: jax.Array, key: jax.Array, value: jax.Array, edges: Edges) -> jax.Array:
+        return jb.graph_dot_product_attention(query, key, value, **edges)
+
+    def additive_attention(self, query: jax.Array, key: jax.Array, weights: jax.Array, edges: Edges) -> jax.Array:
+        return jb.graph_additive_attention(query, key, weights, negative_slope=SLOPE, **edges)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
@@ -70,6 +77,14 @@ class Plain:
     def attention(self, logits: jax.Array, h: jax.Array, edges: Edges) -> jax.Array:
         weights = softmax(logits, edges["segment_ids"], self.num_segments)
         return gathered_sum(h, num_segments=self.num_segments, weights=weights, **edges)
+
+    def dot_product_attention(self, query: jax.Array, key: jax.Array, value: jax.Array, edges: Edges) -> jax.Array:
+        products = self.of_receivers(query, edges) * self.of_senders(key, edges)
+        return self.attention(products.sum(-1) / math.sqrt(query.shape[-1]), value, edges)
+
+    def additive_attention(self, query: jax.Array, key: jax.Array, weights: jax.Array, edges: Edges) -> jax.Array:
+        sums = self.of_receivers(query, edges) + self.of_senders(key, edges)
+        return self.attention((weights * jax.nn.leaky_relu(sums, SLOPE)).sum(-1), key, edges)
 
 
 Model = Callable[[Ours | Plain, Sequence[jax.Array], jax.Array, Edges], jax.Array]
@@ -105,3 +120,15 @@ def gat(ops: Ours | Plain, weights: Sequence[jax.Array], x: jax.Array, edges: Ed
     h = (x @ w).reshape(-1, *of_sender.shape)
     logits = ops.of_senders((h * of_sender).sum(-1), edges) + ops.of_receivers((h * of_receiver).sum(-1), edges)
     return ops.attention(jax.nn.leaky_relu(logits, SLOPE), h, edges)
+
+
+def graph_transformer(ops: Ours | Plain, weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
+    """A layer of dot-product attention over the edges. Weights are ``[features, heads, features of a head]``."""
+    query, key, value = (jnp.tensordot(x, w, 1) for w in weights)
+    return ops.dot_product_attention(query, key, value, edges)
+
+
+def gatv2(ops: Ours | Plain, weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
+    """A layer of additive attention over the edges, with weights as above and those of the logits."""
+    query, key = (jnp.tensordot(x, w, 1) for w in weights[:2])
+    return ops.additive_attention(query, key, weights[2], edges)

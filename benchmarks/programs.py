@@ -13,7 +13,17 @@ import jax.numpy as jnp
 
 import jax_baracuda as jb
 from benchmarks.graph import Graph, make_edges
-from benchmarks.graph_networks import SLOPE, Model, Ours, Plain, gat, sage, training_step
+from benchmarks.graph_networks import (
+    SLOPE,
+    Model,
+    Ours,
+    Plain,
+    gat,
+    gatv2,
+    graph_transformer,
+    sage,
+    training_step,
+)
 from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
 from benchmarks.record import OURS, PROGRAMS, WITH_GRADIENT, XLA
 
@@ -23,10 +33,13 @@ except ImportError:
     geometric = None
 
 SAGE_MAX, SAGE_SUM, GAT = "GraphSAGE-max", "GraphSAGE-sum", "GAT"
+GRAPH_TRANSFORMER, GATV2 = "graph transformer", "GATv2"
 MODELS: dict[str, Model] = {
     SAGE_MAX: functools.partial(sage, "max"),
     SAGE_SUM: functools.partial(sage, "sum"),
     GAT: gat,
+    GRAPH_TRANSFORMER: graph_transformer,
+    GATV2: gatv2,
 }
 
 
@@ -38,18 +51,24 @@ class Program:
     graph: Graph
     layers: int = 1
     heads: int = 1
+    dtype: str = "float32"
 
     @property
     def variant(self) -> str:
         """Heads, layers and dtype."""
-        heads = f"{self.heads} heads, " if self.model == GAT else ""
-        return f"{heads}{self.layers} {'layer' if self.layers == 1 else 'layers'}, float32"
+        heads = f"{self.heads} heads, " if self.heads > 1 else ""
+        return f"{heads}{self.layers} {'layer' if self.layers == 1 else 'layers'}, {self.dtype}"
 
     def weight_shapes(self) -> list[tuple[int, ...]]:
-        """GraphSAGE: a matrix per layer. GAT: a matrix, and the logits' weights for senders and for receivers."""
-        width = self.graph.features
+        """GraphSAGE: a matrix per layer. GAT: a matrix, and the logits' weights for senders and for receivers. Graph
+        transformer: matrices of queries, keys and values. GATv2: those of queries and keys, and the logits' weights."""
+        width, of_heads = self.graph.features, (self.heads, self.graph.features // self.heads)
         if self.model == GAT:
-            return [(width, width), *[(self.heads, width // self.heads)] * 2]
+            return [(width, width), *[of_heads] * 2]
+        if self.model == GRAPH_TRANSFORMER:
+            return [(width, *of_heads)] * 3
+        if self.model == GATV2:
+            return [*[(width, *of_heads)] * 2, of_heads]
         return [(2 * width, width)] * self.layers
 
 
@@ -63,11 +82,17 @@ GPU_PROGRAMS = (
     Program(SAGE_SUM, Graph("arxiv", 169_343, 1_166_243, 256, 2.5), layers=3),
     Program(SAGE_MAX, Graph("large", 2_449_029, 30_000_000, 32, 2.0), layers=2),
     Program(GAT, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
+    Program(GRAPH_TRANSFORMER, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
+    Program(GRAPH_TRANSFORMER, Graph("arxiv", 169_343, 1_166_243, 256, 1.7), heads=4, dtype="bfloat16"),
+    Program(GATV2, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
     Program(SAGE_MAX, SMALL, layers=3),
     Program(SAGE_SUM, SMALL, layers=3),
     Program(SAGE_MAX, TINY, layers=3),
 )
-CPU_PROGRAMS = tuple(Program(model, graph, layers=3) for graph in (SMALL, TINY) for model in (SAGE_MAX, SAGE_SUM))
+CPU_PROGRAMS = (
+    *(Program(model, graph, layers=3) for graph in (SMALL, TINY) for model in (SAGE_MAX, SAGE_SUM)),
+    *(Program(model, SMALL, heads=4) for model in (GRAPH_TRANSFORMER, GATV2)),
+)
 
 
 def cases(backend: str, quick: bool = False) -> Iterator[Case]:
@@ -82,7 +107,7 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
             what=WITH_GRADIENT,
             floor_bytes=floor_bytes(program),
             make_contenders=functools.partial(contenders, program),
-            tolerance=2e-2,  # Products in TF32.
+            tolerance=2e-2 if program.dtype == "float32" else 1e-1,  # Products in TF32; sums in bfloat16.
         )
 
 
@@ -90,16 +115,17 @@ def floor_bytes(program: Program) -> int:
     """Bytes of features, ids, weights, loss and gradients."""
     graph = program.graph
     weights = sum(map(math.prod, program.weight_shapes()))
-    return 4 * (graph.nodes * graph.features + 2 * graph.edges + 2 * weights + 1)
+    element_bytes = jnp.dtype(program.dtype).itemsize
+    return element_bytes * (graph.nodes * graph.features + 2 * weights + 1) + 8 * graph.edges
 
 
 def contenders(program: Program) -> Iterator[Contender]:
     """This package with and without a plan, plain JAX unchanged and redirected, torch_geometric eager and compiled."""
     graph, nodes = program.graph, program.graph.nodes
     senders, receivers = make_edges(graph)
-    x = jax.random.normal(jax.random.key(1), (nodes, graph.features), jnp.float32)
+    x = jax.random.normal(jax.random.key(1), (nodes, graph.features), program.dtype)
     weights = [
-        jax.random.normal(jax.random.key(2 + index), shape, jnp.float32) / math.sqrt(shape[-1])
+        jax.random.normal(jax.random.key(2 + index), shape, program.dtype) / math.sqrt(max(shape))
         for index, shape in enumerate(program.weight_shapes())
     ]
     plan = jax.jit(jb.segment_plan, static_argnums=(1, 3))(receivers, nodes, senders, nodes)
@@ -172,8 +198,22 @@ def torch_step(program: Program, x: Any, senders: Any, receivers: Any) -> Callab
         h = (x @ w).view(-1, *of_sender.shape)
         by_sender, by_receiver = (h * of_sender).sum(-1), (h * of_receiver).sum(-1)
         logits = by_sender.index_select(0, senders) + by_receiver.index_select(0, receivers)
-        weights = geometric.softmax(torch.nn.functional.leaky_relu(logits, SLOPE), receivers, num_nodes=nodes)
-        messages = weights.unsqueeze(-1) * h.index_select(0, senders)
+        return attention_loss(torch.nn.functional.leaky_relu(logits, SLOPE), h)
+
+    def attention_loss(logits: Any, values: Any) -> Any:
+        weights = geometric.softmax(logits, receivers, num_nodes=nodes)
+        messages = weights.unsqueeze(-1) * values.index_select(0, senders)
         return geometric.scatter(messages, receivers, 0, nodes, "sum").square().mean()
 
-    return gat_loss if program.model == GAT else sage_loss
+    def transformer_loss(*weights: Any) -> Any:
+        query, key, value = (torch.tensordot(x, w, 1) for w in weights)
+        products = query.index_select(0, receivers) * key.index_select(0, senders)
+        return attention_loss(products.sum(-1) / math.sqrt(query.shape[-1]), value)
+
+    def gatv2_loss(of_query: Any, of_key: Any, of_logits: Any) -> Any:
+        query, key = (torch.tensordot(x, w, 1) for w in (of_query, of_key))
+        sums = query.index_select(0, receivers) + key.index_select(0, senders)
+        return attention_loss((of_logits * torch.nn.functional.leaky_relu(sums, SLOPE)).sum(-1), key)
+
+    losses = {GAT: gat_loss, GRAPH_TRANSFORMER: transformer_loss, GATV2: gatv2_loss}
+    return losses.get(program.model, sage_loss)
