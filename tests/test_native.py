@@ -265,6 +265,12 @@ USE_THE_OPS = """
         gathered = lambda x, w: jax_baracuda.gather_segment_sum(x, ids, ids, 2, weights=w).sum()
         jax.grad(gathered, (0, 1))(data, data)
         print("gather_segment_sum", jax_baracuda.gather_segment_sum(data, ids, ids, 2).tolist())
+        nodes, edges = data.reshape(4, 1, 1), (np.arange(4), ids)
+        attend = lambda x: jax_baracuda.graph_dot_product_attention(x[:2], x, x, *edges)[:, 0, 0]
+        jax.grad(lambda x: attend(x).sum())(nodes)
+        print("graph_dot_product_attention", attend(nodes).tolist())
+        attend = lambda x: jax_baracuda.graph_additive_attention(x[:2], x, x[0], *edges)[:, 0, 0]
+        print("graph_additive_attention", attend(nodes).tolist())
         signal, weight = data[None, None], np.array([[2, 1]], np.float32)
         jax.grad(lambda x: jax_baracuda.causal_conv1d(x, weight).sum())(signal)
         print("causal_conv1d", jax_baracuda.causal_conv1d(signal, weight)[0, 0].tolist())
@@ -308,6 +314,8 @@ VALUES = {
     "gather_segment_min": [1, 5],
     "gather_segment_mean": [1, 5],
     "gather_segment_sum": [2, 10],
+    "graph_dot_product_attention": [1.73105858, 5],
+    "graph_additive_attention": [1.73105858, 5],
     "causal_conv1d": [1, 7, 15, 12],
     "causal_conv1d_update": [12, 5, 5, 2],
     "rope": [-2.5310307, 4.4264979, 4.8478693, 2.3448162],

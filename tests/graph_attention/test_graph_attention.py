@@ -478,7 +478,7 @@ def test_programs(rng: np.random.Generator, kind: str) -> None:
 
 IDS = np.zeros(5, np.int32)
 QUERY, KEY, VALUE, WEIGHTS = (np.ones(shape, np.float32) for shape in ((2, 3, 4), (6, 3, 4), (6, 3, 7), (3, 4)))
-PLAN = {"segment_ids": IDS, "num_segments": 2, "gather_ids": IDS, "num_rows": 6}
+PLAN: dict[str, Any] = {"segment_ids": IDS, "num_segments": 2, "gather_ids": IDS, "num_rows": 6}
 
 
 @each_kind
