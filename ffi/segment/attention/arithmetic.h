@@ -34,9 +34,7 @@ struct AdditiveScore {
   JB_HOST_DEVICE C Leaky(C x) const { return x >= C{0} ? x : parameter * x; }
   JB_HOST_DEVICE C Term(C query, C key, C weight) const { return weight * Leaky(query + key); }
   JB_HOST_DEVICE C Logit(C sum) const { return sum; }
-  JB_HOST_DEVICE C ByQuery(C query, C key, C weight) const {
-    return query + key >= C{0} ? weight : parameter * weight;
-  }
+  JB_HOST_DEVICE C ByQuery(C query, C key, C weight) const { return query + key >= C{0} ? weight : parameter * weight; }
   JB_HOST_DEVICE C ByKey(C query, C key, C weight) const { return ByQuery(query, key, weight); }
 };
 

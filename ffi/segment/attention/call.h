@@ -24,25 +24,25 @@ struct AttentionOperand {
   }
 };
 
-// The features of a head are a power of two up to this number: one vector for each thread of a warp at most.
-inline int64_t MaxHeadFeatures(int64_t element_bytes) { return 32 * 16 / element_bytes; }
-
 struct AttentionCall : GatheringCall {
   int64_t heads = 0, head_features = 0;
   bool is_additive = false;
   double scale = 1, negative_slope = 0;
-  AttentionOperand query, key, value;       // [batch or 1, segments or rows, heads, features of a head]
-  AttentionOperand bias;                    // [batch or 1, edges, heads], or none
-  AttentionOperand score_weights;           // [batch or 1, heads, features of a head], if additive
-  AttentionOperand d_output;                // like query; the others in the accumulation type [batch or 1, segments, heads]
-  AttentionOperand maxima, totals, means;   // means: sum(probability * d_probability) over the edges of a segment
+  AttentionOperand query, key, value;  // [batch or 1, segments or rows, heads, features of a head]
+  AttentionOperand bias;               // [batch or 1, edges, heads], or none
+  AttentionOperand score_weights;      // [batch or 1, heads, features of a head], if additive
+  AttentionOperand d_output;           // like query
+  // [batch or 1, segments, heads] in the accumulation type. Means: sum(probability * d_probability) over the edges of a
+  // segment.
+  AttentionOperand maxima, totals, means;
 
-  int64_t MaxHeadFeatures() const { return segment::MaxHeadFeatures(ElementBytes(type)); }
+  // The features of a head are a power of two up to this number: at most one vector for each thread of a warp.
+  int64_t MaxHeadFeatures() const { return 32 * 16 / ElementBytes(type); }
 };
 
 // Edges gather keys and values.
 struct AttentionForwardCall : AttentionCall {
-  void* output = nullptr;     // [batch, segments, heads, features of a head]
+  void* output = nullptr;      // [batch, segments, heads, features of a head]
   void* new_maxima = nullptr;  // [batch, segments, heads], in the accumulation type
   void* new_totals = nullptr;
 
@@ -52,9 +52,10 @@ struct AttentionForwardCall : AttentionCall {
 
 // The gradient of what belongs to segments and edges. Edges gather keys and values.
 struct AttentionBySegmentCall : AttentionCall {
-  void* d_query = nullptr;          // [batch, segments, heads, features of a head]
-  void* d_bias = nullptr;           // [batch, edges, heads], or none
-  void* d_score_weights = nullptr;  // [batch, segments, heads, features of a head] in the accumulation type, if additive
+  void* d_query = nullptr;  // [batch, segments, heads, features of a head]
+  void* d_bias = nullptr;   // [batch, edges, heads], or none
+  // [batch, segments, heads, features of a head] in the accumulation type, if additive: the terms of each segment
+  void* d_score_weights = nullptr;
 
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;

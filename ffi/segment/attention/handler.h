@@ -37,7 +37,8 @@ class AttentionDecoder {
 
   // The result that determines the batch, the edges, and the rows that they gather.
   ffi::Error Edges(const char* result_name, const ffi::AnyBuffer& result, const char* name,
-                   const ffi::AnyBuffer& gathered, const ffi::AnyBuffer& gather_ids, const ffi::AnyBuffer& segment_ids) {
+                   const ffi::AnyBuffer& gathered, const ffi::AnyBuffer& gather_ids,
+                   const ffi::AnyBuffer& segment_ids) {
     JB_RETURN_IF_ERROR(decoder_.First(result_name, result, "rows, heads, features of a head"));
     JB_RETURN_IF_ERROR(decoder_.Ids(segment_ids));
     JB_RETURN_IF_ERROR(decoder_.Gathered(name, gathered, "gather_ids", gather_ids, &call_));
@@ -115,8 +116,7 @@ ffi::Error HandleAttention(Context context, ffi::AnyBuffer query, ffi::AnyBuffer
   Decoder& decoder = attention.decoder();
   JB_RETURN_IF_ERROR(attention.Edges("output", *output, "key", key, gather_ids, segment_ids));
   call.key = {call.data, call.problem.data_is_shared};
-  JB_RETURN_IF_ERROR(
-      decoder.FirstCells("query", query, decoder.type(), &call.query.data, &call.query.is_shared));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("query", query, decoder.type(), &call.query.data, &call.query.is_shared));
   JB_RETURN_IF_ERROR(attention.Optional(optional, call.num_rows));
   JB_RETURN_IF_ERROR(decoder.Cells("output", *output, decoder.type(), &call.output));
   const auto heads = decoder.features().first(1);

@@ -212,13 +212,12 @@ JB_INLINE void Differentiate(int64_t width, const ScoredHeads<Score>& heads, con
   });
   ExpEach(block.count * num_heads, probabilities);
   ForEachHead(block.count, num_heads, probabilities,
-              [&](C weight, int64_t e, int64_t head) __attribute__((always_inline)) {
-                return weight * InverseTotal(block.totals[e][head]);
-              });
+              [&](C weight, int64_t e, int64_t head)
+                  __attribute__((always_inline)) { return weight * InverseTotal(block.totals[e][head]); });
   ForEachHead(block.count, num_heads, logits, [&](C, int64_t e, int64_t head) __attribute__((always_inline)) {
     const C *d_output = block.d_outputs[e] + head * width, *value = block.values[e] + head * width;
-    const C d_probability = SumOfHead<C>(
-        width, [&](int64_t i) __attribute__((always_inline)) { return d_output[i] * value[i]; });
+    const C d_probability =
+        SumOfHead<C>(width, [&](int64_t i) __attribute__((always_inline)) { return d_output[i] * value[i]; });
     return probabilities[e * num_heads + head] * (d_probability - block.means[e][head]);
   });
 }
@@ -768,8 +767,7 @@ ffi::Error RunAttention(ffi::ThreadPool pool, const char* op, ffi::RemainingRets
 
 Plan PlanAttention(const AttentionCall& call) { return {call.problem.HasNoResult() ? kNothing : "segments"}; }
 
-JB_CPU_TARGET("graph_attention",
-              (HandleAttention<ffi::ThreadPool, RunAttention<AttentionForwardCall, RunForward>>),
+JB_CPU_TARGET("graph_attention", (HandleAttention<ffi::ThreadPool, RunAttention<AttentionForwardCall, RunForward>>),
               BindAttention<ffi::ThreadPool>(), (PlanOf<PlanAttention, AttentionCallOf<AttentionForwardCall>>),
               kNothing, "segments");
 

@@ -101,8 +101,7 @@ struct ReducePlan {
 };
 
 inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int64_t elements_at_once,
-                                 int64_t part_features, int64_t element_bytes, int64_t state_bytes,
-                                 int unit = 1) {
+                                 int64_t part_features, int64_t element_bytes, int64_t state_bytes, int unit = 1) {
   ReducePlan plan{strategy, elements_at_once, part_features, state_bytes, {}, 0};
   Problem at_once = problem;
   at_once.batch = elements_at_once;

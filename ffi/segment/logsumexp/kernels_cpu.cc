@@ -64,8 +64,7 @@ bool RunLogSumExp(ffi::ThreadPool& pool, const LogSumExpCall& call) {
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    has_memory =
-        ReduceRows(pool, call, call.data, LogSumExpReduction<T>{static_cast<ComputeType<T>*>(call.output)});
+    has_memory = ReduceRows(pool, call, call.data, LogSumExpReduction<T>{static_cast<ComputeType<T>*>(call.output)});
   });
   return has_memory;
 }
