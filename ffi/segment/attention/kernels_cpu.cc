@@ -177,7 +177,7 @@ JB_CPU_CLONES void ForwardBlock(const ScoredHeads<Score> heads, const EdgeBlock<
 
 // Merges the state of later edges into `state`.
 template <typename C>
-JB_CPU_CLONES void MergeSoftmax(int64_t heads, int64_t head_features, const SegmentState<C> later,
+JB_CPU_CLONES void MergeStates(int64_t heads, int64_t head_features, const SegmentState<C> later,
                                 const SegmentState<C> state) {
   for (int64_t head = 0; head < heads; ++head) {
     const C largest = std::max(state.maxima[head], later.maxima[head]);
@@ -458,7 +458,7 @@ class ForwardPass final : public AttentionPass<T, Score> {
         is_first,
         [&](const SegmentState<C>& state) { ForwardBlock(this->heads, this->block, this->buffers.logits, state); },
         [&](const SegmentState<C>& later, const SegmentState<C>& state) {
-          MergeSoftmax(this->num_heads, this->heads.head_features, later, state);
+          MergeStates(this->num_heads, this->heads.head_features, later, state);
         });
   }
 
