@@ -94,14 +94,16 @@ def test_all_native_targets_may_be_exported() -> None:
 
 
 KNOWN_DIMS = {"tap", "state", "half", "two"}
-"""Dimensions whose sizes must be known. For rotations, features must be known, too."""
+"""Dimensions whose sizes must be known."""
+KNOWN_FEATURES = {"rope": "feature", "graph_dot_product": "feature1"}
+"""By the first words of functions: features that must be known, too. The scale of dot products follows from them."""
 CONSTRAINTS = ("new <= time", "part <= example")
 
 
 @pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
 def test_symbolic_sizes(rng: np.random.Generator, example: Example) -> None:
     """A program that is exported once runs as plain JAX. Value and gradient agree with kernels at other sizes."""
-    known = KNOWN_DIMS | ({"feature"} if example.name.startswith("rope") else set())
+    known = KNOWN_DIMS | {dim for words, dim in KNOWN_FEATURES.items() if example.name.startswith(words)}
     small = example.sizes["small"]
     names = sorted(example.dims & small.keys() - known)
     constraints = [text for text in CONSTRAINTS if set(names).issuperset(text.split(" <= "))]

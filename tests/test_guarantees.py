@@ -54,7 +54,10 @@ def with_flags(call: OpCall, flags: Mapping[str, bool]) -> OpCall:
     names = list(call.resolve(call.op.operands))
     if flags.get("indices_are_sorted"):
         ids = names.index("segment_ids")
-        operands[ids] = jnp.sort(operands[ids], axis=-1)
+        order = jnp.argsort(operands[ids], axis=-1)
+        # Edges keep their two ends: gradients of attention have the maxima of the logits of a segment's edges.
+        for position in {ids, names.index("gather_ids")} if "gather_ids" in names else {ids}:
+            operands[position] = jnp.take_along_axis(operands[position], order, axis=-1)
     params = {**call.all_params, **flags, "implementation": "kernel"}
     return OpCall(call.op, operands, params)
 

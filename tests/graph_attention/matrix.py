@@ -251,7 +251,7 @@ def _problem(is_additive: bool, dtype: str, options: Options, sizes: Sizes) -> P
         terms=max(sizes["row"] + sizes["feature1"] + sizes["width"], 1),
         # The gradients of heads, each rounded, are added up for a bias that all of them share.
         gradient_roundings=sizes["feature"] if options["bias"] == "edge" else 0,
-        rounded_dims=("feature",) if options["bias"] == "edge" else (),
+        rounded_dims=("row", "feature") if options["bias"] == "edge" else ("row",),
         free=("feature",),
         draw_cotangents=finite_numbers,
     )

@@ -45,6 +45,7 @@ OF_EDGES = (
 OF_ONE_FUNCTION = {
     "segment": {"bucket_size", "d_output", "data", "plan", "segment_ids", "tie_break"},
     "causal_conv1d": {"x"},
+    "graph_attention": {"key", "query"},
     "rope": {"d_output"},
     "where": {"cond"},
     "write_slice": {"start_indices"},
