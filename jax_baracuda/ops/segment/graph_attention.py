@@ -281,6 +281,8 @@ VECTOR_BYTES, MAX_HEAD_BYTES = 16, 512
 def _padded_width(width: int, dtype: Any) -> int:
     """The features of a head for a kernel; the same where a head is too wide for one."""
     bytes_of_one = np.dtype(dtype).itemsize
+    if jax.export.is_symbolic_dim(width):  # there is no kernel
+        return width
     if width * bytes_of_one > MAX_HEAD_BYTES:
         return width
     return max(VECTOR_BYTES // bytes_of_one, 1 << (width - 1).bit_length() if width > 0 else 0)
@@ -374,7 +376,7 @@ def _scored(
     left = list(optional)
     value = None if is_additive else left.pop(0)
     bias = left.pop(0) if has_bias else None
-    weights = left.pop(0).astype(wide) if is_additive else None
+    weights = left.pop(0).astype(wide)[None] if is_additive else None
     edge_order = left.pop(0) if left else None
     score = _Score(is_additive, float(scale), float(negative_slope), weights)
     queries, keys = _of_edges(query, ids_of_queries, takes_part), _of_edges(key, ids_of_keys, takes_part)
