@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     len(jax.devices()) < NUM_DEVICES, reason=f"there are less than {NUM_DEVICES} devices to split things over"
 )
 
-SIZES = {"row": 128, "node": 56, "segment": 16, "feature": 24, "feature1": 40}
+SIZES = {"row": 128, "node": 56, "segment": 16, "feature": 24, "feature1": 64}
 SIZES |= {"example": 16, "channel": 32, "time": 64, "tap": 4, "state": 3, "new": 40, "head": 32}
 SIZES |= {"q_head": 32, "k_head": 56, "sequence": 40, "query": 56, "key": 72, "batch": 8}
 """Sizes differ within an example, so that a size identifies a dimension of a result."""
@@ -331,8 +331,10 @@ OF_VALUE_ALONE |= {("take_rows", "node"), ("write_slice", "new"), ("write_slices
 """Functions and dimensions for which the value needs exchanges, and the gradient needs none."""
 
 EXCHANGES_MORE = {"segment_prod", "segment_softmax", "segment_attention"}
+EXCHANGES_MORE |= {"graph_dot_product_attention", "graph_additive_attention"}
 """Functions that exchange more than plain JAX. Products also exchange exponents; plain JAX divides by factors, even by
-zero. A softmax has two branches: one exchanges one array of cells, the other two."""
+zero. A softmax has two branches: one exchanges one array of cells, the other two. The gradient of attention over edges
+needs its result."""
 
 
 GRADIENTS = [split for split in SPLITS if split.key[1:] == ("", True)]
