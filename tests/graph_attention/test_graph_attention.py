@@ -288,7 +288,8 @@ def test_equals_dense_attention(rng: np.random.Generator) -> None:
     receivers, senders = np.nonzero(is_edge)
     query, key, value = (rng.normal(size=(n, 3, 8)).astype(np.float32) for n in (12, 15, 15))
     bias = rng.normal(size=(3, 12, 15)).astype(np.float32)
-    dense = jax.nn.dot_product_attention(query[None], key[None], value[None], bias[None], is_edge[None, None])
+    with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
+        dense = jax.nn.dot_product_attention(query[None], key[None], value[None], bias[None], is_edge[None, None])
     of_edges = bias[:, receivers, senders].T
     output = jax_baracuda.graph_dot_product_attention(query, key, value, senders, receivers, bias=of_edges)
     np.testing.assert_allclose(output, dense[0], rtol=2e-5, atol=2e-6)
@@ -471,6 +472,19 @@ def test_programs(rng: np.random.Generator, kind: str) -> None:
         donated = jax.jit(call, donate_argnums=0)(jax.tree.map(jnp.array, case.arrays))
         assert_close([jax.jit(call)(case.arrays), donated], [call(case.arrays)] * 2)
         assert_close(jax.jit(jax.grad(loss_of(jax.checkpoint(call))))(case.arrays), gradient)
+
+
+@pytest.mark.parametrize("dropped", [-1, 3])
+def test_dropped_edges_beside_empty_segments(rng: np.random.Generator, dropped: int) -> None:
+    """Second derivatives stay finite if the segment that is nearest to the id of a dropped edge has no edges."""
+    query, key = (rng.normal(size=(n, 2, 4)).astype(np.float32) for n in (3, 4))
+    gather_ids, segment_ids = np.array([0, 1, 2]), np.array([dropped, 1, 1])
+
+    def loss(weights: jax.Array) -> jax.Array:
+        return (jax_baracuda.graph_additive_attention(query, key, weights, gather_ids, segment_ids) ** 2).sum()
+
+    hessian = jax.hessian(loss)(jnp.asarray(rng.normal(size=(2, 4)), jnp.float32))
+    assert np.isfinite(hessian).all() and np.any(hessian != 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ def _reference(
     edges = with_named(_scored, params)(query, key, optional, segment_ids, gather_ids, takes_part)
     lowest = jnp.finfo(edges.logits.dtype).min
     maxima = jnp.maximum(xla_max(jax.lax.stop_gradient(edges.logits), segment_ids, num_segments), lowest)
-    weights = jnp.where(takes_part, jnp.exp(edges.logits - gather_segments(maxima, segment_ids)[0]), 0)
+    weights = jnp.where(takes_part, jnp.exp(edges.logits - _of_edges(maxima, segment_ids, takes_part)), 0)
     totals = xla_sum(weights, segment_ids, num_segments)
     sums = xla_sum(weights[..., None] * edges.values, segment_ids, num_segments)
     output = sums / jnp.where(totals == 0, 1, totals)[..., None]
