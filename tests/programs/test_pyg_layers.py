@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.pages import run_examples
-from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, SoftmaxAggregation
+from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, SoftmaxAggregation, TransformerConv
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes_pyg.md"
 RECIPES = run_examples(PAGE)
@@ -124,6 +124,56 @@ def test_gat_conv(
             layer,
             lambda x: layer(x, torch.as_tensor(edge_index)),
             lambda weights, x: RECIPES["gat_conv"](weights, x, edges, concat, slope),
+        )
+
+
+@IN_DTYPE
+@WITH_PLAN
+@pytest.mark.parametrize("concat", [True, False], ids=["concat", "mean"])
+@pytest.mark.parametrize("self_loops", [True, False])
+@pytest.mark.parametrize("bias, slope, heads", [(True, 0.2, 3), (False, 0.01, 1)])
+def test_gatv2_conv(
+    rng: np.random.Generator,
+    dtype: str,
+    with_plan: bool,
+    concat: bool,
+    self_loops: bool,
+    bias: bool,
+    slope: float,
+    heads: int,
+) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        edge_index = random_edges(rng)
+        edges = edges_of(edge_index, with_plan, self_loops)
+        options = dict(concat=concat, add_self_loops=self_loops, bias=bias, negative_slope=slope)
+        layer = GATv2Conv(WIDTH, OUT, heads, **options)
+        check(
+            dtype,
+            rng,
+            layer,
+            lambda x: layer(x, torch.as_tensor(edge_index)),
+            lambda weights, x: RECIPES["gatv2_conv"](weights, x, edges, concat, slope),
+        )
+
+
+@IN_DTYPE
+@WITH_PLAN
+@pytest.mark.parametrize("concat", [True, False], ids=["concat", "mean"])
+@pytest.mark.parametrize("root_weight", [True, False])
+@pytest.mark.parametrize("bias, heads", [(True, 3), (False, 1)])
+def test_transformer_conv(
+    rng: np.random.Generator, dtype: str, with_plan: bool, concat: bool, root_weight: bool, bias: bool, heads: int
+) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        edge_index = random_edges(rng)
+        edges = edges_of(edge_index, with_plan)
+        layer = TransformerConv(WIDTH, OUT, heads, concat=concat, root_weight=root_weight, bias=bias)
+        check(
+            dtype,
+            rng,
+            layer,
+            lambda x: layer(x, torch.as_tensor(edge_index)),
+            lambda weights, x: RECIPES["transformer_conv"](weights, x, edges, heads, concat),
         )
 
 
