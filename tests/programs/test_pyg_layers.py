@@ -67,7 +67,8 @@ def check(
     np.testing.assert_allclose(of_x, x.grad, **close)
     assert weights.keys() == of_weights.keys()
     for name, parameter in layer.named_parameters():
-        np.testing.assert_allclose(of_weights[name], parameter.grad, **close, err_msg=name)
+        gradient = 0 if parameter.grad is None else parameter.grad  # None: the layer does not use it
+        np.testing.assert_allclose(of_weights[name], gradient, **close, err_msg=name)
 
 
 def edges_of(edge_index: np.ndarray, with_plan: bool, self_loops: bool = False) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def test_transformer_conv(
             rng,
             layer,
             lambda x: layer(x, torch.as_tensor(edge_index)),
-            lambda weights, x: RECIPES["transformer_conv"](weights, x, edges, heads, concat),
+            lambda weights, x: RECIPES["transformer_conv"](weights, x, edges, heads, concat, root_weight),
         )
 
 
