@@ -532,7 +532,7 @@ PLAN: dict[str, Any] = {"segment_ids": IDS, "num_segments": 2, "gather_ids": IDS
             {"key": KEY[:0], "value": VALUE[:0]},
         ),
         ("TypeError: bias must have a floating dtype, got int32", {"bias": IDS}),
-        (r"ValueError: bias must be \[E\] or \[E, H\], .* \(5,\) or \(5, 3\); got \(4,\)", {"bias": WEIGHTS[0]}),
+        (r"ValueError: bias must be \[E\] or \[E, H\], .* \(5,\) or \(5, 3\), got \(4,\)", {"bias": WEIGHTS[0]}),
         (r"ValueError: bias must be \[E\] or \[E, H\], .* got \(5, 1\)", {"bias": np.ones((5, 1))}),
     ],
 )

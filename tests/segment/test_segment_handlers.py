@@ -21,7 +21,7 @@ from jax_baracuda._core.op import OPS, OpCall
 TARGETS = sorted(target for target in OPS if target.startswith("segment_"))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, *(target for target in OPS if target.startswith("graph_"))])
 def test_bad_dtypes_are_refused(target: str) -> None:
     """An operand or result is refused if its dtype has no kernel or does not match the others."""
     op, (good, _) = OPS[target], direct_calls(target)[0]
