@@ -178,7 +178,7 @@ JB_CPU_CLONES void ForwardBlock(const ScoredHeads<Score> heads, const EdgeBlock<
 // Merges the state of later edges into `state`.
 template <typename C>
 JB_CPU_CLONES void MergeStates(int64_t heads, int64_t head_features, const SegmentState<C> later,
-                                const SegmentState<C> state) {
+                               const SegmentState<C> state) {
   for (int64_t head = 0; head < heads; ++head) {
     const C largest = std::max(state.maxima[head], later.maxima[head]);
     const C shrinkage = Exp(state.maxima[head] - largest), of_later = Exp(later.maxima[head] - largest);
