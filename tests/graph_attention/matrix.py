@@ -102,7 +102,7 @@ def attention(
 
 @jax.custom_jvp
 def magnitude(x: Any) -> Any:
-    """The absolute value of finite numbers, with a derivative of 1. Errors of logits beyond 1e60 have no bound anyway."""
+    """The absolute value of finite numbers, with a derivative of 1. Logits beyond 1e60 may have any error."""
     return jnp.where(jnp.isfinite(x), jnp.minimum(jnp.abs(x), 1e60), 0)
 
 
