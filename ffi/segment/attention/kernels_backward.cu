@@ -110,7 +110,8 @@ struct EdgeGradient : ScoredEdge<T, Score, kVec> {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) d_probability += d_outputs[i] * values[i];
     d_probability = SumOverHead(d_probability, outputs.template Lanes<kVec>());
-    probability = AttentionExp(logit - maximum) * ApproximateInverse(total);
+    const C distance = logit - maximum;  // above 0 if the maximum was rounded otherwise
+    probability = AttentionExp(distance > C{0} ? C{0} : distance) * ApproximateInverse(total);
     d_logit = probability * (d_probability - mean);
   }
 };
@@ -204,7 +205,7 @@ CudaStatus AttentionBySegmentCall::LaunchOnCuda(cudaStream_t stream) const {
         typename BySegmentReduction<T, decltype(of_heads.score)>::Outputs outputs{of_heads};
         outputs.d_query = static_cast<T*>(d_query) + b * cells;
         outputs.d_bias = d_bias == nullptr ? nullptr : static_cast<T*>(d_bias) + b * problem.rows * heads;
-        outputs.d_score_weights = static_cast<ComputeType<T>*>(d_score_weights) + b * cells;
+        outputs.d_score_weights = is_additive ? static_cast<ComputeType<T>*>(d_score_weights) + b * cells : nullptr;
         return outputs;
       });
 }
@@ -216,7 +217,7 @@ CudaStatus AttentionByRowCall::LaunchOnCuda(cudaStream_t stream) const {
         const int64_t cells = problem.segments * problem.features;
         typename ByRowReduction<T, decltype(of_heads.score)>::Outputs outputs{of_heads};
         outputs.d_key = static_cast<T*>(d_key) + b * cells;
-        outputs.d_value = static_cast<T*>(d_value) + b * cells;
+        outputs.d_value = is_additive ? nullptr : static_cast<T*>(d_value) + b * cells;
         return outputs;
       });
 }

@@ -69,7 +69,7 @@ def graph_dot_product_attention(
       value: ``[N, H, Dv]`` with the dtype of `query`.
       bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to that of `query`. -inf leaves an
         edge out. None: no bias.
-      scale: of the dot products, a number. Default: ``1 / sqrt(D)``.
+      scale: of the dot products, a static number. Default: ``1 / sqrt(D)``.
 
     Returns:
       ``[S, H, Dv]`` with the dtype of `query`. Segments without edges, or whose logits are all -inf, hold 0.
@@ -82,8 +82,9 @@ def graph_dot_product_attention(
 
     Numerical guarantees: logits, exponentials and sums are computed in float32 (float64 for float64), and the result is
     rounded once to the dtype. Exponentials are those of differences from the segment's maximum, so nothing overflows.
-    A logit of NaN or inf makes its segment and head NaN. Bit-equal from run to run. Where edges are split over devices,
-    the sums of each device are rounded before they are added up.
+    A logit of NaN or +inf makes its segment and head NaN. Bit-equal from run to run where a kernel runs. Where edges
+    are split over devices, the sums of each device are rounded before they are added up. The gradients of logits take
+    the sum of ``d_out * out`` from the rounded result. Products and logits must be finite in float32 (float64).
 
     Gradient: with ``d_p[e, h] = sum(d_out[segment_ids[e], h] * value[gather_ids[e], h])`` and
     ``d_logit[e, h] = p[e, h] * (d_p[e, h] - sum(d_out[s, h] * out[s, h]))``, those of `query` and `key` are sums of
@@ -157,7 +158,7 @@ def graph_additive_attention(
       score_weights: ``[H, D]``, a floating dtype; they are cast to that of `query`.
       bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to that of `query`. -inf leaves an
         edge out. None: no bias.
-      negative_slope: the slope of the leaky ReLU for negative numbers.
+      negative_slope: the slope of the leaky ReLU for negative numbers, static.
 
     Returns:
       ``[S, H, D]`` with the dtype of `query`. Segments without edges, or whose logits are all -inf, hold 0.
@@ -355,7 +356,9 @@ class _ScoredEdges:
         """The probabilities and the cotangents of the logits, given the cells of each edge's segment."""
         is_empty = totals == 0
         inverse = jnp.where(is_empty, 0, 1 / jnp.where(is_empty, 1, totals))
-        probabilities = jnp.where(self.takes_part, jnp.exp(self.logits - maxima) * inverse, 0)
+        distances = self.logits - maxima
+        distances -= jax.lax.stop_gradient(jnp.maximum(distances, 0))  # the maximum may have been rounded otherwise
+        probabilities = jnp.where(self.takes_part, jnp.exp(distances) * inverse, 0)
         return probabilities, probabilities * ((d_outputs * self.values).sum(-1) - means)
 
 

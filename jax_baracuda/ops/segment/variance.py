@@ -105,7 +105,8 @@ def segment_std(
 
     Gradient: ``d_data[n] = d_out[s] * (data[n] - mean[s]) / ((number of rows of s - ddof) * out[s])`` with
     ``s = segment_ids[n]``. It is 0, not NaN, where the computed variance is 0, as in a segment of one row; 0 for
-    dropped rows and in segments of at most `ddof` rows. Derivatives of higher order are 0 there, too.
+    dropped rows and in segments of at most `ddof` rows. Derivatives of higher order are 0 there, too. Equal rows whose
+    mean is rounded have a tiny variance instead, whose gradient is rounding alone.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
