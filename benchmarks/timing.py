@@ -89,6 +89,20 @@ class Loop:
         pattern = rf'custom_call_target="{re.escape(target_name(""))}(\w+)"'
         return sorted(set(re.findall(pattern, self._program.as_text() or "")))
 
+    def is_same_program(self, other: Loop) -> bool:
+        """Whether both compiled to the same instructions, apart from their names."""
+        return self._instructions() == other._instructions()
+
+    def _instructions(self) -> list[str]:
+        text = re.sub(r",? metadata=\{[^}]*\}", "", self._program.as_text() or "")
+        numbers: dict[str, str] = {}
+
+        def number_of(name: re.Match[str]) -> str:
+            return numbers.setdefault(name[0], f"%{len(numbers)}")
+
+        lines = (line for line in text.splitlines() if re.match(r"\s*(ROOT )?%", line))
+        return [re.sub(r"%[\w.-]+", number_of, line) for line in lines]
+
     def time(self, operands: Arrays, times: int) -> tuple[float, Arrays]:
         """Seconds of `times` loops, one after another, and the operands, which may have been written to."""
         start = time.perf_counter()
@@ -99,14 +113,14 @@ class Loop:
 def race(loops: Sequence[Loop], operands: Arrays, repeats: int) -> tuple[list[float], Arrays]:
     """Median seconds of a step of each loop, and the operands, which may have been written to.
 
-    The loops run in turns, so that all see the same noise, and each run repeats its loop to fill SECONDS_OF_A_LOOP. The
-    first runs warm up; slow loops have no others.
+    The loops run in turns, and every other turn in the opposite order, so that all see the same noise. Each run repeats
+    its loop to fill SECONDS_OF_A_LOOP. The first runs warm up; slow loops have no others.
     """
     operands = jax.block_until_ready(operands)
     seconds: list[list[float]] = [[] for _ in loops]
     spent, times = [0.0] * len(loops), [1] * len(loops)
     for number in range(RUNS_TO_WARM_UP + repeats):
-        for i, loop in enumerate(loops):
+        for i, loop in list(enumerate(loops))[:: 1 if number % 2 == 0 else -1]:
             if spent[i] >= MAX_SECONDS_OF_A_LOOP:
                 continue
             second, operands = loop.time(operands, times[i])

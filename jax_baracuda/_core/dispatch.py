@@ -162,11 +162,16 @@ MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
 
 def uncontended(traits: Traits) -> bool:
     """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
-    return traits.sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * traits.sizes["segment"]
+    return traits.sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * _segments(traits)
 
 
 def mostly_empty_segments(traits: Traits) -> bool:
-    return traits.sizes["rows"] <= traits.sizes["segment"]
+    return traits.sizes["rows"] <= _segments(traits)
+
+
+def _segments(traits: Traits) -> int:
+    """The number of segments in the whole batch."""
+    return traits.sizes["batch"] * traits.sizes["segment"]
 
 
 def param(name: str, value: Any) -> Condition:

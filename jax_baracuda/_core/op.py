@@ -423,9 +423,9 @@ class OpCall:
         return NamedShapes(without_broadcast(operands), without_broadcast(results), sizes)
 
     def sizes(self) -> dict[str, int]:
-        """The sizes that rules use: the named dimensions, "rows" (of data, or edges), "features" (the product of
-        "head", "feature" and all unnamed dimensions), "bytes" (of all operands and results), "element_bits" (of the
-        narrowest operand), "rank" and "row_bytes" (of the first operand)."""
+        """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
+        whole batch), "features" (the product of "head", "feature" and all unnamed dimensions), "bytes" (of all operands
+        and results), "element_bits" (of the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
         sizes = self.named_shapes.sizes
         unnamed = [name for name in sizes if name.startswith("...")]
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
@@ -433,7 +433,8 @@ class OpCall:
         num_bits = sum(math.prod(shape) * element_bits(dtype) for shape, dtype in types)
         return {
             **{name: size for name, size in sizes.items() if name not in unnamed},
-            **({} if row_dim is None else {"rows": sizes[row_dim]}),
+            "batch": math.prod(self.batch),
+            **({} if row_dim is None else {"rows": math.prod(self.batch) * sizes[row_dim]}),
             "features": math.prod(sizes.get(name, 1) for name in (*unnamed, "head", "feature")),
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),

@@ -117,6 +117,40 @@ def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtyp
     assert called.keys() == kernels.keys()
 
 
+@pytest.mark.parametrize("of_ids", ["own", "shared", "sorted"])
+@pytest.mark.parametrize("row_shape", [(), (3,), (8,)], ids=str)
+@each_reduction
+def test_batch_of_many_small_problems(
+    rng: np.random.Generator, reduction: Reduction, row_shape: tuple[int, ...], of_ids: str
+) -> None:
+    """Values and gradients under ``vmap``, of more elements than GPUs have multiprocessors: each has few rows."""
+    size, shape, dtype = 600, Shape(101, row_shape, 24), str(rng.choice([x for x in reduction.dtypes if x != "bool"]))
+    number = () if of_ids == "shared" else (size,)
+    ids = rng.integers(-3, shape.segments + 3, (*number, shape.rows)).astype(np.int32)
+    if of_ids == "sorted":
+        ids.sort(axis=-1)
+    data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(size)])
+    is_differentiable = reduction.gradient is not None and cases.is_floating(data.dtype)
+    d_output = np.stack([cases.cotangent(rng, reduction.result_shape(shape), dtype) for _ in range(size)])
+    options = reduction.options[-1] if is_differentiable else {}
+    arguments = {"indices_are_sorted": of_ids == "sorted", **options}
+
+    def of_one(data: jax.Array, ids: jax.Array, d_output: jax.Array) -> tuple[jax.Array, ...]:
+        if is_differentiable:
+            return reduction.pullback(data, ids, shape.segments, d_output, **arguments)
+        return (reduction(data, ids, shape.segments, **arguments),)
+
+    with cases.x64_for(dtype):
+        output, *d_data = jax.jit(jax.vmap(of_one, (0, None if of_ids == "shared" else 0, 0)))(data, ids, d_output)
+    for b in rng.choice(size, 20, replace=False):
+        own_ids = ids if of_ids == "shared" else ids[b]
+        reduction.value(data[b], own_ids, shape.segments).check(output[b], f"element {b}")
+        if is_differentiable:
+            residual = reduction.residual(data[b], output[b])
+            expected = reduction.gradient(d_output[b], residual, own_ids, shape.segments, **options)
+            expected.check(d_data[0][b], f"gradient of element {b}")
+
+
 UNEVEN = {
     "power law": (POWER_LAW_SHAPES, cases.power_law_ids),  # one segment has a third of all rows and most have few
     "mostly empty": (MOSTLY_EMPTY_SHAPES, cases.make_ids),  # two to 25 segments to a row

@@ -16,8 +16,10 @@ inline constexpr int kPrivateTableBytes = 96 * 1024;
 inline constexpr int kMinPrivateWarps = 4;
 inline constexpr int kMaxPrivateWarps = 24;
 inline constexpr int kMaxPrivateBlocks = 256;
-inline constexpr int kMaxPrivateFeatures = 32;  // a row fits in a warp
-inline constexpr int kPrivateInFlight = 16;     // steps of a warp that are loaded before the first is folded
+inline constexpr int kMaxPrivateFeatures = 32;        // a row fits in a warp
+inline constexpr int64_t kMinPrivateElements = 8192;  // per block: few rows leave few tables to merge
+inline constexpr int kMaxMergingThreads = 32;         // of a cell, within a block
+inline constexpr int kPrivateInFlight = 16;           // steps of a warp that are loaded before the first is folded
 
 // A warp's table, and the segments of its rows in flight.
 inline int64_t PrivateWarpBytes(int64_t segments, int64_t accumulator_bytes) {
@@ -91,16 +93,25 @@ __global__ void __launch_bounds__(32 * kMaxPrivateWarps, 1)
   }
   __syncthreads();
 
-  Cells* const partials = static_cast<Cells*>(a.partials) + static_cast<int64_t>(blockIdx.x) * segments * features;
-  for (int i = threadIdx.x; i < segments * features; i += blockDim.x) {
-    const int s = i / features, own = i - s * features;
-    Cells cells;
-    cells.Start();
-    for (int w = 0; w < warps; ++w) {
-      for (int g = 0; g < groups; ++g) cells.Merge(tables[w * table_cells + s * 32 + g * features + own], a.outputs);
-    }
-    partials[i] = cells;
+  // Merges the tables of all lanes. Several threads merge a part of each cell's tables, in place; then one merges these.
+  const int cell_count = segments * features, lane_tables = warps * groups;
+  const int parts = min(min(max(static_cast<int>(blockDim.x) / cell_count, 1), kMaxMergingThreads), lane_tables);
+  const auto cell_of = [&](int cell, int t) -> Cells& {
+    const int s = cell / features, own = cell - s * features;
+    return tables[t / groups * table_cells + s * 32 + t % groups * features + own];
+  };
+  const auto merged = [&](int cell, int first, int step, int end) {
+    Cells cells = cell_of(cell, first);
+    for (int t = first + step; t < end; t += step) cells.Merge(cell_of(cell, t), a.outputs);
+    return cells;
+  };
+  for (int i = threadIdx.x; i < cell_count * parts; i += blockDim.x) {
+    const int cell = i / parts, part = i - cell * parts;
+    cell_of(cell, part) = merged(cell, part, parts, lane_tables);
   }
+  __syncthreads();
+  Cells* const partials = static_cast<Cells*>(a.partials) + static_cast<int64_t>(blockIdx.x) * cell_count;
+  for (int cell = threadIdx.x; cell < cell_count; cell += blockDim.x) partials[cell] = merged(cell, 0, 1, parts);
 }
 
 inline constexpr int kPartialCells = 32;   // cells per block, so that neighbouring threads read neighbouring cells

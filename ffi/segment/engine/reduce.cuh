@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "ffi/core/device_attributes.h"
@@ -188,7 +189,8 @@ struct Reducer {
     const int64_t fitting_warps = max_shared_bytes / warp_bytes;
     const int warps = static_cast<int>(fitting_warps < kMaxPrivateWarps ? fitting_warps : kMaxPrivateWarps);
     const int64_t wanted = CeilDivide(multiprocessors, problem.batch), max_blocks = kMaxPrivateBlocks / problem.batch;
-    a.blocks_per_batch = static_cast<int>(wanted < max_blocks ? wanted : max_blocks);
+    const int64_t paying = CeilDivide(problem.rows * problem.features, kMinPrivateElements);
+    a.blocks_per_batch = static_cast<int>(std::min({wanted, max_blocks, paying}));
     const int shared_bytes = static_cast<int>(warps * warp_bytes);
     kernel<<<GridSize(problem.batch * a.blocks_per_batch), 32 * warps, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(PrivateTableKernel);
@@ -315,10 +317,11 @@ struct Reducer {
   }
 
   template <int kVec>
-  CudaStatus LaunchMerge(const TileArguments<Reduction>& a) const {
+  CudaStatus LaunchMerge(TileArguments<Reduction> a) const {
     if (grid.blocks_per_batch == 1) return {};  // no run leaves its block
-    const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots);
-    MergeKernel<Reduction, kVec><<<GridSize(blocks * grid.features.columns), kMergeThreads, 0, stream>>>(a);
+    const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots) * grid.features.columns;
+    a.merge_parts = static_cast<int>(MergeParts(blocks));
+    MergeKernel<Reduction, kVec><<<GridSize(blocks * a.merge_parts), kMergeThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(MergeKernel);
   }
 };

@@ -62,6 +62,7 @@ struct TileArguments : RowGrid {
   typename Reduction::Outputs outputs;
   Carries carries;
   uint32_t* merge_counters;  // finished blocks of MergeKernel, and blocks with an entering run
+  int merge_parts;           // blocks of MergeKernel that share their slots
   uint32_t gap_blocks;       // blocks at the start of the grid that fill wide gaps; 0 if FillsFirst
 };
 

@@ -42,7 +42,8 @@ struct SmallRowGrid {
 inline bool TakesSmallRows(const Problem& problem, int64_t element_bytes) {
   const int64_t row_vectors = problem.features / RowVector(problem.features, element_bytes);
   const int64_t rows_of_step = SmallRowGrid(row_vectors).RowsOfStep();
-  return problem.rows <= Tuning::kMaxFewRows && problem.rows <= Tuning::kMaxStepsOfFewRows * rows_of_step &&
+  return problem.batch * problem.rows <= Tuning::kMaxFewRows &&
+         problem.rows <= Tuning::kMaxStepsOfFewRows * rows_of_step &&
          problem.rows / std::max(rows_of_step, Tuning::kMaxFewRowsToSegment) <= problem.segments &&
          problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewRows &&
          problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewRows && !FillsFirst(problem);

@@ -20,11 +20,14 @@
 
 #include <cuda_pipeline.h>
 
+#include <algorithm>
+
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/engine/gaps.cuh"
 #include "ffi/segment/engine/gathering.cuh"
 #include "ffi/segment/engine/reduction.cuh"
+#include "ffi/segment/engine/tuning.h"
 
 namespace jax_baracuda::segment {
 
@@ -375,6 +378,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
 inline constexpr int kMergeThreads = 256;
 inline constexpr int kMergeSlots = 128;  // slots per block of MergeKernel; one slot per block of rows
 inline constexpr int kShortRun = 32;
+inline constexpr int64_t kMaxMergeParts = 8;
 
 template <typename Cells>
 struct MergeShared {
@@ -397,8 +401,9 @@ struct MergeShared {
 // carry-in of the first slot, a run that leaves them the carry-out of the last slot. Level 2 folds these.
 //
 // A block handles the runs that begin in its slots: one group of threads per short run, the whole block per long run.
+// At level 1, `parts` blocks share these slots.
 template <typename Reduction, int kVec, int kLevel>
-__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t block,
+__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t block, int part, int parts,
                                              MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
@@ -434,7 +439,9 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   const bool is_bound = own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
   const uint32_t bounds = __ballot_sync(kFullWarp, is_bound);
   if (threadIdx.x < kMergeSlots && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
-  if (own_run != kNoRun && is_bound) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;
+  const int own_slots = static_cast<int>(min(limit - first_slot, int64_t{kMergeSlots}));
+  const bool is_own = static_cast<int>(threadIdx.x) * parts / own_slots == part;
+  if (own_run != kNoRun && is_bound && is_own) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;
   __syncthreads();
 
   // Merges the carry-ins first, first + step, ... below `end`.
@@ -515,6 +522,11 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   }
 }
 
+// Blocks that share kMergeSlots slots: as many as keep the multiprocessors busy, if there are few slots.
+inline int64_t MergeParts(int64_t blocks) {
+  return std::clamp(Tuning::kMultiprocessors / std::max(blocks, int64_t{1}), int64_t{1}, kMaxMergeParts);
+}
+
 // The work of one of `blocks` blocks. All run level 1. The last block to finish runs level 2, if any block has an
 // entering run. One block is enough: each step covers kMergeSlots * kMergeSlots slots.
 template <typename Reduction, int kVec>
@@ -522,13 +534,13 @@ __device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, ui
   const int64_t slots = a.row_blocks;
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
-  MergeCarries<Reduction, kVec, 1>(a, block, shared);
+  MergeCarries<Reduction, kVec, 1>(a, block / a.merge_parts, block % a.merge_parts, a.merge_parts, shared);
   if (slots <= kMergeSlots) return;  // a single block has all slots
 
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t first_slot = block / a.features.columns * kMergeSlots;
+    const int64_t first_slot = block / a.merge_parts / a.features.columns * kMergeSlots;
     const uint32_t* const segments = a.carries.in_segment;
     if (first_slot > 0 && segments[first_slot] != kDropped && segments[first_slot - 1] == segments[first_slot]) {
       atomicAdd(a.merge_counters + 1, 1);
@@ -543,7 +555,7 @@ __device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, ui
   const int64_t second_level_slots = CeilDivide(slots, kMergeSlots);
   const int64_t second_level_blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
   for (int64_t i = 0; i < second_level_blocks; ++i) {
-    MergeCarries<Reduction, kVec, 2>(a, i, shared);
+    MergeCarries<Reduction, kVec, 2>(a, i, /*part=*/0, /*parts=*/1, shared);
     __syncthreads();
   }
 }

@@ -18,8 +18,8 @@ struct Tuning90 {
   // Results are filled before the reduction from this many segments per row, and elements of the result, on.
   static constexpr int64_t kMinFilledSegmentsToRow = 2, kMinFilledElements = int64_t{1} << 18;
 
-  // Extrema use a table in shared memory from this many rows per segment on.
-  static constexpr int64_t kMinRowsToSharedSegment = 4096;
+  // Tables in shared memory: minimum rows per segment and block, if a batch element has several blocks.
+  static constexpr int64_t kMinBlockRowsToSharedSegment = 8;
   // Unsorted extrema use a table in global memory up to this size of the operand, with and without winners.
   static constexpr int64_t kMaxTableBytesWithWinner = int64_t{1} << 22, kMaxTableBytes = int64_t{24} << 20;
   // If results are filled first, this is the maximum number of cells for that table.
@@ -50,7 +50,7 @@ struct Tuning90 {
   static constexpr int64_t kMaxRowsOfSmallTiles = int64_t{1} << 14, kMaxRowsToSegmentOfSmallTiles = 64;
   static constexpr int64_t kMaxElementsOfSmallTiles = int64_t{1} << 21;
   // Sorted rows in one launch: the same limits, and the maximum number of steps in which one block could read all rows.
-  static constexpr int64_t kMaxFewRows = int64_t{1} << 16, kMaxFewRowsToSegment = 64, kMaxStepsOfFewRows = 128;
+  static constexpr int64_t kMaxFewRows = int64_t{1} << 16, kMaxFewRowsToSegment = 64, kMaxStepsOfFewRows = 512;
   static constexpr int64_t kMaxElementsOfFewRows = int64_t{1} << 21;
 
   // gather_segment_dot: products in flight per group of threads, steps per block, and minimum resident blocks per

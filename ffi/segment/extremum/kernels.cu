@@ -19,11 +19,10 @@ inline constexpr const char* kTableNames[] = {"", "atomics", "filtered_atomics",
 
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
-constexpr int64_t kSharedTableBytes = 48 * 1024;
-
 struct ExtremumPlan {
   Algorithm algorithm;
-  ReducePlan reduce;  // of kReduce
+  ReducePlan reduce;      // of kReduce
+  int64_t shared_tables;  // of kSharedTable: blocks per batch element
   Plan summary;
 };
 
@@ -38,8 +37,7 @@ bool FiltersRows(const Problem& problem, int64_t key_bytes) {
 
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
-//   * Few segments with many rows each use a table per block in shared memory if private tables would be too large, and
-//     always with winners. Finding winners reads the data twice, so sorted rows with winners use tiles instead.
+//   * Unsorted rows use a table per block in shared memory where it fits and pays, unless private tables do, too.
 //   * Unsorted rows that are narrow, or so few that a sort is launch-bound, use atomics on a table in global memory.
 //     One load per element, and an atomic if it raises its cell, cost less than sorting the ids. Elements are filtered
 //     if the table exceeds the L1 cache and has so many rows per cell that most of them come after a greater one.
@@ -52,15 +50,13 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   const Strategy strategy = with_winner ? ChooseOrderedStrategy(problem, element_bytes, call.indices_are_sorted)
                                         : ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
   const int64_t row_bytes = problem.features * element_bytes, cells = problem.segments * problem.features;
-  const int64_t max_shared_cells = kSharedTableBytes / (key_bytes + (with_winner ? sizeof(int32_t) : 0));
-  const bool fits_shared = problem.segments <= max_shared_cells && cells <= max_shared_cells &&
-                           problem.rows / Tuning::kMinRowsToSharedSegment >= problem.segments;
+  const int64_t shared_tables = SharedTableBlocksPerBatch(problem, key_bytes + (with_winner ? sizeof(int32_t) : 0));
   const bool is_small = problem.batch * problem.rows * row_bytes <=
                             (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
                         (!FillsFirst(problem) || problem.batch * cells <= Tuning::kMaxFilledTableCells);
   Algorithm algorithm = Algorithm::kReduce;
   if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable) {
-    if (fits_shared && !(call.indices_are_sorted && with_winner)) {
+    if (shared_tables > 0 && !call.indices_are_sorted) {
       algorithm = Algorithm::kSharedTable;
     } else if (strategy == Strategy::kSortThenTiles && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
       algorithm = FiltersRows(problem, key_bytes) ? Algorithm::kFilteredTable : Algorithm::kTable;
@@ -68,22 +64,26 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   }
   if (algorithm == Algorithm::kReduce) {
     const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
-    return {algorithm, reduce, reduce.Summary()};
+    return {algorithm, reduce, 0, reduce.Summary()};
   }
   ScratchSizes sizes;
-  // If keys are as wide as values, the output itself is the table.
-  if (key_bytes != element_bytes) sizes.Add(problem.batch * cells * key_bytes);
+  // If keys are as wide as values, the output itself is the table. The only table of a batch element stays in shared
+  // memory.
+  const bool stays_shared = algorithm == Algorithm::kSharedTable && shared_tables == 1;
+  if (key_bytes != element_bytes && !stays_shared) sizes.Add(problem.batch * cells * key_bytes);
   if (algorithm == Algorithm::kFilteredTable) sizes.Add(kFloorBytes);
-  return {algorithm, {}, {NameOf(kTableNames, algorithm), sizes.total}};
+  return {algorithm, {}, shared_tables, {NameOf(kTableNames, algorithm), sizes.total}};
 }
 
 template <typename T, bool kWithWinner>
 struct TableLauncher {
   const ExtremumCall& call;
-  Algorithm algorithm;
+  const ExtremumPlan& plan;
   cudaStream_t stream;
 
   const Problem& problem = call.problem;
+  const Algorithm algorithm = plan.algorithm;
+  const bool stays_shared = algorithm == Algorithm::kSharedTable && plan.shared_tables == 1;
   const int64_t cells = problem.segments * problem.features;  // per batch element
 
   CudaStatus Launch() const {
@@ -99,21 +99,24 @@ struct TableLauncher {
     a.winner = call.winner;
     if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
       a.table = reinterpret_cast<TableKey<T>*>(a.output);
-    } else {
+    } else if (!stays_shared) {
       a.table = carver.Take<TableKey<T>>(all_cells);
     }
     // A batch element is split into vectors as a whole, so only its start must be aligned.
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, all_cells * sizeof(TableKey<T>), stream));
+    if (!stays_shared) {
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, all_cells * sizeof(TableKey<T>), stream));
+    }
     JB_RETURN_IF_CUDA_ERROR(algorithm == Algorithm::kFilteredTable
                                 ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
                             : is_aligned ? TableMax<kWidest>(a)
                                          : TableMax<1>(a));
-    DecodeTableKernel<T>
-        <<<GridSize(CeilDivide(all_cells, 256)), 256, 0, stream>>>(a.table, all_cells, a.flip, a.output);
-    JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
+    if (!stays_shared) {
+      DecodeTableKernel<T><<<GridSize(CeilDivide(all_cells, 256)), 256, 0, stream>>>(a, all_cells);
+      JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
+    }
     if constexpr (kWithWinner) {
       // Every byte of kNoWinner is 0xff.
       JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.winner, 0xff, all_cells * sizeof(int32_t), stream));
@@ -177,16 +180,11 @@ struct TableLauncher {
   template <int kVec>
   CudaStatus OverRows(TableArguments<T> a, Kernel of_global_table, Kernel of_shared_table, int64_t cell_bytes) const {
     const bool is_shared = algorithm == Algorithm::kSharedTable;
-    int64_t max_blocks = int64_t{1} << 20;  // several waves on any GPU
-    if (is_shared) {
-      // As many blocks as are resident at once: each keeps one table for all its rows.
-      int multiprocessors = 0;
-      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-      max_blocks = int64_t{kSharedTableBlocks} * multiprocessors;
-    }
-    const int threads = is_shared ? kSharedTableThreads : 256;
+    constexpr int64_t kMaxBlocks = int64_t{1} << 20;  // several waves on any GPU
+    const int threads = is_shared ? SharedTableThreads(problem, kVec, plan.shared_tables) : 256;
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
-    a.blocks_per_batch = std::min(CeilDivide(vectors, threads), CeilDivide(max_blocks, problem.batch));
+    a.blocks_per_batch =
+        is_shared ? plan.shared_tables : std::min(CeilDivide(vectors, threads), CeilDivide(kMaxBlocks, problem.batch));
     const Kernel kernel = is_shared ? of_shared_table : of_global_table;
     kernel<<<GridSize(problem.batch * a.blocks_per_batch), threads, is_shared ? cells * cell_bytes : 0, stream>>>(a);
     return JB_LAUNCH_STATUS(OverRows);
@@ -208,7 +206,7 @@ CudaStatus ExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
   }
   const auto launch = [&](auto tag, auto is_with_winner) {
     using T = typename decltype(tag)::type;
-    return TableLauncher<T, decltype(is_with_winner)::value>{*this, plan.algorithm, stream}.Launch();
+    return TableLauncher<T, decltype(is_with_winner)::value>{*this, plan, stream}.Launch();
   };
   if (with_winner) {
     return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) { return launch(tag, std::true_type{}); });

@@ -3,12 +3,13 @@
 //
 // Values become unsigned integers of the same order, for which the hardware has an atomic maximum: NaN of either sign
 // is the greatest, -0 is below +0, and 0 is the maximum of no rows. A plain load precedes each atomic, because few rows
-// raise a maximum. If the table fits in shared memory, each block keeps its own and merges it once. If the table
-// exceeds the L1 cache and there are many rows per cell, lower bounds in shared memory avoid most of those loads.
+// raise a maximum. If the table fits in shared memory, each block keeps its own and merges it once, or writes the
+// results if it is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per cell, lower bounds in shared memory avoid most of those loads.
 #pragma once
 
 #include "ffi/core/launch_bounds.cuh"
 #include "ffi/core/warp.cuh"
+#include "ffi/segment/engine/unordered_rows.cuh"
 #include "ffi/segment/extremum/reduction.cuh"
 
 namespace jax_baracuda::segment {
@@ -43,133 +44,27 @@ __device__ __forceinline__ T DecodeKey(TableKey<T> key) {
 }
 
 template <typename T>
-struct TableArguments {
-  const T* data;
-  SegmentIds ids;
-  Problem problem;
+struct TableArguments : UnorderedRows<T> {
   bool first_wins;
   FlipWord<T> flip;
-  TableKey<T>* table;  // [batch, segments, features]; unused by the winners' pass
+  TableKey<T>* table;  // [batch, segments, features]; unused by the winners' pass and by owned tables
   T* output;
   int32_t* winner;
-  int64_t blocks_per_batch;
 };
 
-// kVec elements of the data and their cells, numbered within the batch element; negative for dropped rows. With
-// kInOneRow all are of one row, so their cells are neighbours too.
-template <typename T, typename Index, int kVec, bool kInOneRow>
-struct Elements {
-  Vector<T, kVec> values;
-  Index first_cell[kInOneRow ? 1 : kVec];
-  int32_t first_row[kInOneRow ? 1 : kVec];
+// The result of a finished cell.
+template <typename T>
+__device__ __forceinline__ T ResultOf(const TableArguments<T>& a, TableKey<T> key) {
+  return Flip(DecodeKey<T>(key), static_cast<BitsOf<T>>(a.flip));
+}
 
-  __device__ __forceinline__ bool IsDropped(int i) const { return first_cell[kInOneRow ? 0 : i] < 0; }
-  __device__ __forceinline__ Index Cell(int i) const { return kInOneRow ? first_cell[0] + i : first_cell[i]; }
-  __device__ __forceinline__ int32_t Row(int i) const { return first_row[kInOneRow ? 0 : i]; }
-
-  // The values of the cells in `table`; undefined for dropped rows.
-  template <typename U>
-  __device__ __forceinline__ Vector<U, kVec> Gather(const U* table) const {
-    Vector<U, kVec> found = {};
-    if constexpr (kInOneRow) {
-      if (!IsDropped(0)) found = LoadVector<kVec>(table + first_cell[0]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if (!IsDropped(i)) found.lane[i] = table[first_cell[i]];
-      }
-    }
-    return found;
-  }
-};
-
-// Calls body(Elements) for the thread's elements of one batch element. Index must be able to hold a cell's number.
+// ForEachElements of the flipped values.
 template <typename Index, int kVec, typename T, typename Body>
-__device__ __forceinline__ void ForEachElements(const TableArguments<T>& a, int64_t b, Body&& body) {
-  const int64_t features = a.problem.features, total = a.problem.rows * features;
-  const T* data = a.data + (a.problem.data_is_shared ? 0 : b * total);
-  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
-  const int64_t thread = (blockIdx.x - b * a.blocks_per_batch) * blockDim.x + threadIdx.x;
-  const int64_t threads = a.blocks_per_batch * blockDim.x;
-  const auto cell = [&](uint32_t segment, int64_t feature) {
-    return segment == kDropped
-               ? Index{-1}
-               : static_cast<Index>(segment) * static_cast<Index>(features) + static_cast<Index>(feature);
-  };
-
-  const int64_t row_vectors = features / kVec;
-  if (features % kVec == 0 && row_vectors <= threads) {
-    // Each thread keeps its features, because all threads together load whole rows in each step.
-    constexpr int kInFlight = sizeof(T) < 4 ? 4 : 2;
-    const int64_t rows_at_once = threads / row_vectors;
-    const int64_t first_row = thread / row_vectors;
-    const int64_t feature = (thread - first_row * row_vectors) * kVec;
-    if (first_row >= rows_at_once) return;
-    const int64_t step = rows_at_once * features;
-    const T* next = data + first_row * features + feature;
-    for (int64_t row = first_row; row < a.problem.rows; row += kInFlight * rows_at_once) {
-      Elements<T, Index, kVec, true> elements[kInFlight];
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        const int64_t r = row + u * rows_at_once;
-        if (r < a.problem.rows) {
-          elements[u].values = FlipAll(LoadStreaming<kVec>(next), a.flip);
-          elements[u].first_cell[0] = cell(a.ids[ids_offset + r], feature);
-          elements[u].first_row[0] = static_cast<int32_t>(r);
-        }
-        next += step;
-      }
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        if (row + u * rows_at_once < a.problem.rows) body(elements[u]);
-      }
-    }
-    return;
-  }
-
-  const int64_t first = thread * kVec, stride = threads * kVec;
-  // Divisions of 64 bits would cost more than the elements of a single feature.
-  const int64_t stride_rows = features == 1 ? stride : stride / features;
-  const int64_t stride_features = stride - stride_rows * features;
-  int64_t row = features == 1 ? first : first / features, feature = first - row * features;
-  // Vectors cross row boundaries; the last one may pass the end of the data.
-  for (int64_t element = first; element < total; element += stride) {
-    Elements<T, Index, kVec, false> elements;
-    const int count = static_cast<int>(min(total - element, static_cast<int64_t>(kVec)));
-    if (count == kVec) {
-      elements.values = LoadStreaming<kVec>(data + element);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) elements.values.lane[i] = data[element + min(i, count - 1)];
-    }
+__device__ __forceinline__ void ForEachFlipped(const TableArguments<T>& a, int64_t b, Body&& body) {
+  ForEachElements<Index, kVec>(a, b, [&](auto elements) {
     elements.values = FlipAll(elements.values, a.flip);
-    if (features == 1) {
-      a.ids.template LoadRun<kVec>(ids_offset + row, count, [&](int i, uint32_t segment) {
-        elements.first_cell[i] = i < count ? cell(segment, 0) : Index{-1};
-        elements.first_row[i] = static_cast<int32_t>(row) + i;
-      });
-    } else {
-      int64_t r = row, f = feature;
-      uint32_t segment = a.ids[ids_offset + r];
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        elements.first_cell[i] = i < count ? cell(segment, f) : Index{-1};
-        elements.first_row[i] = static_cast<int32_t>(r);
-        if (++f == features) {
-          f = 0;
-          ++r;
-          if (i + 1 < count) segment = a.ids[ids_offset + r];
-        }
-      }
-    }
     body(elements);
-    row += stride_rows;
-    feature += stride_features;
-    if (feature >= features) {
-      feature -= features;
-      ++row;
-    }
-  }
+  });
 }
 
 // Raises cells of `table` to the values. The plain load may be stale, which is safe because cells only rise.
@@ -195,7 +90,7 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ TableArguments<T> a) {
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   TableKey<T>* table = a.table + b * a.problem.segments * a.problem.features;
-  ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(table, elements); });
+  ForEachFlipped<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(table, elements); });
 }
 
 // A floor is the lower bound of a group of neighbouring cells. An element that is not above the floor of its group need
@@ -262,7 +157,7 @@ __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFil
   __syncthreads();
   const FloorKey<T>* floor_keys = reinterpret_cast<const FloorKey<T>*>(floor_words);
 
-  ForEachElements<int32_t, kVec>(a, 0, [&](auto elements) {
+  ForEachFlipped<int32_t, kVec>(a, 0, [&](auto elements) {
     constexpr bool kInOneRow = sizeof(elements.first_cell) == sizeof(int32_t);
     bool is_any_above = false;
 #pragma unroll
@@ -279,9 +174,6 @@ __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFil
   });
 }
 
-inline constexpr int kSharedTableThreads = 512;
-inline constexpr int kSharedTableBlocks = 4;  // minimum resident blocks per multiprocessor
-
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
     SharedTableMaxKernel(const __grid_constant__ TableArguments<T> a) {
@@ -289,23 +181,27 @@ __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThr
   TableKey<T>* shared_table = reinterpret_cast<TableKey<T>*>(shared_table_memory);
   const int cell_count = static_cast<int>(a.problem.segments * a.problem.features);
   const int64_t b = blockIdx.x / a.blocks_per_batch;
-  TableKey<T>* table = a.table + b * cell_count;
 
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) shared_table[i] = 0;
   __syncthreads();
-  ForEachElements<int32_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(shared_table, elements); });
+  ForEachFlipped<int32_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(shared_table, elements); });
   __syncthreads();
+  if (a.blocks_per_batch == 1) {
+    T* const output = a.output + b * cell_count;
+    for (int i = threadIdx.x; i < cell_count; i += blockDim.x) output[i] = ResultOf(a, shared_table[i]);
+    return;
+  }
+  TableKey<T>* const table = a.table + b * cell_count;
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
     if (shared_table[i] > table[i]) atomicMax(table + i, shared_table[i]);
   }
 }
 
-// `table` may be `output` itself if their elements have the same size.
+// The table may be the output itself if their elements have the same size.
 template <typename T>
-__global__ void __launch_bounds__(256)
-    DecodeTableKernel(const TableKey<T>* table, int64_t cells, FlipWord<T> flip, T* output) {
+__global__ void __launch_bounds__(256) DecodeTableKernel(const __grid_constant__ TableArguments<T> a, int64_t cells) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < cells) output[i] = Flip(DecodeKey<T>(table[i]), static_cast<BitsOf<T>>(flip));
+  if (i < cells) a.output[i] = ResultOf(a, a.table[i]);
 }
 
 // Adds `count` rows that attain the cell's maximum to its winner. `row` is used if count is 1 or with first_wins.
@@ -349,7 +245,7 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(256) TableWinnerKernel(const __grid_constant__ TableArguments<T> a) {
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   const int64_t offset = b * a.problem.segments * a.problem.features;
-  ForEachElements<int64_t, kVec>(a, b, [&](const auto& elements) {
+  ForEachFlipped<int64_t, kVec>(a, b, [&](const auto& elements) {
     CountWinners<T>(a.output + offset, a.flip, a.winner + offset, elements, a.first_wins);
   });
 }
@@ -371,7 +267,7 @@ __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThr
     shared_winner[i] = kNoWinner;
   }
   __syncthreads();
-  ForEachElements<int32_t, kVec>(a, b, [&](const auto& elements) {
+  ForEachFlipped<int32_t, kVec>(a, b, [&](const auto& elements) {
     CountWinners<T>(shared_best, FlipWord<C>{0}, shared_winner, elements, a.first_wins);
   });
   __syncthreads();

@@ -324,6 +324,7 @@ struct Launcher {
     runs.merge.merge_counters = a.counters->of_merge;
     runs.merge.features = a.lanes;
     runs.merge.blocks_per_batch = runs.merge.row_blocks = a.tiles;
+    runs.merge.merge_parts = 1;
     runs.merge_blocks = GridSize(CeilDivide(a.tiles, kMergeSlots) * a.lanes.columns);
     const int64_t tiles_per_block = CeilDivide(a.tiles, kBlocksOfFewTiles);
     runs.tiles_per_block = static_cast<int>(tiles_per_block < kMaxTilesPerBlock ? tiles_per_block : kMaxTilesPerBlock);

@@ -1,20 +1,18 @@
 // Segment sum of rows in any order, by atomic additions to a table of the cells.
 #pragma once
 
-#include "ffi/segment/engine/device.cuh"
+#include "ffi/core/launch_bounds.cuh"
+#include "ffi/segment/engine/unordered_rows.cuh"
 #include "ffi/segment/sum/reduction.cuh"
 
 namespace jax_baracuda::segment {
 
 template <typename T>
-struct SumTableArguments {
+struct SumTableArguments : UnorderedRows<T> {
   using C = ComputeType<T>;
-  const T* data;
-  SegmentIds ids;
-  Problem problem;
-  C* table;        // [batch, segments, features], zeroed by the caller
+  C* table;        // [batch, segments, features], zeroed by the caller; unused by owned tables
   int32_t* count;  // [batch, segments], zeroed by the caller; or nullptr
-  int64_t blocks_per_batch;
+  T* output;       // may be the table itself if the types are the same
 };
 
 template <typename C>
@@ -86,15 +84,62 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
   }
 }
 
-// Writes the results from a finished table, which may be `output` itself if the types are the same.
+// The result of a finished cell. `count` is nullptr for sums.
 template <typename T>
-__global__ void __launch_bounds__(256) FinishSumTableKernel(const ComputeType<T>* table, const int32_t* count,
-                                                            int64_t features, int64_t cells, T* output) {
+__device__ __forceinline__ T SumResult(ComputeType<T> sum, const int32_t* count) {
+  if (count != nullptr) sum /= static_cast<ComputeType<T>>(max(*count, 1));
+  return static_cast<T>(sum);
+}
+
+// Writes the results from a finished table.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    FinishSumTableKernel(const __grid_constant__ SumTableArguments<T> a, int64_t cells) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= cells) return;
-  ComputeType<T> sum = table[i];
-  if (count != nullptr) sum /= static_cast<ComputeType<T>>(max(count[i / features], 1));
-  output[i] = static_cast<T>(sum);
+  a.output[i] = SumResult<T>(a.table[i], a.count == nullptr ? nullptr : a.count + i / a.problem.features);
+}
+
+// Each block keeps a table in shared memory (see engine/unordered_rows.cuh). The only block of a batch element writes its
+// results; several blocks add their tables to the one in global memory.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
+    SharedSumTableKernel(const __grid_constant__ SumTableArguments<T> a) {
+  using C = ComputeType<T>;
+  extern __shared__ uint4 shared_sum_memory[];
+  C* const sums = reinterpret_cast<C*>(shared_sum_memory);
+  const int segments = static_cast<int>(a.problem.segments), features = static_cast<int>(a.problem.features);
+  const int cells = segments * features, counters = a.count == nullptr ? 0 : segments;
+  int32_t* const counts = reinterpret_cast<int32_t*>(sums + cells);
+  for (int i = threadIdx.x; i < cells; i += blockDim.x) sums[i] = C{0};
+  for (int i = threadIdx.x; i < counters; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+  const int64_t b = blockIdx.x / a.blocks_per_batch;
+  ForEachElements<int32_t, kVec>(a, b, [&](const auto& elements) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      if (!elements.IsDropped(i)) AtomicAdd(sums + elements.Cell(i), static_cast<C>(elements.values.lane[i]));
+    }
+  });
+  if (counters > 0) {
+    const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
+    const int64_t first = (blockIdx.x - b * a.blocks_per_batch) * blockDim.x + threadIdx.x;
+    for (int64_t row = first; row < a.problem.rows; row += a.blocks_per_batch * blockDim.x) {
+      const uint32_t segment = a.ids[ids_offset + row];
+      if (segment != kDropped) atomicAdd(counts + segment, 1);
+    }
+  }
+  __syncthreads();
+  int32_t* const all_counts = a.count + b * counters;
+  if (a.blocks_per_batch == 1) {
+    for (int i = threadIdx.x; i < cells; i += blockDim.x) {
+      a.output[b * cells + i] = SumResult<T>(sums[i], counters == 0 ? nullptr : counts + i / features);
+    }
+    for (int i = threadIdx.x; i < counters; i += blockDim.x) all_counts[i] = counts[i];
+    return;
+  }
+  for (int i = threadIdx.x; i < cells; i += blockDim.x) AtomicAdd(a.table + b * cells + i, sums[i]);
+  for (int i = threadIdx.x; i < counters; i += blockDim.x) atomicAdd(all_counts + i, counts[i]);
 }
 
 }  // namespace jax_baracuda::segment
