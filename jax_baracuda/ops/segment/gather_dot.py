@@ -127,12 +127,12 @@ def _reference(
     d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, is_wide: bool
 ) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
+    if edge_order:  # ids in the order of the edges: cheaper to move than products
+        gather_ids, segment_ids = (jnp.zeros_like(ids).at[edge_order[0]].set(ids) for ids in (gather_ids, segment_ids))
     cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
     cells = jnp.where(is_member, cells, 0)  # in derivatives, the zeros of dropped edges meet their cells
     products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
     output = products.sum(axis=-1)
-    if edge_order:
-        output = jnp.zeros_like(output).at[edge_order[0]].set(output)
     return (output if is_wide else output.astype(data.dtype),)
 
 
@@ -168,6 +168,33 @@ def _transpose(
     )
 
 
+def _transpose_alone(
+    aval: Any,
+    d_outputs: Sequence[Array],
+    cells: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *edge_order: Array,
+    deterministic: bool,
+) -> Array:
+    """The transpose with respect to the gathered rows: the weighted sum in the other direction."""
+    [d_data] = GATHER_SEGMENT_SUM(
+        cells,
+        as_gather_ids(segment_ids, cells.shape[0]),
+        jnp.clip(gather_ids, 0, aval.shape[0] - 1),
+        d_outputs[0].astype(cells.dtype),
+        *edge_order,
+        num_segments=aval.shape[0],
+        has_weights=True,
+        has_edge_order=bool(edge_order),
+        deterministic=deterministic,
+        indices_are_sorted=False,
+        clips_gather_ids=False,
+        is_wide=False,
+    )
+    return d_data
+
+
 GATHER_SEGMENT_DOT = Op(
     name="gather_segment_dot",
     operands=_operands,
@@ -176,6 +203,7 @@ GATHER_SEGMENT_DOT = Op(
     reference=_reference,
     # H100, time of plain JAX / kernel: 0.5 (41 loops). Two cores: products of single features 0.2.
     xla_rules=(
+        on_gpu("products without a sum, which XLA fuses with what follows", at_most(feature=1)),
         on_gpu("XLA fuses what makes the rows, too", unordered, fused),
         on_gpu("gathers from the L2 cache, fused into the sum over features", unordered, at_most(bytes=64 * MB)),
         on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
@@ -192,6 +220,7 @@ GATHER_SEGMENT_DOT = Op(
     shard_program=functools.partial(sum_over_split_dim, "feature"),
     limit=lambda d_output, data, gather_ids, segment_ids, *_: limit_of_32_bits(segment_ids.shape[0], d_output.shape[0]),
     transpose=_transpose,
+    linear_alone={"data": _transpose_alone},
 )
 
 
