@@ -21,6 +21,7 @@ from jax_baracuda.ops.segment.extremum import (
     segment_min_backward,
     unsorted_segment_max_backward,
 )
+from jax_baracuda.ops.segment.gather_dot import gather_segment_dot
 from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
 from jax_baracuda.ops.segment.gather_sum import gather_segment_mean, gather_segment_sum
 from jax_baracuda.ops.segment.graph_attention import graph_additive_attention, graph_dot_product_attention
@@ -55,6 +56,7 @@ __all__ = [
     "causal_conv1d_backward",
     "causal_conv1d_update",
     "forward_mode",
+    "gather_segment_dot",
     "gather_segment_max",
     "gather_segment_mean",
     "gather_segment_min",

@@ -265,6 +265,7 @@ USE_THE_OPS = """
         gathered = lambda x, w: jax_baracuda.gather_segment_sum(x, ids, ids, 2, weights=w).sum()
         jax.grad(gathered, (0, 1))(data, data)
         print("gather_segment_sum", jax_baracuda.gather_segment_sum(data, ids, ids, 2).tolist())
+        print("gather_segment_dot", jax_baracuda.gather_segment_dot(data[:, None], data[:2, None], ids, ids).tolist())
         nodes, edges = data.reshape(4, 1, 1), (np.arange(4), ids)
         attend = lambda x: jax_baracuda.graph_dot_product_attention(x[:2], x, x, *edges)[:, 0, 0]
         jax.grad(lambda x: attend(x).sum())(nodes)
@@ -314,6 +315,7 @@ VALUES = {
     "gather_segment_min": [1, 5],
     "gather_segment_mean": [1, 5],
     "gather_segment_sum": [2, 10],
+    "gather_segment_dot": [1, 25, 25, 1],
     "graph_dot_product_attention": [1.73105858, 5],
     "graph_additive_attention": [1.73105858, 5],
     "causal_conv1d": [1, 7, 15, 12],

@@ -198,6 +198,7 @@ def units(example: Example) -> dict[str, tuple[str, ...]]:
         "counts": ("segment",),
         "logit cells": ("segment", "feature"),
         "rows": ("row", *features),
+        "products": ("row", *features[:-1]),
         "row": ("key",),
         "number": (),
     }

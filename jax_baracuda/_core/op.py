@@ -116,6 +116,10 @@ class Op:
     """``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
     linear operands. If no other operand has a tangent, derivatives then run kernels: the result's tangent is the op
     applied to the operands' tangents."""
+    linear_alone: Mapping[str, Callable[..., jax.Array]] = dataclasses.field(default_factory=dict)
+    """Further operands of an op with a `transpose`, in each of which the op is linear while all others are fixed, as in
+    one factor of a product; with the transpose: ``(aval of the operand, cotangents of the results, *other operands,
+    **params)`` -> the cotangent of the operand."""
     tangent: Callable[..., Sequence[jax.Array]] | None = None
     """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, if no other
     operand has a tangent. Use when the tangent follows from the results. Integer results have none."""
@@ -312,6 +316,12 @@ class OpCall:
         """The positions of the operands in which an op with a `transpose` is linear."""
         names = list(self.resolve(self.op.operands))
         return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
+
+    @property
+    def linear_alone(self) -> dict[int, Callable[..., jax.Array]]:
+        """The transposes of an op that is linear in further operands, by position."""
+        names = list(self.resolve(self.op.operands))
+        return {names.index(name): transpose for name, transpose in self.op.linear_alone.items() if name in names}
 
     @functools.cached_property
     def selection(self) -> Selection:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +51,19 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
     op, primals = call.op, call.operands
     results = primitive.bind(*primals, **call.all_params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    if op.transpose is not None and all(i in call.linear for i in nonzero_tangents):
-        operands = list(primals)
-        for i in call.linear:
-            # An integer operand is its own placeholder: the result of an integer operand has no tangent.
-            if jnp.issubdtype(primals[i].dtype, jnp.inexact):
-                operands[i] = ad.instantiate_zeros(tangents[i])
-        result_tangents = primitive.bind(*operands, **call.all_params)
+    factors = [call.linear, *([i] for i in call.linear_alone)]
+    if op.transpose is not None and set(nonzero_tangents).issubset(itertools.chain(*factors)):
+
+        def term(factor: Sequence[int]) -> Sequence[jax.Array]:
+            operands = list(primals)
+            for i in factor:
+                # An integer operand is its own placeholder: the result of an integer operand has no tangent.
+                if jnp.issubdtype(primals[i].dtype, jnp.inexact):
+                    operands[i] = ad.instantiate_zeros(tangents[i])
+            return primitive.bind(*operands, **call.all_params)
+
+        terms = [term(factor) for factor in factors if not set(factor).isdisjoint(nonzero_tangents)]
+        result_tangents = [functools.reduce(operator.add, of_result) for of_result in zip(*terms, strict=True)]
     elif (tangent_of := op.tangent) is not None and nonzero_tangents == [0]:
 
         def tangent(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
@@ -76,6 +85,8 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
 def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     """The transpose rule, with respect to the undefined primals. The op is linear in them."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    if len(linear) == 1 and linear[0] in call.linear_alone:
+        return _transpose_alone(call, cotangents, operands, linear[0])
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)
     if (transpose_of := call.op.transpose) is not None and all(i in call.linear for i in linear):
@@ -96,6 +107,21 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
     given = jax_versions.unify_varying(*primals, *(cotangents[i] for i in inexact))
     for i, x in zip(linear, cotangents_of.bind(*given, **call.all_params), strict=True):
         results[i] = _sum_over_shared_batch(x, call.operands[i])
+    return results
+
+
+def _transpose_alone(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any], position: int) -> list[Any]:
+    """The transpose with respect to an operand in which the op alone is linear."""
+    transpose_of = call.linear_alone[position]
+
+    def transpose(*arrays: jax.Array) -> jax.Array:
+        own_type = call.own_operands[position]
+        return call.bound(transpose_of)(own_type, arrays[: len(cotangents)], *arrays[len(cotangents) :])
+
+    others = (x for i, x in enumerate(operands) if i != position)
+    transposed = _map_over_batch(call, transpose, *map(ad.instantiate_zeros, cotangents), *others)
+    results: list[Any] = [None] * len(operands)
+    results[position] = _sum_over_shared_batch(transposed, call.operands[position])
     return results
 
 

@@ -111,6 +111,12 @@ def gathered(reduction: Callable[..., Array]) -> Callable[..., Array]:
 gathered_sum = gathered(jax.ops.segment_sum)
 
 
+def gathered_dot(
+    data: Array, segment_data: Array, gather_ids: Array, segment_ids: Array, indices_are_sorted: bool = False
+) -> Array:
+    return (rows_of(data, gather_ids) * rows_of(segment_data, segment_ids, indices_are_sorted)).sum(-1)
+
+
 def attention(logits: Array, data: Array, gather_ids: Array, segment_ids: Array, num_segments: int) -> Array:
     weights = softmax(logits, segment_ids, num_segments)
     return gathered_sum(data, gather_ids, segment_ids, num_segments, weights=weights)
@@ -258,7 +264,7 @@ def gathering(
 
 
 NODES, NODES_WITH_TIES = Operand(("node", "feature")), Operand(("node", "feature"), with_ties)
-NODES_WITH_HEADS = Operand(("node", "feature", "feature1"))
+NODES_WITH_HEADS, CELLS_WITH_HEADS = (Operand((dim, "feature", "feature1")) for dim in ("node", "segment"))
 OF_EDGES, OF_HEADS = Operand(("row",)), Operand(("row", "feature"))
 
 EXAMPLES = [
@@ -305,6 +311,22 @@ EXAMPLES = [
     gathering(jb.gather_segment_mean, gathered(mean), {"weights": OF_EDGES}, FROM_RESULTS, "weights"),
     gathering(jb.gather_segment_max, gathered(jax.ops.segment_max), {"data": NODES_WITH_TIES}, GATHERED_SELECTED),
     gathering(jb.gather_segment_min, gathered(jax.ops.segment_min), {"data": NODES_WITH_TIES}, GATHERED_SELECTED),
+    *(
+        Example(
+            jb.gather_segment_dot,
+            gathered_dot,
+            {"data": data, "segment_data": segment_data, "gather_ids": NODE_IDS, "segment_ids": segment_ids},
+            sizes,
+            variant,
+            options,
+            tolerance=WEIGHTED,
+        )
+        for variant, data, segment_data, segment_ids, options, sizes in (
+            ("", NODES, COTANGENTS, IDS, {}, GATHERED_CHECKED | GATHERED_TIMED),
+            ("heads", NODES_WITH_HEADS, CELLS_WITH_HEADS, IDS, {}, GATHERED_CHECKED),
+            ("sorted ids", NODES, COTANGENTS, SORTED_IDS, {"indices_are_sorted": True}, GATHERED_CHECKED),
+        )
+    ),
     gathering(
         jb.segment_attention,
         attention,

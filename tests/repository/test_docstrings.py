@@ -37,7 +37,7 @@ def test_functions_of_minima_speak_of_minima(name: str) -> None:
 
 
 OF_EDGES = (
-    *(f"gather_segment_{kind}" for kind in ("sum", "mean", "max", "min")),
+    *(f"gather_segment_{kind}" for kind in ("sum", "mean", "max", "min", "dot")),
     *("segment_attention", "segment_plan"),
 )
 """These docstrings describe edges, where the other segment functions describe rows."""

@@ -985,6 +985,38 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     )
 
 
+def _dot_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    features, num_segments = _features(sizes), sizes["segment"]
+
+    def apply(function: Callable[..., Any], data: Any, segment_data: Any, gather_ids: Any, segment_ids: Any) -> Any:
+        if options["plan"]:
+            plan = jax_baracuda.segment_plan(segment_ids, num_segments, gather_ids, sizes["node"])
+            return function(data, segment_data, plan=plan, **passed(options, "deterministic"))
+        keywords = passed(options, "indices_are_sorted", "mode", "deterministic")
+        return function(data, segment_data, gather_ids, segment_ids, **keywords)
+
+    def reference(data: Any, segment_data: Any, gather_ids: Any, segment_ids: Any) -> Any:
+        ids = wide_ids(segment_ids)
+        ids = jnp.clip(ids, 0, num_segments - 1) if options["mode"] == "clip" else ids
+        # Dropped edges take no part, also in derivatives: NaN times 0 would be NaN.
+        rows = jnp.where(_is_member(ids, num_segments, data), data[wide_ids(gather_ids)], 0)
+        return (rows * take_cells(segment_data, ids)).sum(-1)
+
+    return Problem(
+        operands=(
+            Operand("data", ("node", *features), numbers),
+            Operand("segment_data", ("segment", *features), numbers),
+            Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
+            _ids(options, sizes),
+        ),
+        apply=apply,
+        reference=reference,
+        results=(("row", *features[:-1]),),
+        terms=max(sizes["row"], *sizes["features"][-1:], 1),
+        free=features[:-1],
+    )
+
+
 def _with_nodes(sizes: Mapping[str, Sizes]) -> dict[str, Sizes]:
     """Adds a number of nodes: as many as segments if these are few, so that gradients have few rows, too."""
     return {
@@ -1000,13 +1032,20 @@ def _declare_gathered(
     strategy_options: Sequence[Mapping[str, Any]],
     rules: Sequence[Rule] = (),
     dtypes: Sequence[str] = FLOATING,
+    min_row_ndim: int = 0,
 ) -> None:
+    """Declares a function that gathers along edges. `min_row_ndim`: the least number of dimensions of a row."""
+
+    def with_features(sizes: Mapping[str, Sizes]) -> dict[str, Sizes]:
+        return {name: of_name for name, of_name in sizes.items() if len(of_name["features"]) >= min_row_ndim}
+
+    large_sizes = {name: LARGE_SIZES[name] for name in (*MIDDLE_SIZES, "ordered", "ordered, odd")}
     declare(
         Call(
             name=name,
             dtypes=dtypes,
-            sizes=_with_nodes(SIZES),
-            large_sizes=_with_nodes({name: LARGE_SIZES[name] for name in (*MIDDLE_SIZES, "ordered", "ordered, odd")}),
+            sizes=_with_nodes(with_features(SIZES)),
+            large_sizes=_with_nodes(with_features(large_sizes)),
             options={
                 **options,
                 "indices_are_sorted": (ABSENT, True),
@@ -1047,6 +1086,13 @@ for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", Fals
         {"tie_break": (ABSENT, "first"), "deterministic": (ABSENT, True), **VALUES},
         ({}, {"indices_are_sorted": True}, {"tie_break": "first"}, {"plan": True}),
     )
+_declare_gathered(
+    "gather_segment_dot",
+    _dot_problem,
+    {"deterministic": (ABSENT, True)},
+    ({}, {"indices_are_sorted": True}, {"plan": True}),
+    min_row_ndim=1,
+)
 # No 16-bit dtypes: their rounded probabilities weight the rows, and exceed the error bounds of float32 arithmetic.
 _declare_gathered(
     "segment_attention",

@@ -4,13 +4,17 @@
 namespace jax_baracuda::segment {
 namespace {
 
+// Whether each feature has a weight of its own. Weights are then loaded by vectors, as rows are.
+bool HasWeightVectors(const GatherSumCall& call) { return call.has_weights && call.FeaturesPerHead() == 1; }
+
 ReducePlan PlanOf(const GatherSumCall& call) {
-  return PlanGathered(call, call.has_weights ? call.FeaturesPerHead() : call.problem.features,
-                      SumStateBytes(call.type));
+  const bool has_heads = call.has_weights && !HasWeightVectors(call);
+  return PlanGathered(call, has_heads ? call.FeaturesPerHead() : call.problem.features, SumStateBytes(call.type));
 }
 
-// The Input of weighted sums: each row is scaled by the weights of its edge, one per head.
-template <typename T>
+// The Input of weighted sums: each row is scaled by the weights of its edge, one per head, or one per feature with
+// kHasWeightVectors.
+template <typename T, bool kHasWeightVectors>
 struct WeightedRows : Edges {
   static constexpr bool kTakesEdges = true;
 
@@ -24,23 +28,30 @@ struct WeightedRows : Edges {
   }
   // The position of the first edge's weight.
   __device__ __forceinline__ int64_t At(int64_t b, int64_t edges, int64_t column) const {
-    return (weights_are_shared ? 0 : b * edges * heads) + column / features_per_head;
+    return (weights_are_shared ? 0 : b * edges * heads) + (kHasWeightVectors ? column : column / features_per_head);
   }
 
   template <int kVec>
   struct Row : ComingRow<T, kVec> {
-    T weight;
+    static constexpr int kWeights = kHasWeightVectors ? kVec : 1;
+    Packed<T, kWeights> weights;
 
     __device__ __forceinline__ void Load(const WeightedRows& input, const T* data, const SourceRow& source,
                                          const RowPlace& place) {
       this->LoadGathered(data, source, place);
-      const bool exists = source.row != kDropped;
-      weight =
-          exists ? __ldg(input.weights + (place.at + source.edge * input.heads)) : static_cast<T>(ComputeType<T>{0});
+      if (source.row != kDropped) {
+        weights = LoadPacked<kWeights>(input.weights + (place.at + source.edge * input.heads));
+      } else {
+        memset(&weights, 0, sizeof(weights));
+      }
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
-      cells.AddScaled(Unpack<T, kVec>(this->values), weight);
+      const Vector<T, kWeights> own = Unpack<T, kWeights>(weights);
+      Vector<T, kVec> scales;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) scales.lane[i] = own.lane[i % kWeights];
+      cells.AddScaled(Unpack<T, kVec>(this->values), scales);
     }
   };
 };
@@ -54,12 +65,16 @@ CudaStatus GatherSumCall::LaunchOnCuda(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Edges edges = EdgesOf(*this, clips_gather_ids);
-    const auto reduce = [&](const auto& input) {
-      return LaunchReduction<GatherSumReduction<T>>(*this, plan, {output, is_wide}, stream, input);
+    const auto reduce_weighted = [&](auto has_vectors) {
+      constexpr bool kHasWeightVectors = decltype(has_vectors)::value;
+      using Input = WeightedRows<T, kHasWeightVectors>;
+      const Input input{edges, static_cast<const T*>(weights), weights_are_shared, heads, FeaturesPerHead()};
+      using Reduction = GatherSumReduction<T, kHasWeightVectors>;
+      return LaunchReduction<Reduction>(*this, plan, {output, is_wide}, stream, input);
     };
-    return has_weights ? reduce(WeightedRows<T>{edges, static_cast<const T*>(weights), weights_are_shared, heads,
-                                                FeaturesPerHead()})
-                       : reduce(GatheredRows<T>{edges});
+    if (HasWeightVectors(*this)) return reduce_weighted(std::true_type{});
+    if (has_weights) return reduce_weighted(std::false_type{});
+    return LaunchReduction<GatherSumReduction<T>>(*this, plan, {output, is_wide}, stream, GatheredRows<T>{edges});
   });
 }
 

@@ -46,9 +46,15 @@ struct WeightedRows {
   JB_INLINE void Fold(const Sum<T>&, const T* row, int64_t edge, int64_t width, CellsOf<Sum<T>> cells) const {
     using C = ComputeType<T>;
     const int64_t features = width / heads;
+    const T* const of_edge = weights + edge * heads;
     WithNumbers(row, width, [&](const auto* numbers) __attribute__((always_inline)) {
+      if (features == 1) {
+        JB_VECTORIZE
+        for (int64_t i = 0; i < width; ++i) cells.first[i] += static_cast<C>(of_edge[i]) * static_cast<C>(numbers[i]);
+        return;
+      }
       for (int64_t head = 0; head < heads; ++head) {
-        const C weight = static_cast<C>(weights[edge * heads + head]);
+        const C weight = static_cast<C>(of_edge[head]);
         const auto* const from = numbers + head * features;
         C* const to = cells.first + head * features;
         JB_VECTORIZE

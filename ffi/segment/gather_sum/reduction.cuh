@@ -10,12 +10,13 @@
 
 namespace jax_baracuda::segment {
 
-// As SumReduction. A weight is applied as its term is accumulated, so that product and sum are rounded once.
-template <typename T>
+// As SumReduction. A weight is applied as its term is accumulated, so that product and sum are rounded once. Vectors of
+// weights take as many registers as the rows.
+template <typename T, bool kHasWeightVectors = false>
 struct GatherSumReduction {
   using Element = T;
-  static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight;
-  static constexpr int kTileBlocks = SumReduction<T>::kTileBlocks;
+  static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight / (kHasWeightVectors ? 2 : 1);
+  static constexpr int kTileBlocks = kHasWeightVectors ? 12 : SumReduction<T>::kTileBlocks;
   using C = ComputeType<T>;
 
   struct Outputs {
@@ -31,11 +32,10 @@ struct GatherSumReduction {
     __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t row, const Outputs&) {
       sum.Add(values, row, {});
     }
-    __device__ __forceinline__ void AddScaled(const Vector<T, kCount>& values, T weight) {
-      const Vector<C, kCount> wide = Widen(values);
-      const C scale = static_cast<C>(weight);
+    __device__ __forceinline__ void AddScaled(const Vector<T, kCount>& values, const Vector<T, kCount>& weights) {
+      const Vector<C, kCount> wide = Widen(values), scales = Widen(weights);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) sum.sum[i] += scale * wide.lane[i];
+      for (int i = 0; i < kCount; ++i) sum.sum[i] += scales.lane[i] * wide.lane[i];
     }
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) { sum.Merge(other.sum, {}); }
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,

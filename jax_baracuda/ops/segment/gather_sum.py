@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, with_whole_dims
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, with_whole_dims
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
-from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, unordered
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
-from jax_baracuda.ops.segment.cells import gather_segments
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, sum_over_graphs
+from jax_baracuda.ops.segment.edges import as_gather_ids, sum_over_graphs
+from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import (
-    GATHER_SEGMENT_SUM,
-    GATHER_SEGMENT_SUM_OF_GRAPHS,
-    count_rows,
-    sum_over_split_dim,
-)
+from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS, count_rows
 
 
 @selectable
@@ -188,82 +177,6 @@ def reduce_weighted(rules: BatchedVjp, call: EdgeCall, params: GatherParams, wei
         **call.edges,
     )
     return output.reshape(call.num_segments, *data.shape[1:])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX.
-
-
-def _reference_dot(
-    d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, is_wide: bool
-) -> tuple[Array]:
-    wide = accumulation_dtype(data.dtype)
-    cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
-    cells = jnp.where(is_member, cells, 0)  # in derivatives, the zeros of dropped edges meet their cells
-    products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
-    output = products.sum(axis=-1)
-    if edge_order:
-        output = jnp.zeros_like(output).at[edge_order[0]].set(output)
-    return (output if is_wide else output.astype(data.dtype),)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The op of the gradient of weights.
-
-
-def _operands_of_dot(*, has_edge_order: bool) -> NamedDimensions:
-    operands: dict[str, tuple[str, ...]] = {
-        "d_output": ("segment", "head", "feature"),
-        "data": ("gathered", "head", "feature"),
-        "gather_ids": ("edge",),
-        "segment_ids": ("edge",),
-    }
-    return operands | {"edge_order": ("edge",)} if has_edge_order else operands
-
-
-def _transpose_dot(
-    avals: Sequence[Any],
-    d_outputs: Sequence[Array],
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    *edge_order: Array,
-    deterministic: bool,
-) -> Sequence[Array]:
-    """The transpose with respect to the cells: the weighted sum."""
-    weights = d_outputs[0].astype(data.dtype)
-    params = {"indices_are_sorted": False, "clips_gather_ids": True, "is_wide": False}
-    flags = {"has_weights": True, "has_edge_order": bool(edge_order), "deterministic": deterministic}
-    return GATHER_SEGMENT_SUM(
-        data, gather_ids, segment_ids, weights, *edge_order, num_segments=avals[0].shape[0], **params, **flags
-    )
-
-
-GATHER_SEGMENT_DOT = Op(
-    name="gather_segment_dot",
-    operands=_operands_of_dot,
-    results={"d_weights": ("edge", "head")},
-    result_dtypes=lambda d_output, *_, is_wide: [accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype],
-    reference=_reference_dot,
-    # H100, time of plain JAX / kernel: 0.5 (41 loops). Two cores: products of single features 0.2.
-    xla_rules=(
-        on_gpu("XLA fuses what makes the rows, too", unordered, fused),
-        on_gpu("gathers from the L2 cache, fused into the sum over features", unordered, at_most(bytes=64 * MB)),
-        on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
-    ),
-    dtypes=FLOATING_DTYPES,
-    guarantee=accumulated,
-    attributes=("is_wide", "has_edge_order"),
-    plan_parameters=lambda d_output, data, gather_ids, segment_ids, *_: {
-        **plan_parameters(data, segment_ids, num_segments=d_output.shape[0]),
-        "heads": data.shape[1],
-    },
-    replicated_dims=replicated_dims,
-    reduction_dims=("feature",),
-    shard_program=functools.partial(sum_over_split_dim, "feature"),
-    limit=lambda d_output, data, gather_ids, segment_ids, *_: limit_of_32_bits(segment_ids.shape[0], d_output.shape[0]),
-    transpose=_transpose_dot,
-)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -346,6 +346,28 @@ def _transpose_of_edges(
     return [d_data.astype(avals[0].dtype)]
 
 
+def _transpose_weights(
+    aval: Any,
+    d_outputs: Sequence[Array],
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *edge_order: Array,
+    clips_gather_ids: bool,
+    deterministic: bool,
+) -> Array:
+    """The transpose with respect to the weights: products of the ends of each edge."""
+    from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT  # that module imports this one
+
+    if not clips_gather_ids:
+        segment_ids = jnp.where((gather_ids >= 0) & (gather_ids < data.shape[0]), segment_ids, -1)
+    flags = {"is_wide": False, "has_edge_order": bool(edge_order), "deterministic": deterministic}
+    [d_weights] = GATHER_SEGMENT_DOT(
+        d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, *edge_order, **flags
+    )
+    return d_weights
+
+
 def _are_narrow(traits: Traits) -> bool:
     """Whether sorted edges are faster in two steps: a gather by XLA, then a segment sum.
 
@@ -429,6 +451,7 @@ GATHER_SEGMENT_SUM = Op(
     },
     limit=limit_of_edges,
     transpose=_transpose_of_edges,
+    linear_alone={"weights": _transpose_weights},
 )
 
 

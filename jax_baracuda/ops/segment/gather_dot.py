@@ -1,0 +1,271 @@
+"""Products of the ends of edges: for each edge, the dot product of the row that it gathers and its segment's row."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, with_whole_dims
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, unordered
+from jax_baracuda._core.guarantees import accumulated
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda.ops.segment.arguments import GatherParams, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.cells import gather_segments
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
+from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, sum_over_split_dim
+
+
+@selectable
+@with_twin
+def gather_segment_dot(
+    data: ArrayLike,
+    segment_data: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    deterministic: bool = False,
+    plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Dot products of the rows at both ends of each edge: a sampled product of two dense matrices.
+
+    ``out[e, ...] = sum(data[gather_ids[e], ..., :] * segment_data[segment_ids[e], ..., :])``, over the last dimension.
+
+    The same as ``(data[gather_ids] * segment_data[segment_ids]).sum(-1)``, but neither this function nor its gradient
+    writes or reads an array of edges times features.
+
+    Args:
+      data: ``[N, ..., D]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have
+        kernels. Dimensions in the middle are heads, each with products of its own.
+      segment_data: ``[S, ..., D]`` with the dtype of `data`, one row for each segment.
+      gather_ids: ``[E]``, any integer dtype, in any order: the row that each edge gathers (its sender). As in
+        ``data[gather_ids]``, negative ids count from the end, and ids out of range name the nearest row.
+      segment_ids: ``[E]``, any integer dtype, in any order: the segment of each edge (its receiver). Edges whose id is
+        negative or at least S are dropped: their products are 0.
+      indices_are_sorted: promises that `segment_ids` is non-decreasing, which saves the gradient of `segment_data` a
+        sort on GPUs. If the promise is false, the result may hold anything.
+      mode: what happens to segment ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the edge
+        is dropped. "clip": the id is clamped to ``[0, S - 1]``.
+      deterministic: on GPUs, the gradients of unsorted edges without a plan are added in an order that varies from run
+        to run where that was faster, unless this is True. Everything else has the same bits in every run anyway.
+      plan: a :func:`segment_plan` of the edges, which replaces `gather_ids` and `segment_ids`. The gradient then does
+        not sort. The products are in the order of the ids from which the plan was made.
+
+    Returns:
+      ``[E, ...]`` with the dtype of `data` and its dimensions in the middle.
+
+    Raises:
+      TypeError: an argument is not an array or has an unsuitable dtype, or ids and plan are missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
+        given.
+
+    Numerical guarantees: products are added in float32 (float64 for float64), and the sum is rounded once to the dtype.
+    Bit-equal from run to run, except for gradients on GPUs (see `deterministic`).
+
+    Gradient: ``d_data[n] = sum { d_out[e] * segment_data[segment_ids[e]] : gather_ids[e] == n }``, likewise
+    ``d_segment_data[s] = sum { d_out[e] * data[gather_ids[e]] : segment_ids[e] == s }``, by the kernel of
+    :func:`gather_segment_sum` with weights. No gradient of `data` goes through gather ids that are out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> data = jnp.array([[1.0, 4.0], [3.0, 2.0], [5.0, 6.0]])
+      >>> segment_data = jnp.array([[1.0, 0.0], [1.0, 1.0]])
+      >>> senders, receivers = jnp.array([0, 1, 2, 1]), jnp.array([1, 1, 0, 0])
+      >>> print(jb.gather_segment_dot(data, segment_data, senders, receivers))
+      [5. 5. 5. 3.]
+    """
+    name = "gather_segment_dot"
+    data, segment_data = as_array(name, "data", data), as_array(name, "segment_data", segment_data)
+    for argument, array in (("data", data), ("segment_data", segment_data)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name}: {argument} must have a floating dtype, got {array.dtype}")
+    if data.dtype != segment_data.dtype:
+        raise TypeError(f"{name}: segment_data must have the dtype of data, got {segment_data.dtype} and {data.dtype}")
+    if data.ndim < 2 or data.shape[1:] != segment_data.shape[1:]:
+        raise ValueError(
+            f"{name}: data must be [N, ..., D] and segment_data [S, ..., D], with the same dimensions after the first; "
+            f"got {data.shape} and {segment_data.shape}"
+        )
+    if plan is None and (gather_ids is None or segment_ids is None):
+        raise TypeError(f"{name}: gather_ids and segment_ids must be given, or a plan")
+    num_segments = segment_data.shape[0] if plan is None else None
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    if call.num_segments != segment_data.shape[0]:
+        raise ValueError(
+            f"{name}: the plan is for {call.num_segments} segments, got segment_data.shape = {segment_data.shape}"
+        )
+    params = call.params(GatherParams, indices_are_sorted, deterministic)
+    heads = data.shape[1:-1]
+    output = _gathered_dot(params, data=_of_heads(data), segment_data=_of_heads(segment_data), **call.edges)
+    return output.reshape(output.shape[0], *heads)
+
+
+def _of_heads(rows: Array) -> Array:
+    """Rows ``[N, ..., D]`` as ``[N, H, D]``."""
+    heads = range(1, rows.ndim - 1)
+    return with_whole_dims(rows, heads).reshape(rows.shape[0], math.prod(rows.shape[1:-1]), rows.shape[-1])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX.
+
+
+def _reference(
+    d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, is_wide: bool
+) -> tuple[Array]:
+    wide = accumulation_dtype(data.dtype)
+    if edge_order:  # ids in the order of the edges: cheaper to move than products
+        gather_ids, segment_ids = (jnp.zeros_like(ids).at[edge_order[0]].set(ids) for ids in (gather_ids, segment_ids))
+    cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
+    cells = jnp.where(is_member, cells, 0)  # in derivatives, the zeros of dropped edges meet their cells
+    products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
+    output = products.sum(axis=-1)
+    return (output if is_wide else output.astype(data.dtype),)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The op. It is also the gradient of weights, where the cells are cotangents: hence the name of its first operand.
+
+
+def _operands(*, has_edge_order: bool) -> NamedDimensions:
+    operands: dict[str, tuple[str, ...]] = {
+        "d_output": ("segment", "head", "feature"),
+        "data": ("gathered", "head", "feature"),
+        "gather_ids": ("edge",),
+        "segment_ids": ("edge",),
+    }
+    return operands | {"edge_order": ("edge",)} if has_edge_order else operands
+
+
+def _transpose(
+    avals: Sequence[Any],
+    d_outputs: Sequence[Array],
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *edge_order: Array,
+    deterministic: bool,
+) -> Sequence[Array]:
+    """The transpose with respect to the cells: the weighted sum."""
+    weights = d_outputs[0].astype(data.dtype)
+    params = {"indices_are_sorted": False, "clips_gather_ids": True, "is_wide": False}
+    flags = {"has_weights": True, "has_edge_order": bool(edge_order), "deterministic": deterministic}
+    return GATHER_SEGMENT_SUM(
+        data, gather_ids, segment_ids, weights, *edge_order, num_segments=avals[0].shape[0], **params, **flags
+    )
+
+
+def _transpose_alone(
+    aval: Any,
+    d_outputs: Sequence[Array],
+    cells: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *edge_order: Array,
+    deterministic: bool,
+) -> Array:
+    """The transpose with respect to the gathered rows: the weighted sum in the other direction."""
+    [d_data] = GATHER_SEGMENT_SUM(
+        cells,
+        as_gather_ids(segment_ids, cells.shape[0]),
+        jnp.clip(gather_ids, 0, aval.shape[0] - 1),
+        d_outputs[0].astype(cells.dtype),
+        *edge_order,
+        num_segments=aval.shape[0],
+        has_weights=True,
+        has_edge_order=bool(edge_order),
+        deterministic=deterministic,
+        indices_are_sorted=False,
+        clips_gather_ids=False,
+        is_wide=False,
+    )
+    return d_data
+
+
+GATHER_SEGMENT_DOT = Op(
+    name="gather_segment_dot",
+    operands=_operands,
+    results={"d_weights": ("edge", "head")},
+    result_dtypes=lambda d_output, *_, is_wide: [accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype],
+    reference=_reference,
+    # H100, time of plain JAX / kernel: 0.5 (41 loops). Two cores: products of single features 0.2.
+    xla_rules=(
+        on_gpu("products without a sum, which XLA fuses with what follows", at_most(feature=1)),
+        on_gpu("XLA fuses what makes the rows, too", unordered, fused),
+        on_gpu("gathers from the L2 cache, fused into the sum over features", unordered, at_most(bytes=64 * MB)),
+        on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
+    ),
+    dtypes=FLOATING_DTYPES,
+    guarantee=accumulated,
+    attributes=("is_wide", "has_edge_order"),
+    plan_parameters=lambda d_output, data, gather_ids, segment_ids, *_: {
+        **plan_parameters(data, segment_ids, num_segments=d_output.shape[0]),
+        "heads": data.shape[1],
+    },
+    replicated_dims=replicated_dims,
+    reduction_dims=("feature",),
+    shard_program=functools.partial(sum_over_split_dim, "feature"),
+    limit=lambda d_output, data, gather_ids, segment_ids, *_: limit_of_32_bits(segment_ids.shape[0], d_output.shape[0]),
+    transpose=_transpose,
+    linear_alone={"data": _transpose_alone},
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rule.
+
+
+def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    operands = [arrays[name] for name in ("segment_data", "data", "gather_ids", "segment_ids")]
+    edge_order = [arrays["edge_order"]] if "edge_order" in arrays else []
+    flags = {"is_wide": False, "has_edge_order": bool(edge_order), "deterministic": params.deterministic}
+    return GATHER_SEGMENT_DOT(*operands, *edge_order, **flags)[0], arrays
+
+
+def _backward(params: GatherParams, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
+    """Weighted sums over the edges of each row and of each segment."""
+
+    def weighted_sum(rows: Array, edges: Sequence[Array], edge_order: str, **flags: Any) -> Array:
+        order = [residuals[edge_order]] if edge_order in residuals else []
+        flags |= {"is_wide": False, "has_weights": True, "has_edge_order": bool(order)}
+        return GATHER_SEGMENT_SUM(rows, *edges, d_output, *order, deterministic=params.deterministic, **flags)[0]
+
+    gather_ids, segment_ids = residuals["gather_ids"], residuals["segment_ids"]
+    has_plan = "transposed_order" in residuals
+    if has_plan:
+        transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
+    else:
+        transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
+    d_data = weighted_sum(
+        residuals["segment_data"],
+        transposed,
+        "transposed_order",
+        num_segments=params.num_rows,
+        indices_are_sorted=has_plan,
+        clips_gather_ids=False,
+    )
+    d_segment_data = weighted_sum(
+        residuals["data"],
+        (gather_ids, segment_ids),
+        "edge_order",
+        num_segments=params.num_segments,
+        indices_are_sorted=params.indices_are_sorted,
+        clips_gather_ids=True,
+    )
+    return {"data": d_data, "segment_data": d_segment_data}
+
+
+_gathered_dot = KernelVjp("gather_segment_dot", _forward, _backward)
