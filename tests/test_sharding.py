@@ -138,6 +138,7 @@ HALVES = {
     "segment_min": (2, 4),
     "segment_mean": (4, 4),
     "segment_prod": (3, 4),
+    "segment_logsumexp": (4, 4),
     "segment_softmax": (6, 8),
     "segment_argmax": (4, 4),
     "segment_argmin": (4, 4),
