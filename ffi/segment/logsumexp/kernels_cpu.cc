@@ -62,6 +62,8 @@ struct LogSumExpReduction {
   }
 };
 
+}  // namespace
+
 bool RunLogSumExp(ffi::ThreadPool& pool, const LogSumExpCall& call) {
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
@@ -79,6 +81,8 @@ Plan PlanLogSumExp(const LogSumExpCall& call) {
     return ChooseStrategy(call.problem, CellTypeOf<Reduction>(), /*has_counts=*/false);
   });
 }
+
+namespace {
 
 constexpr auto kRun = RunOnCpu<LogSumExpCall, RunLogSumExp>;
 

@@ -41,7 +41,7 @@ SumPlan Choose(const SumCall& call) {
   return {true, {}, {"atomics", sizes.total}};
 }
 
-template <typename T, bool kIsOfExponentials>
+template <typename T>
 CudaStatus LaunchTable(const SumCall& call, cudaStream_t stream) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
@@ -63,7 +63,7 @@ CudaStatus LaunchTable(const SumCall& call, cudaStream_t stream) {
     a.blocks_per_batch =
         CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
     const uint32_t blocks = GridSize(problem.batch * a.blocks_per_batch);
-    SumTableKernel<T, kVec, kIsOfExponentials><<<blocks, kSumTableThreads, 0, stream>>>(a);
+    SumTableKernel<T, kVec><<<blocks, kSumTableThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(SumTableKernel);
   };
   constexpr int kWidest = 16 / sizeof(C);
@@ -96,16 +96,8 @@ CudaStatus SumCall::LaunchOnCuda(cudaStream_t stream) const {
   if (is_mean && !plan.takes_table) return ReduceMean(*this, plan.reduce, stream);
   return LaunchFor(type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch = [&](auto of_exponentials) {
-      constexpr bool kOfExponentials = decltype(of_exponentials)::value;
-      return plan.takes_table ? LaunchTable<T, kOfExponentials>(*this, stream)
-                              : LaunchReduction<SumReduction<T, kOfExponentials>>(*this, plan.reduce,
-                                                                                  {static_cast<T*>(output)}, stream);
-    };
-    if constexpr (std::is_floating_point_v<T>) {
-      if (is_of_exponentials) return launch(std::true_type{});
-    }
-    return is_of_exponentials ? JB_CUDA_STATUS(cudaErrorInvalidValue) : launch(std::false_type{});
+    return plan.takes_table ? LaunchTable<T>(*this, stream)
+                            : LaunchReduction<SumReduction<T>>(*this, plan.reduce, {static_cast<T*>(output)}, stream);
   });
 }
 

@@ -18,7 +18,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
-from jax_baracuda._core.sharding import ShardAxes, ShardKernel
+from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, as_inexact, canonical_segments, canonicalize
 from jax_baracuda.ops.segment.cells import gather_or_zeros, gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
@@ -121,16 +121,19 @@ def _reference_backward(scales: Array, data: Array, maxima: Array, ids: Array) -
 # The program of one shard, for segments whose rows are split over devices. Devices exchange cells only.
 
 
-def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
-    states = kernel(data, ids)
-    if not axes.get("row", ()):
-        return states
+def states_over_shards(states: Sequence[Array], row_axes: MeshAxes, segment_axes: MeshAxes = ()) -> Sequence[Array]:
+    """The maxima and totals over all shards. If the row axes also split the segments, those of the own segments."""
 
     def merge(maxima: Array, totals: Array) -> Sequence[Array]:
         largest = maxima.max(axis=0)
         return largest, (totals * jnp.exp(maxima - _subtracted(largest))).sum(axis=0)
 
-    return merge_over_shards(merge, states, axes.get("row", ()), axes.get("segment", ()))
+    return merge_over_shards(merge, states, row_axes, segment_axes)
+
+
+def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
+    states, row_axes = kernel(data, ids), axes.get("row", ())
+    return states_over_shards(states, row_axes, axes.get("segment", ())) if row_axes else states
 
 
 # ----------------------------------------------------------------------------------------------------------------------
