@@ -528,6 +528,15 @@ class GroupedRows {
   void ForEachBlock(int64_t begin, int64_t end, int64_t first_segment, int64_t max_rows,
                     FunctionRef<void(const RowBlock&)> body) const;
 
+  // Calls body(row) for the rows at positions [begin, end), and prefetch(row) for rows ahead.
+  template <typename Prefetch, typename Body>
+  JB_INLINE void ForEachRow(int32_t begin, int32_t end, const Prefetch& prefetch, const Body& body) const {
+    for (int32_t place = begin; place < end; ++place) {
+      if (place + kPrefetchDistance < size_) prefetch((*this)[place + kPrefetchDistance]);
+      body((*this)[place]);
+    }
+  }
+
  private:
   std::unique_ptr<int32_t[]> ends_;
   std::unique_ptr<int32_t[]> rows_;  // nullptr if the ids are sorted

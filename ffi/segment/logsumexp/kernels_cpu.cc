@@ -75,14 +75,14 @@ bool RunLogSumExp(ffi::ThreadPool& pool, const LogSumExpCall& call) {
   return has_memory;
 }
 
+namespace {
+
 Plan PlanLogSumExp(const LogSumExpCall& call) {
   return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using Reduction = LogSumExpReduction<typename decltype(tag)::type>;
     return ChooseStrategy(call.problem, CellTypeOf<Reduction>(), /*has_counts=*/false);
   });
 }
-
-namespace {
 
 constexpr auto kRun = RunOnCpu<LogSumExpCall, RunLogSumExp>;
 

@@ -1,8 +1,11 @@
-// The CPU kernels of segment_softmax and its gradient: the rows are reduced to cells, and then each row is computed from
-// its numbers and its segment's cells.
+// The CPU kernels of segment_softmax and its gradient.
+//
+// In order, the rows are reduced to cells, and then each row is computed from its numbers and its segment's cells.
+// Grouped by segment, the rows of one segment after the other are reduced and computed, while they are in a near cache.
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -15,7 +18,8 @@
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr int64_t kBlockNumbers = 1024;  // numbers that are computed together
+constexpr int64_t kBlockNumbers = 1024;       // numbers of rows in order that are computed together
+constexpr int64_t kSegmentNumbers = 1 << 15;  // largest segment whose weights are kept, in numbers
 
 // Some neighbouring features of the rows of a block, which are contiguous: a block of several rows has all features.
 struct NumberBlock {
@@ -23,19 +27,12 @@ struct NumberBlock {
   uint64_t num_segments;
   int64_t first_cell;       // of the batch element, and of the features
   int64_t features, width;  // of a row, and of those in the block
-  bool cells_are_far;       // too large for a near cache, so that prefetching those of a row pays
 
   int64_t count() const { return rows.count * width; }
   JB_INLINE bool IsMember(int64_t row) const { return static_cast<uint64_t>(rows.ids[row]) < num_segments; }
   // The first cell of a row's segment; an arbitrary one for a dropped row.
   JB_INLINE int64_t Cell(int64_t row) const {
     return first_cell + (IsMember(row) ? rows.first_segment + rows.ids[row] : 0) * features;
-  }
-  // Prefetches the cells of a row ahead of this one.
-  template <typename C>
-  JB_INLINE void PrefetchAhead(int64_t row, const C* cells) const {
-    const int64_t coming = row + kPrefetchDistance;
-    if (cells_are_far && coming < rows.known) PrefetchRow(cells + Cell(coming), width);
   }
 };
 
@@ -45,17 +42,15 @@ template <typename Body>
 void ForEachNumberBlock(ffi::ThreadPool& pool, const SoftmaxCall& call, int64_t element_bytes, const Body& body) {
   const Problem& problem = call.problem;
   const int64_t features = problem.features, width = std::min(features, kBlockNumbers);
-  const bool cells_are_far = AreFar(problem.segments * features, element_bytes);
-  ForEachBlockOfResult(
-      pool, problem, SegmentIds(call), call.output, element_bytes, kBlockNumbers / width,
-      [&](int64_t batch, const RowBlock& rows) {
-        for (int64_t begin = 0; begin < features; begin += width) {
-          const NumberBlock block{
-              rows,     static_cast<uint64_t>(problem.segments), batch * problem.segments * features + begin,
-              features, std::min(width, features - begin),       cells_are_far};
-          body(batch, rows.first_row * features + begin, block);
-        }
-      });
+  ForEachBlockOfResult(pool, problem, SegmentIds(call), call.output, element_bytes, kBlockNumbers / width,
+                       [&](int64_t batch, const RowBlock& rows) {
+                         for (int64_t begin = 0; begin < features; begin += width) {
+                           const NumberBlock block{rows, static_cast<uint64_t>(problem.segments),
+                                                   batch * problem.segments * features + begin, features,
+                                                   std::min(width, features - begin)};
+                           body(batch, rows.first_row * features + begin, block);
+                         }
+                       });
 }
 
 // An array [batch or 1, rows, features].
@@ -108,7 +103,6 @@ template <typename C>
 JB_CPU_CLONES void SubtractMaxima(const NumberBlock block, const C* logits, const C* maxima, C* to) {
   WithWidth(block.width, [&](auto width) __attribute__((always_inline)) {
     for (int64_t row = 0; row < block.rows.count; ++row) {
-      block.PrefetchAhead(row, maxima);
       const C* const of_segment = maxima + block.Cell(row);
       StoreEach(width, to + row * width,
                 [&](int64_t i) __attribute__((always_inline)) { return logits[row * width + i] - of_segment[i]; });
@@ -121,7 +115,6 @@ template <typename C>
 JB_CPU_CLONES void DivideByTotals(const NumberBlock block, const C* weights, const C* totals, C* to) {
   WithWidth(block.width, [&](auto width) __attribute__((always_inline)) {
     for (int64_t row = 0; row < block.rows.count; ++row) {
-      block.PrefetchAhead(row, totals);
       const C* const of_segment = totals + block.Cell(row);
       if (block.IsMember(row)) {
         StoreEach(width, to + row * width,
@@ -139,7 +132,6 @@ JB_CPU_CLONES void ComputeGradient(const NumberBlock block, const C* probabiliti
                                    C* to) {
   WithWidth(block.width, [&](auto width) __attribute__((always_inline)) {
     for (int64_t row = 0; row < block.rows.count; ++row) {
-      block.PrefetchAhead(row, sums);
       const C* const of_segment = sums + block.Cell(row);
       if (block.IsMember(row)) {
         StoreEach(width, to + row * width, [&](int64_t i) __attribute__((always_inline)) {
@@ -158,7 +150,7 @@ struct ProductSum {
   using Element = T;
   using First = ComputeType<T>;
   using Second = NoNumber;
-  using Narrow = Sum<First>;
+  using Narrow = std::conditional_t<std::is_same_v<T, First>, ProductSum, Sum<First>>;
   static constexpr bool kRounds = true;
 
   First* output;
@@ -166,7 +158,7 @@ struct ProductSum {
 
   JB_INLINE CellsOf<ProductSum> ResultCells() const { return {output, nullptr}; }
 
-  JB_INLINE void Start(int64_t count, CellsOf<ProductSum> cells) const { ForNarrow().Start(count, cells); }
+  JB_INLINE void Start(int64_t count, CellsOf<ProductSum> cells) const { std::fill_n(cells.first, count, First{0}); }
 
   // Calls body(begin, count, x, y) for the numbers of both arrays. `values` points into the first one.
   template <typename Body>
@@ -198,7 +190,7 @@ struct ProductSum {
   }
 
   JB_INLINE void Merge(int64_t count, CellsOf<ProductSum> later, CellsOf<ProductSum> cells) const {
-    ForNarrow().Merge(count, later, cells);
+    AddNumbers(later.first, count, cells.first);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<ProductSum> cells) const {
@@ -229,7 +221,7 @@ class ProductReduction final : public TypedReduction<ProductSum<T>> {
 };
 
 template <typename T>
-bool Softmax(ffi::ThreadPool& pool, const SoftmaxCall& call) {
+bool SoftmaxInOrder(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   const int64_t cells = problem.batch * problem.segments * problem.features;
@@ -254,7 +246,7 @@ bool Softmax(ffi::ThreadPool& pool, const SoftmaxCall& call) {
 }
 
 template <typename T>
-bool SoftmaxGradients(ffi::ThreadPool& pool, const SoftmaxCall& call) {
+bool GradientsInOrder(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   const auto sums = Allocate<C>(problem.batch * problem.segments * problem.features);
@@ -269,6 +261,181 @@ bool SoftmaxGradients(ffi::ThreadPool& pool, const SoftmaxCall& call) {
                   [&](C* to) { ComputeGradient(block, x, y, static_cast<const C*>(sums.get()), to); });
   });
   return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows grouped by segment.
+
+// maximum and value, the larger one; arbitrary if a value is NaN, because then the total of the weights is NaN.
+template <typename T, typename C>
+JB_INLINE void TakeMaxima(const T* logits, int64_t width, C* maxima) {
+  ForEachPart(logits, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      const C value = static_cast<C>(numbers[i]), maximum = maxima[begin + i];
+      maxima[begin + i] = maximum > value ? maximum : value;
+    }
+  });
+}
+
+// exp(logit - maximum) for one row.
+template <typename T, typename C>
+JB_INLINE void WeighRow(const T* logits, const C* maxima, int64_t width, C* weights) {
+  ForEachPart(logits, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      weights[begin + i] = Exp(static_cast<C>(numbers[i]) - maxima[begin + i]);
+    }
+  });
+}
+
+// Writes the rows of a result in arbitrary order, each once.
+template <typename T>
+class ScatteredRows {
+ public:
+  ScatteredRows(int64_t width, bool is_streamed) : width_(width), is_streamed_(is_streamed), buffer_(width) {}
+
+  template <typename Write>
+  JB_INLINE void Put(T* row, const Write& write) const {
+    T* const computed = is_streamed_ ? buffer_.At(row) : nullptr;
+    if (computed == nullptr) return write(row);
+    write(computed);
+    StreamLines(row, computed, width_ * static_cast<int64_t>(sizeof(T)));
+  }
+
+ private:
+  int64_t width_;
+  bool is_streamed_;
+  StreamBuffer<T> buffer_;
+};
+
+template <typename T>
+JB_CPU_CLONES bool SoftmaxGrouped(const SoftmaxCall& call, const Block block, const GroupedRows& grouped,
+                                  bool is_streamed) {
+  using C = ComputeType<T>;
+  const Problem problem = call.problem;
+  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
+  const auto memory = Allocate<C>(2 * width), weights = Allocate<C>(std::max(kSegmentNumbers, width));
+  if (memory == nullptr || weights == nullptr) return false;
+  C* const maxima = memory.get();
+  C* const totals = maxima + width;
+  const T* const logits = RowArray<T>(call, 0).OfBatch(problem, block.batch) + block.feature_begin;
+  T* const output = static_cast<T*>(call.output);
+  T* const results = output + block.batch * problem.rows * features + block.feature_begin;
+  const ScatteredRows<T> scattered(width, is_streamed);
+  const auto prefetch = [&](int32_t row)
+                            __attribute__((always_inline)) { PrefetchRow(logits + row * features, width); };
+  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
+    const int64_t group = segment - block.segment_begin;
+    const int32_t begin = grouped.Begin(group), end = grouped.End(group);
+    const bool are_kept = (end - begin) * width <= kSegmentNumbers;
+    std::fill_n(maxima, width, -std::numeric_limits<C>::infinity());
+    grouped.ForEachRow(begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
+      TakeMaxima(logits + row * features, width, maxima);
+    });
+    std::fill_n(totals, width, C{0});
+    C* next = weights.get();
+    for (int32_t place = begin; place < end; ++place) {
+      WeighRow(logits + grouped[place] * features, maxima, width, next);
+      AddNumbers(next, width, totals);
+      if (are_kept) next += width;
+    }
+    next = weights.get();
+    for (int32_t place = begin; place < end; ++place) {
+      const int64_t first = grouped[place] * features;
+      if (!are_kept) WeighRow(logits + first, maxima, width, next);
+      scattered.Put(results + first, [&](T* to) __attribute__((always_inline)) {
+        StoreEach(width, to, [&](int64_t i) __attribute__((always_inline)) { return next[i] / totals[i]; });
+      });
+      if (are_kept) next += width;
+    }
+  }
+  WriteDroppedRows(problem, block, SegmentIds(call), output);
+  FinishStreaming();
+  return true;
+}
+
+template <typename T, typename C>
+JB_INLINE void AddProducts(const T* probabilities, const T* d_probabilities, int64_t width, C* sums) {
+  ForEachPart(probabilities, d_probabilities, width,
+              [&](int64_t begin, int64_t count, const auto* x, const auto* y) __attribute__((always_inline)) {
+                JB_VECTORIZE
+                for (int64_t i = 0; i < count; ++i) sums[begin + i] += static_cast<C>(x[i]) * static_cast<C>(y[i]);
+              });
+}
+
+template <typename T, typename C>
+JB_INLINE void GradientOfRow(const T* probabilities, const T* d_probabilities, const C* sums, int64_t width, T* to) {
+  ForEachPart(probabilities, d_probabilities, width,
+              [&](int64_t begin, int64_t count, const auto* x, const auto* y) __attribute__((always_inline)) {
+                StoreEach(count, to + begin, [&](int64_t i) __attribute__((always_inline)) {
+                  return static_cast<C>(x[i]) * (static_cast<C>(y[i]) - sums[begin + i]);
+                });
+              });
+}
+
+template <typename T>
+JB_CPU_CLONES bool GradientsGrouped(const SoftmaxCall& call, const Block block, const GroupedRows& grouped,
+                                    bool is_streamed) {
+  using C = ComputeType<T>;
+  const Problem problem = call.problem;
+  const int64_t features = problem.features, width = block.feature_end - block.feature_begin;
+  const auto sums = Allocate<C>(width);
+  if (sums == nullptr) return false;
+  const T* const probabilities = RowArray<T>(call, 0).OfBatch(problem, block.batch) + block.feature_begin;
+  const T* const d_probabilities = RowArray<T>(call, 1).OfBatch(problem, block.batch) + block.feature_begin;
+  T* const output = static_cast<T*>(call.output);
+  T* const results = output + block.batch * problem.rows * features + block.feature_begin;
+  const ScatteredRows<T> scattered(width, is_streamed);
+  const auto prefetch = [&](int32_t row) __attribute__((always_inline)) {
+    PrefetchRow(probabilities + row * features, width);
+    PrefetchRow(d_probabilities + row * features, width);
+  };
+  for (int64_t segment = block.segment_begin; segment < block.segment_end; ++segment) {
+    const int64_t group = segment - block.segment_begin;
+    const int32_t begin = grouped.Begin(group), end = grouped.End(group);
+    std::fill_n(sums.get(), width, C{0});
+    grouped.ForEachRow(begin, end, prefetch, [&](int32_t row) __attribute__((always_inline)) {
+      AddProducts(probabilities + row * features, d_probabilities + row * features, width, sums.get());
+    });
+    for (int32_t place = begin; place < end; ++place) {
+      const int64_t first = grouped[place] * features;
+      scattered.Put(results + first, [&](T* to) __attribute__((always_inline)) {
+        GradientOfRow(probabilities + first, d_probabilities + first, sums.get(), width, to);
+      });
+    }
+  }
+  WriteDroppedRows(problem, block, SegmentIds(call), output);
+  FinishStreaming();
+  return true;
+}
+
+// `is_streamed`: results larger than the caches are written past them.
+template <typename T>
+bool RunGrouped(ffi::ThreadPool& pool, const SoftmaxCall& call, bool is_streamed) {
+  const Problem& problem = call.problem;
+  const int64_t result_bytes = problem.batch * problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
+  AdviseHugePages(call.output, result_bytes);
+  return ForEachGroupedBlock(pool, problem, sizeof(T), NumThreads(pool, result_bytes), SegmentIds(call),
+                             [&](const Block& block, const GroupedRows& rows) {
+                               return call.is_backward ? GradientsGrouped<T>(call, block, rows, is_streamed)
+                                                       : SoftmaxGrouped<T>(call, block, rows, is_streamed);
+                             });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <typename T>
+Strategy ChooseStrategy(const SoftmaxCall& call) {
+  const Problem& problem = call.problem;
+  if (call.HasNoResult()) return Strategy::kNothing;
+  if (problem.segments == 0) return Strategy::kFill;
+  CellType type = CellTypeOf<ProductSum<T>>();
+  if (!call.is_backward) type.second_bytes = type.first_bytes;
+  const Strategy strategy = ChooseStrategy(problem, type, /*has_counts=*/false);
+  const int64_t result_bytes = problem.batch * problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
+  const bool is_streamed = strategy == Strategy::kGroupBySegment && result_bytes >= kMinStreamedBytes;
+  return is_streamed ? Strategy::kStreamedGroups : strategy;
 }
 
 // Numbers the segments that have rows, if hardly any has one: memory then grows with the rows, not the segments.
@@ -302,30 +469,29 @@ std::unique_ptr<int64_t[]> NumberSegmentsWithRows(SoftmaxCall* call) {
 }
 
 bool RunSoftmax(ffi::ThreadPool& pool, const SoftmaxCall& given) {
-  if (given.HasNoResult()) return true;
   SoftmaxCall call = given;
   const auto numbers = NumberSegmentsWithRows(&call);
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    has_memory = call.is_backward ? SoftmaxGradients<T>(pool, call) : Softmax<T>(pool, call);
+    const Strategy strategy = ChooseStrategy<T>(call);
+    const bool is_streamed = strategy == Strategy::kStreamedGroups;
+    if (strategy == Strategy::kNothing) return;
+    has_memory = is_streamed || strategy == Strategy::kGroupBySegment ? RunGrouped<T>(pool, call, is_streamed)
+                 : call.is_backward                                   ? GradientsInOrder<T>(pool, call)
+                                                                      : SoftmaxInOrder<T>(pool, call);
   });
   return has_memory;
 }
 
 Plan PlanSoftmax(const SoftmaxCall& call) {
-  const Problem& problem = call.problem;
-  if (call.HasNoResult()) return {kNothing};
-  if (problem.segments == 0) return {StrategyName(Strategy::kFill)};
-  if (!call.is_backward) return PlanLogSumExp(call.ReductionAs<LogSumExpCall>());
-  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    return ChooseStrategy(problem, CellTypeOf<ProductSum<typename decltype(tag)::type>>(), /*has_counts=*/false);
-  });
+  return PlanOfType(call, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return ChooseStrategy<typename decltype(tag)::type>(call); });
 }
 
 constexpr auto kRun = RunOnCpu<SoftmaxCall, RunSoftmax>;
 
-#define JB_SOFTMAX_STRATEGIES kNothing, "fill", "scan", "split_scan", "group_by_segment"
+#define JB_SOFTMAX_STRATEGIES kNothing, "fill", "scan", "split_scan", "group_by_segment", "group_by_segment_streamed"
 
 JB_CPU_TARGET("segment_softmax", (HandleSoftmax<ffi::ThreadPool, kRun>),
               (BindCall<ffi::ThreadPool, 2, 1, SoftmaxOptions>()), (PlanOf<PlanSoftmax, SoftmaxCallOf<false>>),
