@@ -98,14 +98,15 @@ JB_CPU_CLONES void ExpAll(int64_t count, C* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = Exp(numbers[i]);
 }
 
-// logit - maximum; arbitrary for dropped rows.
+// logit - maximum for the rows at the offsets of a block; arbitrary for dropped rows.
 template <typename C>
 JB_CPU_CLONES void SubtractMaxima(const NumberBlock block, const C* logits, const C* maxima, C* to) {
   WithWidth(block.width, [&](auto width) __attribute__((always_inline)) {
     for (int64_t row = 0; row < block.rows.count; ++row) {
       const C* const of_segment = maxima + block.Cell(row);
+      const C* const of_row = logits + block.rows.offsets[row] * width;
       StoreEach(width, to + row * width,
-                [&](int64_t i) __attribute__((always_inline)) { return logits[row * width + i] - of_segment[i]; });
+                [&](int64_t i) __attribute__((always_inline)) { return of_row[i] - of_segment[i]; });
     }
   });
 }
@@ -220,6 +221,95 @@ class ProductReduction final : public TypedReduction<ProductSum<T>> {
   const RowArray<T> probabilities_, cotangents_;
 };
 
+// Folds a row into maxima; arbitrary ones if a number is NaN, because then the total of the weights is NaN.
+template <typename T, typename C>
+JB_INLINE void TakeMaxima(const T* logits, int64_t width, C* maxima) {
+  ForEachPart(logits, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      const C value = static_cast<C>(numbers[i]), maximum = maxima[begin + i];
+      maxima[begin + i] = maximum > value ? maximum : value;
+    }
+  });
+}
+
+// The maximum of each cell; arbitrary if a member is NaN, because the sum of its weights is NaN anyway.
+template <typename T>
+struct Maximum {
+  using Element = T;
+  using First = ComputeType<T>;
+  using Second = NoNumber;
+  using Narrow = Maximum<First>;
+  static constexpr bool kRounds = false;
+
+  First* output = nullptr;
+
+  JB_INLINE CellsOf<Maximum> ResultCells() const { return {output, nullptr}; }
+
+  JB_INLINE void Start(int64_t count, CellsOf<Maximum> cells) const {
+    std::fill_n(cells.first, count, -std::numeric_limits<First>::infinity());
+  }
+
+  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<Maximum> cells) const {
+    TakeMaxima(values, width, cells.first);
+  }
+
+  JB_INLINE Narrow ForNarrow() const { return {}; }
+  void Convert(const T* from, int64_t count, First* to) const { Widen(from, count, to); }
+
+  JB_INLINE void Merge(int64_t count, CellsOf<Maximum> later, CellsOf<Maximum> cells) const {
+    TakeMaxima(later.first, count, cells.first);
+  }
+
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, CellsOf<Maximum> cells) const {
+    WriteNumbers(cells.first, count, output + first_cell);
+  }
+};
+
+// The totals of exp(logit - maximum).
+template <typename T>
+class WeightTotals final : public TypedReduction<Sum<ComputeType<T>>> {
+ public:
+  using C = ComputeType<T>;
+
+  WeightTotals(const SoftmaxCall& call, const C* maxima, C* totals)
+      : TypedReduction<Sum<C>>(call.problem, kBlockNumbers / call.problem.features, /*splits_features=*/false,
+                               Sum<C>{totals}),
+        logits_(call, 0),
+        maxima_(maxima) {}
+
+  void Fold(const RowBlock& block, const FoldTarget& target) const override {
+    if (block.count == 0) return;
+    const Problem& problem = this->problem;
+    const int64_t features = problem.features, count = (block.offsets[block.count - 1] + 1) * features;
+    C numbers[kBlockNumbers], weights[kBlockNumbers];
+    const C* const logits = logits_.Numbers(problem, target.batch, block.first_row * features, count, numbers);
+    const NumberBlock all{block, target.num_segments, target.batch * problem.segments * features, features, features};
+    SubtractMaxima(all, logits, maxima_, static_cast<C*>(weights));
+    ExpAll(all.count(), static_cast<C*>(weights));
+    FoldRows(block, kAllOffsets.values, weights, this->reduction, target);
+  }
+
+ private:
+  const RowArray<T> logits_;
+  const C* const maxima_;
+};
+
+// Reduces rows in order to maxima and totals. Of rows whose width is no multiple of 4, exponentials vectorise only over
+// rows, and so the maxima come first. Returns false if memory allocation fails.
+template <typename T, typename C>
+bool ReduceInOrder(ffi::ThreadPool& pool, const SoftmaxCall& call, C* maxima, C* totals) {
+  if (IsNarrow(call.problem.features) && call.problem.features % 4 != 0) {
+    const SegmentIds ids(call);
+    return Scan(pool, ids, DirectReduction(call.problem, call.inputs[0], Maximum<T>{maxima})) &&
+           Scan(pool, ids, WeightTotals<T>(call, maxima, totals));
+  }
+  auto reduction = call.ReductionAs<LogSumExpCall>();
+  reduction.maxima = maxima;
+  reduction.totals = totals;
+  return RunLogSumExp(pool, reduction);
+}
+
 template <typename T>
 bool SoftmaxInOrder(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   using C = ComputeType<T>;
@@ -228,10 +318,7 @@ bool SoftmaxInOrder(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   const auto states = Allocate<C>(2 * cells);
   if (states == nullptr) return false;
   const C *const maxima = states.get(), *const totals = maxima + cells;
-  auto reduction = call.ReductionAs<LogSumExpCall>();
-  reduction.maxima = states.get();
-  reduction.totals = states.get() + cells;
-  if (!RunLogSumExp(pool, reduction)) return false;
+  if (!ReduceInOrder<T>(pool, call, states.get(), states.get() + cells)) return false;
   const RowArray<T> logits(call, 0);
   T* const result = static_cast<T*>(call.output);
   ForEachNumberBlock(pool, call, sizeof(T), [&](int64_t batch, int64_t first, const NumberBlock& block) {
@@ -265,18 +352,6 @@ bool GradientsInOrder(ffi::ThreadPool& pool, const SoftmaxCall& call) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows grouped by segment.
-
-// maximum and value, the larger one; arbitrary if a value is NaN, because then the total of the weights is NaN.
-template <typename T, typename C>
-JB_INLINE void TakeMaxima(const T* logits, int64_t width, C* maxima) {
-  ForEachPart(logits, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) {
-      const C value = static_cast<C>(numbers[i]), maximum = maxima[begin + i];
-      maxima[begin + i] = maximum > value ? maximum : value;
-    }
-  });
-}
 
 // exp(logit - maximum) for one row.
 template <typename T, typename C>
