@@ -237,7 +237,6 @@ USE_THE_OPS = """
         warnings.simplefilter("always")
         import jax_baracuda
     import jax, jax.numpy as jnp, numpy as np
-    from jax_baracuda._core.op import OPS
     print("import:", [f"{w.category.__name__}: {w.message}" for w in at_import])
     assert jnp.arange(4).sum() == 6
     data, ids = np.array([1, 5, 5, 2], np.float32), np.array([0, 1, 1, 0])
@@ -258,9 +257,6 @@ USE_THE_OPS = """
                        jax_baracuda.gather_segment_mean):
             jax.grad(lambda x: reduce(x, ids, ids, 2).sum())(data)
             print(reduce.__name__, reduce(data, ids, ids, 2).tolist())
-        [exponentials] = OPS["segment_sum_of_exponentials"](
-            data, ids, num_segments=2, indices_are_sorted=False, deterministic=False)
-        print("segment_sum_of_exponentials", exponentials.tolist())
         print("segment_order", jax_baracuda.segment_plan(ids, 2).edge_order.tolist())
         gathered = lambda x, w: jax_baracuda.gather_segment_sum(x, ids, ids, 2, weights=w).sum()
         jax.grad(gathered, (0, 1))(data, data)
@@ -307,7 +303,6 @@ VALUES = {
     "segment_prod": [2, 25],
     "segment_softmax": [0.26894142, 0.5, 0.5, 0.73105858],
     "segment_logsumexp": [2.31326169, 5.69314718],
-    "segment_sum_of_exponentials": [10.1073379, 296.826318],
     "segment_argmax": [3, 1],
     "segment_argmin": [0, 1],
     "segment_order": [0, 3, 1, 2],

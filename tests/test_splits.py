@@ -331,11 +331,10 @@ OF_VALUE_ALONE = {("segment_sum", "row"), ("gather_segment_sum", "node"), ("gath
 OF_VALUE_ALONE |= {("take_rows", "node"), ("write_slice", "new"), ("write_slices", "new")}
 """Functions and dimensions for which the value needs exchanges, and the gradient needs none."""
 
-EXCHANGES_MORE = {"segment_prod", "segment_softmax", "segment_attention"}
+EXCHANGES_MORE = {"segment_prod", "segment_attention"}
 EXCHANGES_MORE |= {"graph_dot_product_attention", "graph_additive_attention"}
 """Functions that exchange more than plain JAX. Products also exchange exponents; plain JAX divides by factors, even by
-zero. A softmax has two branches: one exchanges one array of cells, the other two. The gradient of attention over edges
-needs its result."""
+zero. The gradient of attention over edges needs its result."""
 
 
 GRADIENTS = [split for split in SPLITS if split.key[1:] == ("", True)]

@@ -35,7 +35,7 @@ struct SumOptions {
 
 struct SoftmaxOptions {
   int64_t num_batch_dims, num_segments;
-  bool indices_are_sorted, deterministic;
+  bool indices_are_sorted;
 };
 
 }  // namespace jax_baracuda::segment
@@ -48,8 +48,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::WinnerOptions, Stru
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::SumOptions, StructMember<int64_t>("num_batch_dims"),
                                       StructMember<bool>("indices_are_sorted"), StructMember<bool>("deterministic"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::SoftmaxOptions, StructMember<int64_t>("num_batch_dims"),
-                                      StructMember<int64_t>("num_segments"), StructMember<bool>("indices_are_sorted"),
-                                      StructMember<bool>("deterministic"));
+                                      StructMember<int64_t>("num_segments"), StructMember<bool>("indices_are_sorted"));
 
 namespace jax_baracuda::segment {
 

@@ -8,42 +8,50 @@ from support import cases
 from support.cases import Expected
 
 
-def reference(data: np.ndarray, ids: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray]:
-    """The exact results, and bounds of the errors that kernels make before they round."""
+def states(data: np.ndarray, ids: np.ndarray, segments: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The exact maxima and totals of exp(data - maximum), and the relative errors of the totals of kernels."""
     x = data.astype(cases.wider(data.dtype))
     maxima = cases.reference_max(data, ids, segments).astype(x.dtype)
-    is_infinite = np.isinf(maxima)
     counts = cases.counts(ids, segments).reshape(-1, *[1] * (data.ndim - 1))
+    distances = distances_from(maxima, x, ids)
+    terms = np.exp(-distances)
+    totals = cases.segment_sum(terms, ids, segments)
     with np.errstate(invalid="ignore", divide="ignore"):
-        is_member = cases.take_cells(~is_infinite, ids)
-        distances = np.where(is_member, cases.take_cells(maxima, ids) - x, np.inf)
-        terms = np.exp(-distances)
-        total = cases.segment_sum(terms, ids, segments)
-        output = np.where(is_infinite, maxima, maxima + np.log(total))
-        # The distances and the exponentials are rounded, each addition by half an eps, and so is the result.
-        of_distances = cases.segment_sum(np.where(terms > 0, terms * distances, 0), ids, segments) / total
-        error = of_distances + 4 + counts / 2 + np.abs(output)
-    return output, np.where(np.isfinite(output), cases.eps_of(data.dtype) * error, 0)
+        # The distances and the exponentials are rounded, and each addition by half an eps.
+        of_distances = cases.segment_sum(np.where(terms > 0, terms * distances, 0), ids, segments) / totals
+    return maxima, totals, cases.eps_of(data.dtype) * (of_distances + 4 + counts / 2)
+
+
+def distances_from(maxima: np.ndarray, data: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The distances of the rows from the maxima of their segments; inf for dropped rows and in segments of -inf."""
+    is_near = cases.take_cells(~np.isneginf(maxima), ids)
+    with np.errstate(invalid="ignore"):
+        return np.where(is_near, cases.take_cells(maxima, ids) - data, np.inf)
 
 
 def value(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
     data = data.astype(cases.mean_dtype(data.dtype))  # integers are cast as those of means
-    output, error = reference(data, ids, segments)
-    return Expected(output, data.dtype, error)
+    maxima, totals, error = states(data, ids, segments)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        output = np.where(np.isinf(maxima), maxima, maxima + np.log(totals))
+        # The logarithm and the sum are rounded.
+        error = error + cases.eps_of(data.dtype) * (1 + np.abs(output))
+    return Expected(output, data.dtype, np.where(np.isfinite(output), error, 0))
 
 
 def gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
-    output, error = reference(data, ids, segments)
-    is_member = cases.take_cells(np.ones(output.shape, bool), ids)
-    cells = np.where(np.isneginf(output), 0, output), error, d_output.astype(output.dtype)
-    of_rows, errors, d_rows = (cases.take_cells(x, ids) for x in cells)
+    """The errors depend on the distances of the rows from the maximum, not on the size of the result."""
+    maxima, totals, error = states(data, ids, segments)
+    d_rows = cases.take_cells(d_output.astype(maxima.dtype), ids)
+    is_finite = np.isfinite(maxima)
+    divisors = np.where(cases.take_cells(is_finite, ids), cases.take_cells(totals, ids), 1)
+    distances = distances_from(maxima, data, ids)
     with np.errstate(invalid="ignore"):
-        distances = np.where(is_member, of_rows - data, np.inf)
-        exact = np.exp(-distances) * d_rows
-        relative = errors + cases.eps_of(data.dtype) * (4 + np.abs(distances))
+        exact = np.exp(-distances) / divisors * d_rows
+        relative = cases.take_cells(np.where(is_finite, error, 0), ids) + cases.eps_of(data.dtype) * (4 + distances)
         error = np.where(exact != 0, np.abs(exact) * relative, 0)
     # Kernels treat subnormal weights as zeros.
-    of_subnormal = is_member * (1 + np.abs(d_rows)) * float(np.finfo(cases.accumulator(data.dtype)).tiny)
+    of_subnormal = (1 + np.abs(d_rows)) * float(np.finfo(cases.accumulator(data.dtype)).tiny)
     return Expected(exact, data.dtype, np.where(np.isfinite(error), error, 0) + of_subnormal)
 
 

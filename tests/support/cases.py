@@ -544,22 +544,6 @@ def reference_softmax(logits: np.ndarray, ids: np.ndarray, segments: int) -> Exp
     return Expected(probabilities, logits.dtype, error)
 
 
-def reference_sum_of_exponentials(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
-    """Sums of exponentials: infinite on overflow. A term below the range of the dtype is a tiny number, not 0."""
-    wide = wider(data.dtype)
-    sums, error = np.zeros((2, segments, *data.shape[1:]), wide)
-    least = 2.0**-120 if data.dtype.itemsize == 4 else 2.0**-1000
-    for segment, rows in _members(ids, segments):
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            x = data[rows].astype(wide)
-            terms = np.maximum(np.exp(x), least)
-            terms = np.where(terms > np.finfo(data.dtype).max, np.inf, terms)
-            sums[segment] = terms.sum(axis=0)
-            # Each term has an error of a few ulp, and so do the sums.
-            error[segment] = eps_of(data.dtype) * (4 + np.sqrt(len(rows))) * sums[segment]
-    return Expected(sums, data.dtype, error)
-
-
 def reference_softmax_gradient(
     d_probabilities: np.ndarray, probabilities: np.ndarray, ids: np.ndarray, segments: int
 ) -> Expected:

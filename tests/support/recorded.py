@@ -26,9 +26,6 @@ from jax_baracuda._tools.calls import traced_calls
 Program = Callable[[Mapping[str, Any]], Any]
 """A function of the operands of an example."""
 
-OF_SHARDS = {"segment_sum_of_exponentials": "segment_softmax"}
-"""Targets that only the programs of shards call, and targets that take the same operands and params."""
-
 
 IDS = ("ids", "segment_ids", "gather_ids")
 """The operands that a plan replaces."""
@@ -97,14 +94,13 @@ def callers() -> dict[str, list[tuple[Example, int]]]:
             for i, program in enumerate(programs_of(example)):
                 for name in {call.name for call in traced_calls(program, types)}:
                     found.setdefault(name, []).append((example, i))
-    return found | {name: found[like] for name, like in OF_SHARDS.items()}
+    return found
 
 
 def calls_of(
     rng: np.random.Generator, target: str, dtype: str, batch: int, sizes: Callable[[Example], Mapping[str, int]]
 ) -> Iterator[OpCall]:
     """Calls of the target, by one example after the other, mapped over a batch. `sizes`: those of an example."""
-    like = OF_SHARDS.get(target, target)
     for caller, i in callers().get(target, []):
         example = dataclasses.replace(caller, sizes={"small": sizes(caller)})
         with cases.x64_for(dtype), np.errstate(invalid="ignore"):
@@ -113,8 +109,8 @@ def calls_of(
             with contextlib.suppress(TypeError), recording() as calls:  # integers have no gradient
                 jax.vmap(programs_of(example)[i])(operands)
         for call in calls:
-            if call.name == like and call.dtype.name == dtype:
-                yield dataclasses.replace(call, op=OPS[target])
+            if call.name == target and call.dtype.name == dtype:
+                yield call
 
 
 GoodCall = tuple[Call, dict[str, np.ndarray]]

@@ -143,11 +143,24 @@ inline uint32_t GapBlocks(const Problem& problem, int threads) {
   return GridSize(CeilDivide(problem.batch * GapWarpsPerBatch(problem), threads / 32));
 }
 
-// Input is OwnRows, or says how rows are gathered from another array (see gathering.cuh).
+// Tiles, which alone read pairs of rows.
+inline ReducePlan PlanPairs(const SegmentCall& call, int64_t state_bytes) {
+  const Problem& problem = call.problem;
+  const int64_t element_bytes = ElementBytes(call.type);
+  const Strategy strategy = problem.HasNoResult()                             ? Strategy::kNothing
+                            : problem.rows == 0                               ? Strategy::kFill
+                            : !call.indices_are_sorted                        ? Strategy::kSortThenTiles
+                            : problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles
+                                                                              : Strategy::kTiles;
+  return MakeReducePlan(problem, strategy, element_bytes, state_bytes);
+}
+
+// Input is OwnRows, or RowPairs, or says how rows are gathered from another array (see gathering.cuh).
 template <typename Reduction, typename Input>
 struct Reducer {
   using T = typename Reduction::Element;
-  static constexpr bool kGathers = !std::is_same_v<Input, OwnRows<T>>;
+  static constexpr bool kIsPlain = std::is_same_v<Input, OwnRows<T>>;
+  static constexpr bool kGathers = std::is_base_of_v<Edges, Input>;
 
   const SegmentCall& call;
   const ReducePlan& plan;
@@ -164,7 +177,7 @@ struct Reducer {
       case Strategy::kFill:
         return LaunchFill<Reduction>(outputs, 0, problem.batch * problem.segments, problem.features, stream);
       case Strategy::kPrivateTable:
-        if constexpr (kTakesPrivateTable<Reduction> && !kGathers) return PrivateTable();
+        if constexpr (kTakesPrivateTable<Reduction> && kIsPlain) return PrivateTable();
         return JB_CUDA_STATUS(cudaErrorInvalidValue);
       default:
         for (int64_t b = 0; b < problem.batch; b += plan.elements_at_once) JB_RETURN_IF_CUDA_ERROR(ElementsFrom(b));
@@ -218,8 +231,8 @@ struct Reducer {
       a.order = order.rows;
     }
     a.input = input;
+    if constexpr (!kIsPlain) a.input.Advance(first, problem.rows, problem.features);
     if constexpr (kGathers) {
-      a.input.Advance(first, problem.rows, problem.features);
       a.data = data + (problem.data_is_shared ? 0 : first * input.num_rows * problem.features);
     } else {
       a.data = data + problem.DataRow(first, 0) * problem.features;
@@ -232,7 +245,7 @@ struct Reducer {
       if constexpr (!kTakesWidestTilesAlone<Reduction>) {
         if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
       }
-    } else {
+    } else if constexpr (kIsPlain) {
       if (strategy == Strategy::kSmallRows) return SmallRows(a);
     }
     a.merge_counters = carver.Take<uint32_t>(2);
@@ -251,7 +264,9 @@ struct Reducer {
       return DispatchRowVector<T>(plan.part_features,
                                   [&](auto vector) { return Tiles<decltype(vector)::value, RowSource::kGathered>(a); });
     } else {
-      if (strategy == Strategy::kRuns) return Runs(a);
+      if constexpr (kIsPlain) {
+        if (strategy == Strategy::kRuns) return Runs(a);
+      }
       if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a);
       return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
         constexpr int kVec = decltype(vector)::value;

@@ -454,6 +454,32 @@ inline constexpr int64_t kMaxConvertedWidth = std::is_same_v<typename Reduction:
                                               : kIsWidenedAtOnce<typename Reduction::Element>       ? 64
                                                                                                     : kMaxNarrowWidth;
 
+// The largest block of rows in memory order that FoldOwnRows takes.
+template <typename Reduction>
+int64_t MaxBlockRows(const Problem& problem) {
+  const bool are_converted = problem.features > 0 && problem.features <= kMaxConvertedWidth<Reduction>;
+  return are_converted ? kConvertedNumbers / problem.features : kConvertedIds;
+}
+
+// Folds a block of rows in memory order, `stride` elements apart. `rows` is that of offset 0.
+template <typename Reduction>
+void FoldOwnRows(const RowBlock& block, const typename Reduction::Element* rows, int64_t stride,
+                 const Reduction& reduction, const FoldTarget& target) {
+  using Element = typename Reduction::Element;
+  constexpr bool kFoldsWideNumbers = kMaxConvertedWidth<Reduction> > kMaxNarrowWidth;
+  if constexpr (std::is_same_v<typename Reduction::Narrow, Reduction>) {
+    if (IsNarrow(target.width)) return FoldNarrow(block, block.offsets, rows, reduction, target);
+  } else if (!target.rows_are_scattered && target.width > 0 && target.width <= kMaxConvertedWidth<Reduction> &&
+             (kFoldsWideNumbers || IsNarrow(target.width))) {
+    typename Reduction::Narrow::Element numbers[kConvertedNumbers];
+    ConvertBlock(block, rows, target.width, numbers,
+                 [&](const Element* from, int64_t count, auto* to) { reduction.Convert(from, count, to); });
+    if constexpr (kFoldsWideNumbers) return FoldRows(block, block.offsets, numbers, reduction.ForNarrow(), target);
+    return FoldNarrow(block, block.offsets, numbers, reduction.ForNarrow(), target);
+  }
+  FoldWide(block, block.offsets, rows, stride, reduction, target);
+}
+
 // The reduction of rows [batch or 1, rows, features] in memory order.
 template <typename Reduction>
 class DirectReduction final : public TypedReduction<Reduction> {
@@ -461,30 +487,14 @@ class DirectReduction final : public TypedReduction<Reduction> {
   using Element = typename Reduction::Element;
 
   DirectReduction(const Problem& problem, const void* data, const Reduction& reduction)
-      : TypedReduction<Reduction>(problem,
-                                  problem.features > 0 && problem.features <= kMaxConvertedWidth<Reduction>
-                                      ? kConvertedNumbers / problem.features
-                                      : kConvertedIds,
-                                  /*splits_features=*/true, reduction),
+      : TypedReduction<Reduction>(problem, MaxBlockRows<Reduction>(problem), /*splits_features=*/true, reduction),
         data_(static_cast<const Element*>(data)) {}
 
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
     const Problem& problem = this->problem;
-    const Reduction& reduction = this->reduction;
-    const Element* const rows =
-        data_ + problem.DataRow(target.batch, block.first_row) * problem.features + target.feature_begin;
-    constexpr bool kFoldsWideNumbers = kMaxConvertedWidth<Reduction> > kMaxNarrowWidth;
-    if constexpr (std::is_same_v<typename Reduction::Narrow, Reduction>) {
-      if (IsNarrow(target.width)) return FoldNarrow(block, block.offsets, rows, reduction, target);
-    } else if (!target.rows_are_scattered && target.width > 0 && target.width <= kMaxConvertedWidth<Reduction> &&
-               (kFoldsWideNumbers || IsNarrow(target.width))) {
-      typename Reduction::Narrow::Element numbers[kConvertedNumbers];
-      ConvertBlock(block, rows, target.width, numbers,
-                   [&](const Element* from, int64_t count, auto* to) { reduction.Convert(from, count, to); });
-      if constexpr (kFoldsWideNumbers) return FoldRows(block, block.offsets, numbers, reduction.ForNarrow(), target);
-      return FoldNarrow(block, block.offsets, numbers, reduction.ForNarrow(), target);
-    }
-    FoldWide(block, block.offsets, rows, problem.features, reduction, target);
+    const int64_t first_row = problem.DataRow(target.batch, block.first_row);
+    FoldOwnRows(block, data_ + first_row * problem.features + target.feature_begin, problem.features, this->reduction,
+                target);
   }
 
  private:

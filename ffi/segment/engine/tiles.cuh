@@ -55,6 +55,35 @@ struct OwnRows {
   using Row = ComingRow<T, kVec>;
 };
 
+// The Input of rows that are computed from two arrays, the data and `second`: instead of Add, the accumulator has
+// AddPair(values of data, values of second).
+template <typename T>
+struct RowPairs {
+  static constexpr bool kTakesEdges = false;
+
+  const T* second;  // [batch or 1, rows, features]
+  bool second_is_shared;
+
+  void Advance(int64_t element, int64_t rows, int64_t features) {
+    if (!second_is_shared) second += element * rows * features;
+  }
+
+  template <int kVec>
+  struct Row : ComingRow<T, kVec> {
+    Packed<T, kVec> second_values;
+
+    template <typename Cells, typename Outputs>
+    __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
+      cells.AddPair(Unpack<T, kVec>(this->values), Unpack<T, kVec>(second_values));
+    }
+  };
+};
+
+template <typename Input>
+inline constexpr bool kHasPairs = false;
+template <typename T>
+inline constexpr bool kHasPairs<RowPairs<T>> = true;
+
 // With the Input of the rows (see gathering.cuh).
 template <typename Reduction, typename Input>
 struct InputArguments : TileArguments<Reduction> {
@@ -88,7 +117,7 @@ struct TileShared {
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block on
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], data row of each row, if kWithOrder
   uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], edge of each row, if kWithEdges
-  char* rows;          // [groups + 1] tiles, staged only
+  char* rows;          // [groups + 1] tiles of each array, staged only
 
   static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered || kSource == RowSource::kGathered;
@@ -97,9 +126,13 @@ struct TileShared {
 
   static int Bytes(int groups, int64_t features) {
     const int words = 2 * groups + 2 + kArrays * (groups + 1) * kPaddedTileRows;
-    const int rows =
-        kSource == RowSource::kStaged ? (groups + 1) * StagedTileBytes<T>(static_cast<int>(features)) + 8 : 0;
+    const int rows = kSource == RowSource::kStaged ? (kHasPairs<Input> ? 2 : 1) * StagedBytes(groups, features) + 8 : 0;
     return kSlotBytes + words * 4 + rows;
+  }
+
+  // Of the tiles of an array.
+  __host__ __device__ static int StagedBytes(int groups, int64_t features) {
+    return (groups + 1) * StagedTileBytes<T>(static_cast<int>(features));
   }
 
   __device__ TileShared(uint4* shared, int groups) : slots(reinterpret_cast<Cells*>(shared)) {
@@ -208,9 +241,16 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const int64_t rows = a.problem.rows, features = a.problem.features;
   const bool is_whole = kSource == RowSource::kGathered || a.problem.data_is_shared;  // no offset per batch element
   const T* data = a.data + (is_whole ? 0 : b * rows * features);
+  const T* second = nullptr;
+  if constexpr (kHasPairs<Input>) second = a.input.second + (a.input.second_is_shared ? 0 : b * rows * features);
+  const int staged_bytes = Shared::StagedBytes(a.groups, features);
 
   if constexpr (kSource == RowSource::kStaged) {
-    StageRows(data + first_row * features, rows - first_row, a.groups + 1, static_cast<int>(features), shared.rows);
+    const auto stage = [&](const T* from, char* to) {
+      StageRows(from + first_row * features, rows - first_row, a.groups + 1, static_cast<int>(features), to);
+    };
+    stage(data, shared.rows);
+    if constexpr (kHasPairs<Input>) stage(second, shared.rows + staged_bytes);
   }
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
   const uint32_t batch_rows = static_cast<uint32_t>(a.batch_rows);
@@ -228,7 +268,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
       return a.input.template Source<Input::kTakesEdges>(b, row, rows, a.problem.data_is_shared);
     }
     const uint32_t joined_row = __ldg(a.order + row);
-    return {is_joined && a.problem.data_is_shared ? joined_row % batch_rows : joined_row, 0};
+    const bool is_own_row = is_joined && a.problem.data_is_shared && !kHasPairs<Input>;
+    return {is_own_row ? joined_row % batch_rows : joined_row, 0};
   });
   if constexpr (kSource == RowSource::kStaged) __pipeline_wait_prior(0);
   __syncthreads();
@@ -293,9 +334,17 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
               shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
           const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
           memcpy(&coming[u].values, tile + element * sizeof(T), sizeof(coming[u].values));
+          if constexpr (kHasPairs<Input>) {
+            memcpy(&coming[u].second_values, tile + staged_bytes + element * sizeof(T), sizeof(coming[u].values));
+          }
         } else if constexpr (kSource == RowSource::kOrdered) {
-          const uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
+          uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
           coming[u].number = is_joined ? data_row % batch_rows : data_row;
+          if constexpr (kHasPairs<Input>) {
+            const uint32_t second_row = is_joined && a.input.second_is_shared ? data_row % batch_rows : data_row;
+            coming[u].second_values = LoadPackedStreaming<kVec>(second + second_row * features + column);
+            if (is_joined && a.problem.data_is_shared) data_row %= batch_rows;
+          }
           coming[u].values = LoadPackedStreaming<kVec>(data + data_row * features + column);
         } else if constexpr (kSource == RowSource::kGathered) {
           const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
@@ -304,6 +353,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           coming[u].Load(a.input, data, source, {own == kDropped ? -1 : first_segment + own, features, column, at});
         } else {
           coming[u].values = LoadPackedStreaming<kVec>(next_row);
+          if constexpr (kHasPairs<Input>) {
+            coming[u].second_values = LoadPackedStreaming<kVec>(second + (next_row - data));
+          }
           next_row += features;
         }
       }

@@ -32,20 +32,6 @@ struct Tuning90 {
   // evenly. It is a constant because scratch, which depends on the tiles, may be planned without a GPU.
   static constexpr int64_t kMaxRowsOfSmallSortTiles = int64_t{1} << 19, kMultiprocessors = 132;
 
-  // Softmax: operands up to this size stay in L2 for the next pass.
-  static constexpr int64_t kKeptBytes = int64_t{48} << 20;
-  // Softmax: a larger table of sums is built in parts of this size, which fit in L2. Each part reads all rows, so this
-  // needs few parts and many rows per segment.
-  static constexpr int64_t kPartBytes = int64_t{24} << 20, kMaxParts = 4, kMinRowsToPartSegment = 8;
-  // Softmax: sort first from this row width and table size on, even if the order of additions does not matter.
-  static constexpr int64_t kMinFarRowBytes = 64, kMinFarTableBytes = int64_t{32} << 20;
-  // Softmax in one launch: maximum number of elements, maximum rows per segment.
-  static constexpr int64_t kMaxSmallElements = int64_t{1} << 22, kMaxSmallRowsToSegment = 1024;
-  // Sorted softmax: tiles are as fast as one launch from this many rows on, or from this many elements on if segments
-  // have few rows.
-  static constexpr int64_t kMinRowsOfSortedTiles = int64_t{1} << 12;
-  static constexpr int64_t kMinElementsOfSortedTiles = int64_t{1} << 18, kMaxRowsToSegmentOfSortedTiles = 32;
-
   // Gathered rows in one launch: maximum number of rows, average rows per segment, and elements of data and of result.
   static constexpr int64_t kMaxRowsOfSmallTiles = int64_t{1} << 14, kMaxRowsToSegmentOfSmallTiles = 64;
   static constexpr int64_t kMaxElementsOfSmallTiles = int64_t{1} << 21;

@@ -9,17 +9,23 @@ namespace jax_baracuda::segment {
 // The back end brings its context, which is the stream or the thread pool, and the function that runs calls.
 template <typename Context, Run<Context, LogSumExpCall> kRun>
 ffi::Error HandleLogSumExp(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                           ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, ReductionOptions options) {
+                           ffi::Result<ffi::AnyBuffer> maxima, ffi::Result<ffi::AnyBuffer> totals,
+                           ffi::RemainingRets scratch, ReductionOptions options) {
   constexpr const char* kOp = "segment_logsumexp";
   LogSumExpCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.First("output", *output, "segments, ..."));
+  JB_RETURN_IF_ERROR(decoder.First("maxima", *maxima, "segments, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("data", data, &call.data, &call.problem.data_is_shared));
-  JB_RETURN_IF_ERROR(decoder.FirstCells("output", *output, ComputeDataType(decoder.type()), &call.output));
+  const ffi::DataType of_states = ComputeDataType(decoder.type());
+  JB_RETURN_IF_ERROR(decoder.FirstCells("maxima", *maxima, of_states, &call.maxima));
+  JB_RETURN_IF_ERROR(decoder.Cells("totals", *totals, of_states, &call.totals));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
   call.indices_are_sorted = options.indices_are_sorted;
   return kRun(context, kOp, scratch, &call);
 }
+
+// The CPU kernel, which softmax runs too. Returns false if memory allocation fails.
+bool RunLogSumExp(ffi::ThreadPool& pool, const LogSumExpCall& call);
 
 }  // namespace jax_baracuda::segment

@@ -8,7 +8,7 @@ namespace {
 
 constexpr auto kRun = RunOnCuda<LogSumExpCall>;
 
-JB_CUDA_TARGET("segment_logsumexp", (HandleLogSumExp<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, ReductionOptions>()),
+JB_CUDA_TARGET("segment_logsumexp", (HandleLogSumExp<cudaStream_t, kRun>), (BindCall<Stream, 2, 2, ReductionOptions>()),
                (CudaPlanOf<CallOf<LogSumExpCall>>), kNothing, JB_REDUCE_STRATEGIES);
 
 }  // namespace

@@ -15,7 +15,7 @@ struct LogSumExpReduction {
   using C = ComputeType<T>;
 
   struct Outputs {
-    C* output;
+    C *maxima, *totals;
   };
 
   template <int kCount>
@@ -37,10 +37,14 @@ struct LogSumExpReduction {
     }
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
                                           int64_t feature) const {
-      Vector<C, kCount> result;
+      Vector<C, kCount> maxima, totals;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) result.lane[i] = cell[i].Value();
-      StoreVector(outputs.output + segment * features + feature, result);
+      for (int i = 0; i < kCount; ++i) {
+        maxima.lane[i] = cell[i].maximum;
+        totals.lane[i] = cell[i].Total();
+      }
+      StoreVector(outputs.maxima + segment * features + feature, maxima);
+      StoreVector(outputs.totals + segment * features + feature, totals);
     }
   };
 };
@@ -54,8 +58,9 @@ Plan LogSumExpCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 CudaStatus LogSumExpCall::LaunchOnCuda(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    auto* const result = static_cast<ComputeType<T>*>(output);
-    return LaunchReduction<LogSumExpReduction<T>>(*this, PlanOf(*this), {result}, stream);
+    using C = ComputeType<T>;
+    const typename LogSumExpReduction<T>::Outputs outputs{static_cast<C*>(maxima), static_cast<C*>(totals)};
+    return LaunchReduction<LogSumExpReduction<T>>(*this, PlanOf(*this), outputs, stream);
   });
 }
 

@@ -14,7 +14,7 @@ namespace jax_baracuda::segment {
 
 struct LogSumExpCall : SegmentCall {
   const void* data = nullptr;
-  void* output = nullptr;  // in the ComputeType of the data
+  void *maxima = nullptr, *totals = nullptr;  // the states of cells, in the ComputeType of the data
 
   // How the launcher runs, from shapes and flags alone.
   Plan CudaPlan() const;
@@ -30,11 +30,11 @@ JB_ALWAYS_INLINE C Exponential(C x) {
 #endif
 }
 
-// What is known of a cell after some of its rows: their maximum, NaN if one of them is NaN, and the sum of
-// exp(x - maximum). The sum of no rows is 0, and so is that of rows of -inf.
+// The state of a cell after some of its rows: their maximum, NaN if one of them is NaN, and the total of
+// exp(x - maximum). The total of no rows is 0, and so is that of rows of -inf.
 template <typename C>
 struct LogSumExp {
-  C maximum, sum;
+  C maximum, total;
 
   JB_ALWAYS_INLINE static LogSumExp OfNoRows() { return {-std::numeric_limits<C>::infinity(), C{0}}; }
 
@@ -42,18 +42,18 @@ struct LogSumExp {
   JB_ALWAYS_INLINE void Merge(LogSumExp other) {
     const bool other_is_larger = other.maximum > maximum || other.maximum != other.maximum;
     const C larger = other_is_larger ? other.maximum : maximum, smaller = other_is_larger ? maximum : other.maximum;
-    const C sum_of_larger = other_is_larger ? other.sum : sum, sum_of_smaller = other_is_larger ? sum : other.sum;
+    const C of_larger = other_is_larger ? other.total : total, of_smaller = other_is_larger ? total : other.total;
     const C scale = smaller == -std::numeric_limits<C>::infinity() ? C{0} : Exponential(smaller - larger);
     maximum = larger;
-    sum = sum_of_larger + sum_of_smaller * scale;
+    total = of_larger + of_smaller * scale;
   }
 
   // Folds in one row.
   JB_ALWAYS_INLINE void Add(C x) { Merge({x, C{1}}); }
 
-  JB_ALWAYS_INLINE C Value() const {
-    // If the maximum is inf, the sum is NaN: it has terms exp(inf - inf).
-    return maximum == std::numeric_limits<C>::infinity() ? maximum : maximum + std::log(sum);
+  // The total of all rows. It is NaN if the maximum is inf or NaN, as exp(x - maximum) is for the row that attains it.
+  JB_ALWAYS_INLINE C Total() const {
+    return maximum < std::numeric_limits<C>::infinity() ? total : std::numeric_limits<C>::quiet_NaN();
   }
 };
 

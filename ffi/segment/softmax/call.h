@@ -11,6 +11,17 @@ struct SoftmaxCall : SegmentCall {
   bool is_shared[2] = {false, false};
   void* output = nullptr;
 
+  bool HasNoResult() const { return problem.batch * problem.rows * problem.features == 0; }
+
+  // A call of another op that reduces the rows of the first input, without its results.
+  template <typename Call>
+  Call ReductionAs() const {
+    Call reduction;
+    static_cast<SegmentCall&>(reduction) = *this;
+    reduction.data = inputs[0];
+    return reduction;
+  }
+
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };

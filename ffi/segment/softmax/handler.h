@@ -21,7 +21,6 @@ ffi::Error HandleSoftmax(Context context, ffi::AnyBuffer logits, ffi::AnyBuffer 
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "logits", logits, DispatchFloating(call.type, [](auto) {})));
   call.problem.data_is_shared = call.is_shared[0];
   call.indices_are_sorted = options.indices_are_sorted;
-  call.deterministic = options.deterministic;
   return kRun(context, kOp, scratch, &call);
 }
 
@@ -42,7 +41,6 @@ ffi::Error HandleSoftmaxBackward(Context context, ffi::AnyBuffer probabilities, 
   call.problem.data_is_shared = call.is_shared[0];
   call.is_backward = true;
   call.indices_are_sorted = options.indices_are_sorted;
-  call.deterministic = options.deterministic;
   return kRun(context, kOp, scratch, &call);
 }
 

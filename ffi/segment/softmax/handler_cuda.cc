@@ -8,14 +8,11 @@ namespace {
 
 constexpr auto kRun = RunOnCuda<SoftmaxCall>;
 
-#define JB_SOFTMAX_STRATEGIES                                                                                  \
-  kNothing, "fill", "one_launch", "tiles", "sort_then_tiles", "atomics", "cached_atomics", "atomics_in_parts", \
-      "cached_atomics_in_parts"
-
 JB_CUDA_TARGET("segment_softmax", (HandleSoftmax<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, SoftmaxOptions>()),
-               (CudaPlanOf<SoftmaxCallOf<false>>), JB_SOFTMAX_STRATEGIES);
+               (CudaPlanOf<SoftmaxCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_softmax_backward", (HandleSoftmaxBackward<cudaStream_t, kRun>),
-               (BindCall<Stream, 3, 1, SoftmaxOptions>()), (CudaPlanOf<SoftmaxCallOf<true>>), JB_SOFTMAX_STRATEGIES);
+               (BindCall<Stream, 3, 1, SoftmaxOptions>()), (CudaPlanOf<SoftmaxCallOf<true>>), kNothing, "fill", "tiles",
+               "staged_tiles", "sort_then_tiles");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -1,4 +1,4 @@
-// The handlers of segment_sum, segment_mean and segment_sum_of_exponentials.
+// The handlers of segment_sum and segment_mean.
 #pragma once
 
 #include "ffi/segment/decoding.h"
@@ -35,19 +35,6 @@ ffi::Error HandleMean(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segme
   JB_RETURN_IF_ERROR(decoder.Vector("count", *count, ffi::DataType::S32, call.problem.segments, &call.count));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
   call.is_mean = true;
-  return kRun(context, kOp, scratch, &call);
-}
-
-template <typename Context, Run<Context, SumCall> kRun>
-ffi::Error HandleSumOfExponentials(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                                   ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, SumOptions options) {
-  constexpr const char* kOp = "segment_sum_of_exponentials";
-  SumCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(DecodeSum(&decoder, data, segment_ids, *output, options, &call));
-  const bool has_kernel = decoder.type() == ffi::DataType::F32 || decoder.type() == ffi::DataType::F64;
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, has_kernel));
-  call.is_of_exponentials = true;
   return kRun(context, kOp, scratch, &call);
 }
 

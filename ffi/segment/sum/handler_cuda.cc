@@ -1,4 +1,4 @@
-// The CUDA targets of segment_sum, segment_mean and segment_sum_of_exponentials.
+// The CUDA targets of segment_sum and segment_mean.
 
 #include "ffi/segment/engine/run_cuda.h"
 #include "ffi/segment/sum/handler.h"
@@ -12,9 +12,6 @@ JB_CUDA_TARGET("segment_sum", (HandleSum<cudaStream_t, kRun>), (BindCall<Stream,
                (CudaPlanOf<SumCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES, "atomics", "shared_table");
 JB_CUDA_TARGET("segment_mean", (HandleMean<cudaStream_t, kRun>), (BindCall<Stream, 2, 2, SumOptions>()),
                (CudaPlanOf<SumCallOf<true>>), kNothing, "fill_counts", JB_REDUCE_STRATEGIES, "atomics", "shared_table");
-JB_CUDA_TARGET("segment_sum_of_exponentials", (HandleSumOfExponentials<cudaStream_t, kRun>),
-               (BindCall<Stream, 2, 1, SumOptions>()), (CudaPlanOf<SumCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES,
-               "atomics");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

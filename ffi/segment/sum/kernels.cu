@@ -48,7 +48,7 @@ SumPlan Choose(const SumCall& call) {
   SumPlan plan{};
   if (strategy == Strategy::kSortThenTiles && !call.deterministic) {
     const bool is_added = (row_bytes <= Tuning::kMaxAddedRowBytes || is_small) && !is_contended;
-    if (!call.is_of_exponentials && !(is_added && AddsVectors(call))) {
+    if (!(is_added && AddsVectors(call))) {
       plan.shared_tables = SharedTableBlocksPerBatch(problem, compute_bytes + (call.is_mean ? sizeof(int32_t) : 0));
     }
     if (plan.shared_tables > 0) {
@@ -70,7 +70,7 @@ SumPlan Choose(const SumCall& call) {
   return plan;
 }
 
-template <typename T, bool kIsOfExponentials>
+template <typename T>
 CudaStatus AddRows(SumTableArguments<T> a, cudaStream_t stream) {
   const Problem& problem = a.problem;
   const auto add_rows = [&](auto vector) {
@@ -78,7 +78,7 @@ CudaStatus AddRows(SumTableArguments<T> a, cudaStream_t stream) {
     a.blocks_per_batch =
         CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
     const uint32_t blocks = GridSize(problem.batch * a.blocks_per_batch);
-    SumTableKernel<T, kVec, kIsOfExponentials><<<blocks, kSumTableThreads, 0, stream>>>(a);
+    SumTableKernel<T, kVec><<<blocks, kSumTableThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(SumTableKernel);
   };
   constexpr int kWidest = 16 / sizeof(ComputeType<T>);
@@ -105,7 +105,7 @@ CudaStatus AddRowsInSharedTables(const SumTableArguments<T>& a, cudaStream_t str
   return is_aligned ? add_rows(std::integral_constant<int, kWidest>{}) : add_rows(std::integral_constant<int, 1>{});
 }
 
-template <typename T, bool kIsOfExponentials>
+template <typename T>
 CudaStatus LaunchTable(const SumCall& call, const SumPlan& plan, cudaStream_t stream) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
@@ -124,8 +124,7 @@ CudaStatus LaunchTable(const SumCall& call, const SumPlan& plan, cudaStream_t st
     const int64_t bytes = problem.batch * problem.segments * sizeof(int32_t);
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.count, 0, bytes, stream));
   }
-  JB_RETURN_IF_CUDA_ERROR(plan.shared_tables > 0 ? AddRowsInSharedTables(a, stream)
-                                                 : AddRows<T, kIsOfExponentials>(a, stream));
+  JB_RETURN_IF_CUDA_ERROR(plan.shared_tables > 0 ? AddRowsInSharedTables(a, stream) : AddRows(a, stream));
   if (sizeof(C) == sizeof(T) && a.count == nullptr) return {};
   FinishSumTableKernel<T><<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a, cells);
   return JB_LAUNCH_STATUS(FinishSumTableKernel);
@@ -151,15 +150,8 @@ CudaStatus SumCall::LaunchOnCuda(cudaStream_t stream) const {
   if (is_mean && plan.algorithm == Algorithm::kReduce) return ReduceMean(*this, plan.reduce, stream);
   return LaunchFor(type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch = [&](auto of_exponentials) {
-      constexpr bool kOfExponentials = decltype(of_exponentials)::value;
-      if (plan.algorithm != Algorithm::kReduce) return LaunchTable<T, kOfExponentials>(*this, plan, stream);
-      return LaunchReduction<SumReduction<T, kOfExponentials>>(*this, plan.reduce, {static_cast<T*>(output)}, stream);
-    };
-    if constexpr (std::is_floating_point_v<T>) {
-      if (is_of_exponentials) return launch(std::true_type{});
-    }
-    return is_of_exponentials ? JB_CUDA_STATUS(cudaErrorInvalidValue) : launch(std::false_type{});
+    if (plan.algorithm != Algorithm::kReduce) return LaunchTable<T>(*this, plan, stream);
+    return LaunchReduction<SumReduction<T>>(*this, plan.reduce, {static_cast<T*>(output)}, stream);
   });
 }
 

@@ -8,19 +8,8 @@
 
 namespace jax_baracuda::segment {
 
-// The term of a number in a sum.
-template <bool kIsExponential, typename C>
-__device__ __forceinline__ C TermOf(C value) {
-  if constexpr (kIsExponential) {
-    const C term = exp(value);
-    return term <= kMinExponential<C> ? kMinExponential<C> : term;
-  } else {
-    return value;
-  }
-}
-
 // Terms are added in ComputeType, in an order that depends on shapes and ids only. The result is rounded once.
-template <typename T, bool kIsOfExponentials = false>
+template <typename T>
 struct SumReduction {
   using Element = T;
   static constexpr int kRowsInFlight = sizeof(T) == 8 ? 4 : 8;
@@ -42,7 +31,7 @@ struct SumReduction {
     __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, const Outputs&) {
       const Vector<C, kCount> wide = Widen(values);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) sum[i] += TermOf<kIsOfExponentials>(wide.lane[i]);
+      for (int i = 0; i < kCount; ++i) sum[i] += wide.lane[i];
     }
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
 #pragma unroll

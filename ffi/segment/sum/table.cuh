@@ -47,7 +47,7 @@ inline constexpr int kSumTableThreads = 256;
 inline constexpr int kSumVectorsInFlight = 4;
 
 // For rows that are whole vectors: features are a multiple of kVec. Bound by the atomic additions.
-template <typename T, int kVec, bool kIsOfExponentials>
+template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_constant__ SumTableArguments<T> a) {
   using C = ComputeType<T>;
   const int64_t b = blockIdx.x / a.blocks_per_batch;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
     if (segment[u] == kDropped) continue;
     Vector<C, kVec> terms;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) terms.lane[i] = TermOf<kIsOfExponentials>(static_cast<C>(values[u].lane[i]));
+    for (int i = 0; i < kVec; ++i) terms.lane[i] = static_cast<C>(values[u].lane[i]);
     AtomicAddVector(table + segment[u] * features + feature[u], terms);
     if (a.count != nullptr && feature[u] == 0) atomicAdd(a.count + b * a.problem.segments + segment[u], 1);
   }

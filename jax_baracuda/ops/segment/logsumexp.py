@@ -1,9 +1,12 @@
-"""Logarithm of the sum of exponentials of segments. Its gradient needs the rows and the result before rounding."""
+"""Logarithm of the sum of exponentials of segments.
+
+The kernel returns the maximum of each cell and the total of exp(x - maximum), from which value and gradient follow. The
+logarithm alone would not do: of large numbers, it keeps too few digits of the total for the gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
-from jax_baracuda._core.sharding import ShardAxes, ShardKernel
+from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, as_inexact, canonical_segments, canonicalize
 from jax_baracuda.ops.segment.cells import gather_or_zeros, gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
@@ -62,13 +65,12 @@ def segment_logsumexp(
       rows are all -inf. NaN propagates. Otherwise a row of inf gives inf.
 
     Numerical guarantees: the exponentials are those of differences from the segment's maximum. They are added in
-    float32 (float64 for float64). The result is rounded once to the dtype. Bit-equal from run to run. The weights of
-    the gradient follow from the result in float32 (float64): their relative error grows with it, to ``|out| * 2^-24``
-    (``|out| * 2^-53``), so that a float32 result of 10^4 leaves them three digits. For larger numbers, take the
-    gradient from :func:`segment_softmax`.
+    float32 (float64 for float64). The result is rounded once to the dtype, and so is the gradient. Bit-equal from run
+    to run.
 
-    Gradient: ``d_data[n] = d_out[s] * exp(data[n] - out[s])`` with ``s = segment_ids[n]``, where ``out`` is the result
-    before rounding; 0 for dropped rows and in segments whose result is -inf.
+    Gradient: ``d_data[n] = d_out[s] * exp(data[n] - m[s]) / sum { exp(data[k] - m[s]) : segment_ids[k] == s }`` with
+    ``s = segment_ids[n]`` and the maximum m of the segment, so its errors do not grow with the size of `data`; 0 for
+    dropped rows and in segments whose result is -inf.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -86,49 +88,65 @@ def segment_logsumexp(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX.
+# Reference in plain JAX. The maximum counts as a constant in derivatives: the value does not depend on the number that
+# is subtracted.
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
+def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array]:
     wide = data.astype(accumulation_dtype(data.dtype))
     maxima = xla_max(jax.lax.stop_gradient(wide), ids, num_segments)
-    maxima = jnp.where(jnp.isinf(maxima), 0, maxima)
-    of_rows, is_member = gather_segments(maxima, ids)
-    total = xla_sum(jnp.exp(jnp.where(is_member, wide - of_rows, -jnp.inf)), ids, num_segments)
-    return (jnp.where(total == 0, -jnp.inf, maxima + jnp.log(jnp.where(total == 0, 1, total))),)
+    of_rows, is_member = gather_segments(_subtracted(maxima), ids)
+    exponentials = jnp.exp(jnp.where(is_member, wide - of_rows, -jnp.inf))
+    return maxima, xla_sum(exponentials, ids, num_segments)
 
 
-def _reference_backward(d_output: Array, data: Array, output: Array, ids: Array) -> tuple[Array]:
-    # 0 in place of -inf: then the exponentials of rows of -inf are 0, not NaN.
-    of_rows, is_member = gather_segments(jnp.where(output == -jnp.inf, 0, output), ids)
-    weights = jnp.exp(jnp.where(is_member, data.astype(output.dtype) - of_rows, -jnp.inf))
-    d_rows = gather_or_zeros(d_output, ids).astype(output.dtype)
-    return ((weights * d_rows).astype(d_output.dtype),)
+def _subtracted(maxima: Array) -> Array:
+    """What is subtracted from the rows: not -inf, from which rows of -inf have no distance."""
+    return jnp.where(maxima == -jnp.inf, 0, maxima)
+
+
+def _logarithms(maxima: Array, totals: Array) -> Array:
+    is_finite = jnp.isfinite(maxima)
+    return jnp.where(is_finite, maxima + jnp.log(jnp.where(is_finite, totals, 1)), maxima)
+
+
+def _reference_backward(scales: Array, data: Array, maxima: Array, ids: Array) -> tuple[Array]:
+    """``scales * exp(data - maxima)``"""
+    of_rows, is_member = gather_segments(_subtracted(maxima), ids)
+    exponentials = jnp.exp(jnp.where(is_member, data.astype(maxima.dtype) - of_rows, -jnp.inf))
+    return ((exponentials * gather_or_zeros(scales, ids)).astype(data.dtype),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The program of one shard, for segments whose rows are split over devices. Devices exchange cells only.
 
 
+def states_over_shards(states: Sequence[Array], row_axes: MeshAxes, segment_axes: MeshAxes = ()) -> Sequence[Array]:
+    """The maxima and totals over all shards. If the row axes also split the segments, those of the own segments."""
+
+    def merge(maxima: Array, totals: Array) -> Sequence[Array]:
+        largest = maxima.max(axis=0)
+        return largest, (totals * jnp.exp(maxima - _subtracted(largest))).sum(axis=0)
+
+    return merge_over_shards(merge, states, row_axes, segment_axes)
+
+
 def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array) -> Sequence[Array]:
-    output = kernel(data, ids)
-    if not axes.get("row", ()):
-        return output
-
-    def merge(outputs: Array) -> Sequence[Array]:
-        return [jax.nn.logsumexp(outputs, axis=0)]
-
-    return merge_over_shards(merge, output, axes.get("row", ()), axes.get("segment", ()))
+    states, row_axes = kernel(data, ids), axes.get("row", ())
+    return states_over_shards(states, row_axes, axes.get("segment", ())) if row_axes else states
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops. The first has a native kernel. XLA fuses the gathers and the arithmetic of the second, which needs none.
 
 
-def _weighted_sum(rows: Array, data: Array, output: Array, ids: Array, **params: Any) -> Sequence[Array]:
-    """Sums of rows times ``exp(data - output)``: the tangent, and the transpose of the gradient."""
-    [weights] = SEGMENT_LOGSUMEXP_BACKWARD(jnp.ones_like(output), data, output, ids, **params)
-    params = sum_params(output.shape[0], **params, deterministic=may_run_kernel())
+def _weighted_sum(rows: Array, data: Array, maxima: Array, ids: Array, *, indices_are_sorted: bool) -> Sequence[Array]:
+    """Sums of rows times ``exp(data - maxima)``: the tangent of the totals, and the transpose of the gradient."""
+    wide = data.astype(maxima.dtype)
+    [weights] = SEGMENT_LOGSUMEXP_BACKWARD(
+        jnp.ones_like(maxima), wide, maxima, ids, indices_are_sorted=indices_are_sorted
+    )
+    params = sum_params(maxima.shape[0], indices_are_sorted, deterministic=may_run_kernel())
     return SEGMENT_SUM(weights * rows.astype(weights.dtype), ids, **params)
 
 
@@ -136,19 +154,15 @@ def _tangent(
     d_data: Array, operands: Sequence[Array], results: Sequence[Array], *, indices_are_sorted: bool
 ) -> Sequence[Array]:
     data, ids = operands
-    return _weighted_sum(d_data, data, *results, ids, indices_are_sorted=indices_are_sorted)
-
-
-def _transpose_backward(
-    d_outputs: Sequence[Any], d_data: Sequence[Array], *others: Array, **params: Any
-) -> Sequence[Array]:
-    return [x.astype(d_outputs[0].dtype) for x in _weighted_sum(*d_data, *others, **params)]
+    maxima, _ = results
+    [d_totals] = _weighted_sum(d_data, data, maxima, ids, indices_are_sorted=indices_are_sorted)
+    return jnp.zeros_like(maxima), d_totals
 
 
 SEGMENT_LOGSUMEXP = reduction_op(
     "segment_logsumexp",
-    results={"output": CELLS},
-    result_dtypes=lambda data, segment_ids: [accumulation_dtype(data.dtype)],
+    results={"maxima": CELLS, "totals": CELLS},
+    result_dtypes=lambda data, segment_ids: [accumulation_dtype(data.dtype)] * 2,
     reference=_reference,
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
@@ -158,11 +172,12 @@ SEGMENT_LOGSUMEXP = reduction_op(
 
 SEGMENT_LOGSUMEXP_BACKWARD = gradient_op(
     "segment_logsumexp_backward",
-    operands={"d_output": CELLS, "data": ROWS, "output": CELLS, "segment_ids": IDS},
+    operands={"scales": CELLS, "data": ROWS, "maxima": CELLS, "segment_ids": IDS},
+    result_dtypes=lambda scales, data, *_: [data.dtype],
     reference=_reference_backward,
     program=_reference_backward,
     guarantee=accumulated,
-    transpose=_transpose_backward,
+    transpose=lambda _, d_results, *others, **params: _weighted_sum(*d_results, *others, **params),
 )
 
 
@@ -171,12 +186,16 @@ SEGMENT_LOGSUMEXP_BACKWARD = gradient_op(
 
 
 def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
-    [output] = SEGMENT_LOGSUMEXP(data, segment_ids, **vars(params))
-    return output.astype(data.dtype), (data, output, segment_ids)
+    maxima, totals = SEGMENT_LOGSUMEXP(data, segment_ids, **vars(params))
+    return _logarithms(maxima, totals).astype(data.dtype), (data, maxima, totals, segment_ids)
 
 
 def _backward(params: Params, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
-    [d_data] = SEGMENT_LOGSUMEXP_BACKWARD(d_output, *residuals, indices_are_sorted=params.indices_are_sorted)
+    data, maxima, totals, segment_ids = residuals
+    scales = d_output.astype(maxima.dtype) / jnp.where(jnp.isfinite(maxima), totals, 1)
+    [d_data] = SEGMENT_LOGSUMEXP_BACKWARD(
+        scales, data, maxima, segment_ids, indices_are_sorted=params.indices_are_sorted
+    )
     return {"data": d_data}
 
 

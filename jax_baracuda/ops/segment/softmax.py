@@ -26,17 +26,14 @@ from jax_baracuda.ops.segment.arguments import (
 )
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
-    CELLS,
     IDS,
     ROWS,
     SumParams,
     limit_of_32_bits,
     plan_parameters,
-    reduction_op,
     sum_guarantee,
-    sum_over_axes,
 )
-from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, extrema_over_shards
+from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
 
@@ -65,13 +62,16 @@ def segment_softmax(
     Args:
       logits: ``[N, ...]``, any real floating dtype of JAX. float16, bfloat16, float32 and float64 have kernels; other
         dtypes run as plain JAX. More generally, any shape that broadcasts to ``segment_ids.shape + logits.shape[1:]``.
+      deterministic: the kernel has the same bits in every run. On GPUs, calls with few unsorted rows are left to plain
+        JAX, which adds them in an order that varies, unless this is True.
 
     Returns:
       ``segment_ids.shape + logits.shape[1:]`` (the shape of `logits`) with the dtype of `logits`. Dropped rows get 0.
 
     Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype; nothing overflows. A
     row of -inf gets 0. A segment that holds a NaN, whose maximum is +inf, or whose rows are all -inf gives NaN, as in
-    :func:`jax.nn.softmax`. Bit-equal from run to run, except on GPUs (see `deterministic`).
+    :func:`jax.nn.softmax`. Bit-equal from run to run, except where plain JAX serves a call on GPUs (see
+    `deterministic`).
 
     Gradient: ``d_logits[n] = out[n] * (d_out[n] - sum { out[k] * d_out[k] : segment_ids[k] == segment_ids[n] })``, 0
     for dropped rows; the result and the ids are kept for the backward pass, not the logits.
@@ -116,12 +116,13 @@ def segment_softmax_backward(
       d_output: ``[N, ...]``, the cotangent of the probabilities; a floating dtype. Dtype and shape are those of
         `probabilities`.
       probabilities: ``[N, ...]``, the result of :func:`segment_softmax`.
+      deterministic: as in :func:`segment_softmax`.
 
     Returns:
       ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.
 
     Numerical guarantees: computed in float32 (float64 for float64) and rounded once to the dtype. Bit-equal from run to
-    run, except on GPUs (see `deterministic`).
+    run, except where plain JAX serves a call on GPUs (see `deterministic`).
 
     Gradient: linear in `d_output`, quadratic in `probabilities`. Derivatives of any order and in either mode exist.
 
@@ -151,28 +152,19 @@ def segment_softmax_backward(
 # Reference in plain JAX.
 
 
-def _exponentials(logits: Array, ids: Array, maxima: Array) -> Array:
-    """``exp(logits - maximum of the segment)`` in the accumulation dtype, 0 for dropped rows."""
-    maxima, is_member = gather_segments(maxima, ids)
-    dtype = accumulation_dtype(logits.dtype)
-    return jnp.exp(jnp.where(is_member, logits.astype(dtype) - maxima.astype(dtype), -jnp.inf))
-
-
-def _normalized(exponentials: Array, ids: Array, denominators: Array, dtype: Any) -> Array:
-    """The exponentials divided by the denominators of their segments, 0 for dropped rows."""
-    denominators, is_member = gather_segments(denominators, ids)
-    return jnp.where(is_member, exponentials / jnp.where(is_member, denominators, 1), 0).astype(dtype)
+def _probabilities(logits: Array, ids: Array, maxima: Array, totals: Array) -> Array:
+    """``exp(logits - maximum) / total`` of each row's segment, 0 for dropped rows."""
+    (maxima, is_member), (totals, _) = gather_segments(maxima, ids), gather_segments(totals, ids)
+    weights = jnp.exp(jnp.where(is_member, logits.astype(maxima.dtype) - maxima, -jnp.inf))
+    return (weights / jnp.where(is_member, totals, 1)).astype(logits.dtype)
 
 
 def _reference(logits: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     wide = logits.astype(accumulation_dtype(logits.dtype))
-    exponentials = _exponentials(wide, ids, xla_max(jax.lax.stop_gradient(wide), ids, num_segments))
-    denominators = xla_sum(exponentials, ids, num_segments)
-    return (_normalized(exponentials, ids, denominators, logits.dtype),)
-
-
-MIN_EXPONENTIAL = {4: 2.0**-120, 8: 2.0**-1000}
-"""The lower bound of each summed exponential, by bytes per number: a sum of 0 then means a segment without rows."""
+    maxima = xla_max(jax.lax.stop_gradient(wide), ids, num_segments)
+    of_rows, is_member = gather_segments(maxima, ids)
+    totals = xla_sum(jnp.exp(jnp.where(is_member, wide - of_rows, -jnp.inf)), ids, num_segments)
+    return (_probabilities(logits, ids, maxima, totals),)
 
 
 def _weighted_cotangents(probabilities: Array, d_output: Array) -> Array:
@@ -204,32 +196,12 @@ def _shard_program(
     *,
     num_segments: int,
     indices_are_sorted: bool,
-    deterministic: bool,
 ) -> Sequence[Array]:
     row_axes = axes.get("row", ())
     if not row_axes:
         return kernel(logits, ids)
-    call = {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted}
-    wide = logits.astype(accumulation_dtype(logits.dtype))
-    minimum, maximum = _RANGES_OF_SUMS[wide.dtype.itemsize]
-
-    def by_maxima() -> Array:
-        [maxima] = SEGMENT_EXTREMUM.kernel(logits, ids, first_wins=False, minimum=False, has_winner=False, **call)
-        exponentials = _exponentials(logits, ids, extrema_over_shards(maxima, row_axes, minimum=False))
-        denominators = sum_over_shards(axes, exponentials, ids, deterministic=deterministic, **call)
-        return _normalized(exponentials, ids, denominators, logits.dtype)
-
-    [own_sums] = SEGMENT_SUM_OF_EXPONENTIALS.kernel(wide, ids, deterministic=deterministic, **call)
-    sums = sum_over_axes(own_sums, row_axes)  # 0 only for segments without rows
-    is_in_range = ((sums == 0) | ((minimum <= sums) & (sums <= maximum))).all()
-    needs_maxima = jax.lax.pmax(jnp.where(is_in_range, 0, 1), row_axes) > 0
-    # Each branch computes the whole result: XLA would copy a result that a branch passes through.
-    return (jax.lax.cond(needs_maxima, by_maxima, lambda: _normalized(jnp.exp(wide), ids, sums, logits.dtype)),)
-
-
-_RANGES_OF_SUMS = {4: (2.0**-50, 2.0**64), 8: (2.0**-64, 2.0**1000)}
-"""By bytes per number: in this range, a sum of exponentials is accurate without subtracting the maximum. Usually all
-sums are in range, and the devices need not compute and exchange maxima."""
+    states = SEGMENT_LOGSUMEXP.kernel(logits, ids, num_segments=num_segments, indices_are_sorted=indices_are_sorted)
+    return (_probabilities(logits, ids, *states_over_shards(states, row_axes)),)
 
 
 def _shard_backward(
@@ -242,7 +214,7 @@ def _shard_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel.
+# Ops: one per native kernel. The kernels add in a fixed order, but plain JAX does not on GPUs: hence the guarantee.
 
 # H100, time of plain JAX / kernel: 0.8 up to 256 KB (2 of 13 loops), gradients up to 32 MB 0.8 (26 loops). Two cores:
 # 0.5 for single features, gradients 0.66.
@@ -251,26 +223,10 @@ _CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at
 _COMMON: dict[str, Any] = {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
-    "attributes": ("num_segments", "indices_are_sorted", "deterministic"),
+    "attributes": ("num_segments", "indices_are_sorted"),
     "plan_parameters": lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
     "limit": lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
 }
-
-SEGMENT_SUM_OF_EXPONENTIALS = reduction_op(
-    "segment_sum_of_exponentials",
-    results={"output": CELLS},
-    reference=lambda data, ids, *, num_segments: (
-        xla_sum(jnp.maximum(jnp.exp(data), MIN_EXPONENTIAL[data.dtype.itemsize]), ids, num_segments),
-    ),
-    dtypes=frozenset({"float32", "float64"}),
-    guarantee=sum_guarantee,
-    attributes=("indices_are_sorted", "deterministic"),
-    shard_program=lambda kernel, axes, *operands: [
-        sum_over_axes(x, axes.get("row", ()), axes.get("segment", ())) if axes.get("row", ()) else x
-        for x in kernel(*operands)
-    ],
-)
-"""Lets devices that share segments exchange sums alone, without maxima."""
 
 SEGMENT_SOFTMAX = Op(
     name="segment_softmax",

@@ -166,10 +166,6 @@ UNREACHABLE = (
     ("segment_*_backward", "flat_elements", NOT_ALONE),
     # It needs many more segments than rows, and has a test of its own.
     ("segment_order", "merge_sort", "*"),
-    # Only programs with rows split over devices call it. It has a test of its own.
-    ("segment_sum_of_exponentials", "*", "*"),
-    # A table that is large enough to be made in parts has enough rows for a cache.
-    ("segment_softmax*", "atomics_in_parts", "*"),
     # The filter keeps the state of one table only.
     ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
 )
