@@ -43,11 +43,9 @@ struct AttentionCall : GatheringCall {
   AttentionOperand maxima, totals, means;
   AttentionOperand rows_of_edges;  // int32 [batch or 1, edges], by the number of the edge; see AttentionByRowCall
 
-  // The features of a head are a power of two up to this number: at most one vector for each thread of a warp. Python
-  // knows these bytes as MAX_HEAD_BYTES.
+  // Heads for the CUDA kernels: a power of two of features, at most one vector for each thread of a warp. Python pads
+  // others, and knows the bytes of the widest as MAX_HEAD_BYTES. Computed logits need at least a vector.
   int64_t MaxHeadFeatures() const { return 32 * 16 / ElementBytes(type); }
-  // At least a vector, for sums over a head. Given logits need none in the forward pass, and may have as many heads as
-  // features.
   int64_t MinHeadFeatures() const { return score == ScoreKind::kGiven ? 1 : 16 / ElementBytes(type); }
 };
 

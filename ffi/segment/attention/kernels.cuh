@@ -5,6 +5,7 @@
 // be narrower than a vector, whose threads then have narrower vectors.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -175,7 +176,8 @@ ReducePlan PlanAttention(const Call& call, int state_cells) {
   const Strategy strategy = problem.HasNoResult() ? Strategy::kNothing
                             : problem.rows == 0   ? Strategy::kFill
                                                   : Strategy::kTiles;
-  const int64_t unit = width / RowVector(width, element_bytes);
+  // At most a warp, also for a call whose heads a program pads before the kernel runs.
+  const int64_t unit = std::clamp<int64_t>(width / RowVector(width, element_bytes), 1, 32);
   return MakeReducePlan(problem, strategy, 1, width, element_bytes, state_cells * (element_bytes == 8 ? 8 : 4),
                         static_cast<int>(unit));
 }

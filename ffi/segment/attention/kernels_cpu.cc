@@ -96,14 +96,22 @@ JB_INLINE C SumInLanes(int64_t count, const Term& term) {
   return SumInPairs<kLanes>(static_cast<const C*>(sums));
 }
 
-// `count` is a power of two.
 template <typename C, typename Term>
 JB_INLINE C SumOfHead(int64_t count, const Term& term) {
-  if (count >= 16) return SumInLanes<16, C>(count, term);
-  if (count == 8) return SumInLanes<8, C>(count, term);
-  if (count == 4) return SumInLanes<4, C>(count, term);
-  if (count == 2) return SumInLanes<2, C>(count, term);
-  return term(0);
+  C sum{0};
+  int64_t done = 0;
+  if (count >= 16) {
+    done = count / 16 * 16;
+    sum = SumInLanes<16, C>(done, term);
+  } else if (count >= 8) {
+    done = 8;
+    sum = SumInLanes<8, C>(done, term);
+  } else if (count >= 4) {
+    done = 4;
+    sum = SumInLanes<4, C>(done, term);
+  }
+  for (; done < count; ++done) sum += term(done);
+  return sum;
 }
 
 // Adds the scores of the edges to `logits` [edges, heads].

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, with_whole_dims
+from jax_baracuda._core.arrays import accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges
-from jax_baracuda.ops.segment.edge_attention import (
-    MAX_HEAD_BYTES,
-    AttentionParams,
-    attend,
-    padded_heads,
-    padded_width,
-)
+from jax_baracuda.ops.segment.edge_attention import AttentionParams, attend
 from jax_baracuda.ops.segment.gather_sum import by_heads, gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -50,8 +43,8 @@ def segment_attention(
       logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype; they are cast to float32, or to float64
         for float64 data. -inf leaves an edge out.
       data: ``[N, ...]``, or ``[N, H, ...]`` for logits ``[E, H]``: the rows (values of nodes), a floating dtype.
-        float16, bfloat16, float32 and float64 have kernels. They are fastest where a head has a power of two of
-        features, up to 512 bytes; otherwise, data are padded.
+        float16, bfloat16, float32 and float64 have kernels. On GPUs, they are fastest where a head has a power of two
+        of features, up to 512 bytes; otherwise, data are padded.
 
     Returns:
       ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges, or whose logits are all -inf,
@@ -83,27 +76,7 @@ def segment_attention(
         raise TypeError(f"{name}: logits must be [E, ...] with a floating dtype, got {logits.shape} of {logits.dtype}")
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     bias, value = by_heads(name, "logits", logits, call)
-    _, heads, features = value.shape
-    bias, value, parts = _with_narrow_heads(bias.astype(accumulation_dtype(value.dtype)), value)
     edges = call.edges if plan is None else call.edges | {"edge_gather_ids": plan.edge_gather_ids}
     params = AttentionParams("given", call.num_segments, bool(indices_are_sorted) or plan is not None)
-    output = attend(params, value=value, bias=bias, **edges)
-    output = output.reshape(call.num_segments, heads, parts * value.shape[2])[..., :features]
+    output = attend(params, value=value, bias=bias.astype(accumulation_dtype(value.dtype)), **edges)
     return output.reshape(call.num_segments, *call.data.shape[1:])
-
-
-def _with_narrow_heads(logits: Array, value: Array) -> tuple[Array, Array, int]:
-    """Heads for a kernel: the features are padded, and those of wide heads split into parts with the same logits.
-
-    Returns:
-      The logits ``[E, H * parts]``, the values ``[N, H * parts, width]`` and the number of parts.
-    """
-    num_rows, heads, features = value.shape
-    widest = MAX_HEAD_BYTES // value.dtype.itemsize
-    if jax.export.is_symbolic_dim(features) or features <= widest:
-        return logits, padded_heads(value, padded_width(features, value.dtype, minimum=1)), 1
-    parts = -(-features // widest)
-    of_parts = jnp.broadcast_to(logits[:, :, None], (*logits.shape, parts))
-    of_parts, value = (with_whole_dims(x, (1, 2)) for x in (of_parts, padded_heads(value, parts * widest)))
-    shape = num_rows, heads * parts, widest
-    return of_parts.reshape(logits.shape[0], heads * parts), value.reshape(shape), parts

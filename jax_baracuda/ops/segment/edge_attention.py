@@ -18,36 +18,17 @@ from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import on_cpu, on_gpu, unsorted
-from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.dispatch import Traits, on_cpu, on_gpu, unsorted
+from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import as_gather_ids, sorted_edges
+from jax_baracuda.ops.segment.edges import VECTOR_BYTES, as_gather_ids, sorted_edges
 
 Score = Literal["dot_product", "additive", "given"]
 """What the logits are computed from: queries and keys, or the bias alone ("given")."""
-
-MAX_HEAD_BYTES = 512
-"""Kernels take heads of up to one vector for each thread of a warp, ``AttentionCall::MaxHeadFeatures`` in C++."""
-
-
-def padded_width(width: int, dtype: Any, minimum: int) -> int:
-    """The features of a head for a kernel, a power of two; the same where a head is too wide for one."""
-    if jax.export.is_symbolic_dim(width):  # there is no kernel
-        return width
-    if width * np.dtype(dtype).itemsize > MAX_HEAD_BYTES:
-        return width
-    return max(minimum, 1 << (width - 1).bit_length() if width > 0 else 0)
-
-
-def padded_heads(array: Array, width: int) -> Array:
-    """The array with `width` features of a head."""
-    lacking = width - array.shape[-1]
-    return array if lacking == 0 else jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, lacking)])
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Operands and results. The first operand has the rows that edges gather. In the gradient by row, edges gather segments,
@@ -317,6 +298,69 @@ def _replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Heads for kernels. On GPUs, the threads of a head have vectors of it and add up their terms, so its features are a power
+# of two. On CPUs they are any number but 0.
+
+MAX_HEAD_BYTES = 512
+"""A head has at most one vector for each thread of a warp, see ``AttentionCall::MaxHeadFeatures`` in C++."""
+
+
+def _width_for_gpus(features: int, element_bytes: int, score: Score) -> int:
+    """The features of a head, or of a part of it: a power of two. Given logits need no whole vectors."""
+    smallest, largest = (1 if score == "given" else VECTOR_BYTES // element_bytes), MAX_HEAD_BYTES // element_bytes
+    return min(max(smallest, 1 << (features - 1).bit_length() if features > 0 else 1), largest)
+
+
+def _does_not_fit_gpus(traits: Traits) -> bool:
+    features, of_all_heads = traits.sizes["feature"], traits.sizes["features"]
+    if of_all_heads == 0:
+        return _is_without_features(traits)
+    element_bytes = traits.sizes["row_bytes"] // of_all_heads
+    return _width_for_gpus(features, element_bytes, traits.params["score"]) != features
+
+
+def _is_without_features(traits: Traits) -> bool:
+    return traits.sizes["feature"] == 0 and traits.sizes["head"] > 0
+
+
+def padded_heads(array: Array, width: int) -> Array:
+    """The array with `width` features of a head."""
+    lacking = width - array.shape[-1]
+    return array if lacking == 0 else jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, lacking)])
+
+
+def _with_fitting_heads(op: Op, *operands: Array, **params: Any) -> Sequence[Array]:
+    """Pads the features of heads. Those of wide heads are split into parts with the same logits, if these are given."""
+    _, heads, features = operands[0].shape
+    width = _width_for_gpus(features, operands[0].dtype.itemsize, params["score"])
+    parts = max(1, -(-features // width))
+
+    def fitting(name: str, dims: tuple[str, ...], x: Array) -> Array:
+        if dims[-1] == "feature":
+            longer = padded_heads(x, parts * width)
+            return longer if parts == 1 else longer.reshape(x.shape[0], heads * parts, width)
+        if dims[-1] != "head" or parts == 1:
+            return x
+        of_parts = jnp.broadcast_to(x[:, :, None], (*x.shape, parts))
+        if name == "means":  # the sum over the parts is that of the head
+            of_parts = jnp.where(jnp.arange(parts) == 0, of_parts, 0)
+        return of_parts.reshape(x.shape[0], heads * parts)
+
+    def of_heads(name: str, dims: tuple[str, ...], x: Array) -> Array:
+        if dims[-1] == "feature":
+            return x.reshape(x.shape[0], heads, parts * width)[..., :features]
+        if parts == 1:
+            return x
+        of_parts = x.reshape(x.shape[0], heads, parts)
+        return of_parts.sum(-1) if name == "d_bias" else of_parts[..., 0]
+
+    dims_of_operands, dims_of_results = (resolved(x, params) for x in (op.operands, op.results))
+    named = zip(dims_of_operands.items(), operands, strict=True)
+    results = op.kernel(*(fitting(name, dims, x) for (name, dims), x in named), **params)
+    return [of_heads(name, dims, x) for (name, dims), x in zip(dims_of_results.items(), results, strict=True)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Ops.
 
 
@@ -332,7 +376,8 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
 
     def limit(*operands: Any, num_segments: int, **params: Any) -> str | None:
         gathered = operands[0]
-        if gathered.shape[2] * gathered.dtype.itemsize > MAX_HEAD_BYTES:
+        head_bytes = gathered.shape[2] * gathered.dtype.itemsize
+        if head_bytes > MAX_HEAD_BYTES and params["score"] != "given":
             return f"a head has more than {MAX_HEAD_BYTES} bytes"
         num_edges = _by_name(operands_of, operands, params)["segment_ids"].shape[0]
         return limit_of_32_bits(num_edges, max(num_segments, gathered.shape[0]))
@@ -345,6 +390,9 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         params |= {"indices_are_sorted": True, "has_edge_order": params["has_bias"]}
         return op.kernel(*(arrays[x] for x in with_named(operands_of, params)()), **params)
 
+    def fit_heads(*operands: Array, **params: Any) -> Sequence[Array]:
+        return _with_fitting_heads(op, *operands, **params)
+
     why = "the kernel takes sorted edges only"
     op = Op(
         name=name,
@@ -356,7 +404,12 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         plan_parameters=plan_parameters_of,
         replicated_dims=_replicated_dims,
         reduction_dims=("edge",),
-        programs={on_gpu(why, unsorted): sort_first, on_cpu(why, unsorted): sort_first},
+        programs={
+            on_gpu("the threads of a head have vectors of it", _does_not_fit_gpus): fit_heads,
+            on_cpu("a head has features", _is_without_features): fit_heads,
+            on_gpu(why, unsorted): sort_first,
+            on_cpu(why, unsorted): sort_first,
+        },
         limit=limit,
         **fields,
     )

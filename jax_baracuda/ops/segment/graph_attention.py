@@ -16,8 +16,7 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
-from jax_baracuda.ops.segment.edge_attention import AttentionParams, attend, padded_heads, padded_width
-from jax_baracuda.ops.segment.edges import VECTOR_BYTES
+from jax_baracuda.ops.segment.edge_attention import AttentionParams, attend, padded_heads
 from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -51,8 +50,8 @@ def graph_dot_product_attention(
 
     Args:
       query: ``[S, H, D]``, one for each segment (receiver) and head, a floating dtype. float16, bfloat16, float32 and
-        float64 have kernels, for heads of up to 512 bytes. They are fastest where D and Dv are the same power of two;
-        otherwise, arrays are padded.
+        float64 have kernels, for heads of up to 512 bytes. They are fastest where D and Dv are the same, on GPUs a power
+        of two; otherwise, arrays are padded.
       key: ``[N, H, D]`` with the dtype of `query`, one for each row (sender) and head.
       value: ``[N, H, Dv]`` with the dtype of `query`.
       bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to float32, or to float64 for float64
@@ -108,7 +107,7 @@ def graph_dot_product_attention(
     scale = _number(name, "scale", scale, query)
     call = _canonicalize(name, query, key, gather_ids, segment_ids, mode, plan)
     arrays = {"query": query, "key": key, "value": value} | _bias(name, bias, query, call)
-    width = _width(max(query.shape[2], value.shape[2]), query)
+    width = max(query.shape[2], value.shape[2])
     arrays |= {x: padded_heads(arrays[x], width) for x in ("query", "key", "value")}
     params = AttentionParams("dot_product", call.num_segments, _is_sorted(indices_are_sorted, call), scale=scale)
     return attend(params, **arrays, **call.edges)[..., : value.shape[2]]
@@ -142,8 +141,8 @@ def graph_additive_attention(
 
     Args:
       query: ``[S, H, D]``, the transformed features of each segment (receiver), a floating dtype. float16, bfloat16,
-        float32 and float64 have kernels, for heads of up to 512 bytes. They are fastest where D is a power of two;
-        otherwise, arrays are padded.
+        float32 and float64 have kernels, for heads of up to 512 bytes. On GPUs, they are fastest where D is a power of
+        two; otherwise, arrays are padded.
       key: ``[N, H, D]`` with the dtype of `query`, the transformed features of each row (sender).
       score_weights: ``[H, D]``, a floating dtype; they are cast to that of `query`.
       bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to float32, or to float64 for float64
@@ -192,11 +191,9 @@ def graph_additive_attention(
     call = _canonicalize(name, query, key, gather_ids, segment_ids, mode, plan)
     arrays = {"query": query, "key": key, "score_weights": score_weights.astype(query.dtype)}
     arrays |= _bias(name, bias, query, call)
-    width = _width(query.shape[2], query)
-    arrays |= {x: padded_heads(arrays[x], width) for x in ("query", "key", "score_weights")}
     is_sorted = _is_sorted(indices_are_sorted, call)
     params = AttentionParams("additive", call.num_segments, is_sorted, negative_slope=negative_slope)
-    return attend(params, **arrays, **call.edges)[..., : query.shape[2]]
+    return attend(params, **arrays, **call.edges)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -271,8 +268,3 @@ def _bias(name: str, bias: ArrayLike | None, query: Array, call: EdgeCall) -> di
 
 def _is_sorted(indices_are_sorted: bool, call: EdgeCall) -> bool:
     return bool(indices_are_sorted) or "edge_order" in call.edges
-
-
-def _width(width: int, query: Array) -> int:
-    """The features of a head for a kernel: whole vectors, because its threads add up the terms of a logit."""
-    return padded_width(width, query.dtype, VECTOR_BYTES // query.dtype.itemsize)
