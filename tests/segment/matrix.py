@@ -1047,13 +1047,11 @@ for _name, _is_max in (("gather_segment_max", True), ("gather_segment_min", Fals
         {"tie_break": (ABSENT, "first"), "deterministic": (ABSENT, True), **VALUES},
         ({}, {"indices_are_sorted": True}, {"tie_break": "first"}, {"plan": True}),
     )
-# No 16-bit dtypes: their rounded probabilities weight the rows, and exceed the error bounds of float32 arithmetic.
 _declare_gathered(
     "segment_attention",
     _attention_problem,
-    {"deterministic": (ABSENT, True)},
-    ({}, {"indices_are_sorted": True}, {"deterministic": True}),
-    dtypes=("float32", "float64"),
+    {},
+    ({}, {"indices_are_sorted": True}, {"plan": True}),
 )
 
 

@@ -38,15 +38,20 @@ inline constexpr const char* kByRowName =
     : kScore == ScoreKind::kAdditive ? "graph_additive_attention_backward_by_row"
                                      : "segment_attention_backward";
 
+// Whether the kernels take heads of any width: those of CPUs.
 template <typename Context>
-inline constexpr bool kIsOnCpu = std::is_same_v<Context, ffi::ThreadPool>;
+inline constexpr bool kTakesAnyWidth = std::is_same_v<Context, ffi::ThreadPool>;
 
 // What the three handlers decode alike.
 class AttentionDecoder {
  public:
-  AttentionDecoder(const char* op, bool is_on_cpu, ScoreKind score, const AttentionOptions& options,
+  AttentionDecoder(const char* op, bool takes_any_width, ScoreKind score, const AttentionOptions& options,
                    AttentionCall* call)
-      : op_(op), is_on_cpu_(is_on_cpu), options_(options), call_(*call), decoder_(op, options.num_batch_dims, call) {
+      : op_(op),
+        takes_any_width_(takes_any_width),
+        options_(options),
+        call_(*call),
+        decoder_(op, options.num_batch_dims, call) {
     call_.indices_are_sorted = options.indices_are_sorted;
     call_.score = score;
     call_.scale = options.scale;
@@ -64,14 +69,12 @@ class AttentionDecoder {
     JB_RETURN_IF_ERROR(decoder_.Heads(name, &call_.heads));
     call_.head_features = decoder_.features()[1];
     JB_RETURN_IF_ERROR(CheckKernel(op_, name, gathered, DispatchFloating(call_.type, [](auto) {})));
-    // CPU kernels take heads of any width.
-    const int64_t least = is_on_cpu_ ? 1 : call_.MinHeadFeatures(), most = call_.MaxHeadFeatures();
-    const int64_t width = call_.head_features;
-    if (call_.heads > 0 && (width < least || (!is_on_cpu_ && (width > most || (width & (width - 1)) != 0)))) {
-      return InvalidArgument(
-          op_, std::string(name) + " has " + std::to_string(width) + " features of a head, expected " +
-                   (is_on_cpu_ ? std::string("at least 1")
-                               : "a power of two from " + std::to_string(least) + " to " + std::to_string(most)));
+    const int64_t width = call_.head_features, least = call_.MinHeadFeatures(), most = call_.MaxHeadFeatures();
+    const bool fits = call_.heads == 0 || (width >= least && width <= most && (width & (width - 1)) == 0);
+    if (!takes_any_width_ && !fits) {
+      return InvalidArgument(op_, std::string(name) + " has " + std::to_string(width) +
+                                      " features of a head, expected a power of two from " + std::to_string(least) +
+                                      " to " + std::to_string(most));
     }
     return ffi::Error::Success();
   }
@@ -132,7 +135,7 @@ class AttentionDecoder {
   }
 
   const char* op_;
-  bool is_on_cpu_;
+  bool takes_any_width_;
   const AttentionOptions& options_;
   AttentionCall& call_;
   Decoder decoder_;
@@ -146,7 +149,7 @@ ffi::Error HandleAttention(Context context, ffi::AnyBuffer gathered, ffi::AnyBuf
                            ffi::RemainingRets scratch, AttentionOptions options) {
   constexpr const char* kOp = kForwardName<kScore>;
   AttentionForwardCall call;
-  AttentionDecoder attention(kOp, kIsOnCpu<Context>, kScore, options, &call);
+  AttentionDecoder attention(kOp, kTakesAnyWidth<Context>, kScore, options, &call);
   Decoder& decoder = attention.decoder();
   constexpr bool kIsGiven = kScore == ScoreKind::kGiven;
   JB_RETURN_IF_ERROR(attention.Edges("output", *output, kIsGiven ? "value" : "key", gathered, gather_ids, segment_ids));
@@ -171,7 +174,7 @@ ffi::Error HandleAttentionBySegment(Context context, ffi::AnyBuffer key, ffi::An
                                     AttentionOptions options) {
   constexpr const char* kOp = kBySegmentName<kScore>;
   AttentionBySegmentCall call;
-  AttentionDecoder attention(kOp, kIsOnCpu<Context>, kScore, options, &call);
+  AttentionDecoder attention(kOp, kTakesAnyWidth<Context>, kScore, options, &call);
   Decoder& decoder = attention.decoder();
   JB_RETURN_IF_ERROR(attention.Edges("d_query", *d_query, "key", key, gather_ids, segment_ids));
   call.key = {call.data, call.problem.data_is_shared};
@@ -200,7 +203,7 @@ ffi::Error HandleAttentionByRow(Context context, ffi::AnyBuffer d_output, ffi::A
                                 ffi::RemainingRets more_results, AttentionOptions options) {
   constexpr const char* kOp = kByRowName<kScore>;
   AttentionByRowCall call;
-  AttentionDecoder attention(kOp, kIsOnCpu<Context>, kScore, options, &call);
+  AttentionDecoder attention(kOp, kTakesAnyWidth<Context>, kScore, options, &call);
   Decoder& decoder = attention.decoder();
   constexpr bool kIsGiven = kScore == ScoreKind::kGiven, kIsAdditive = kScore == ScoreKind::kAdditive;
   const char* const d_name = kIsGiven ? "d_value" : "d_key";

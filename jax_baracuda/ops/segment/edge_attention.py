@@ -299,7 +299,7 @@ def _replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Heads for kernels. On GPUs, the threads of a head have vectors of it and add up their terms, so its features are a power
-# of two. On CPUs they are any number but 0.
+# of two. CPUs take any number.
 
 MAX_HEAD_BYTES = 512
 """A head has at most one vector for each thread of a warp, see ``AttentionCall::MaxHeadFeatures`` in C++."""
@@ -312,15 +312,11 @@ def _width_for_gpus(features: int, element_bytes: int, score: Score) -> int:
 
 
 def _does_not_fit_gpus(traits: Traits) -> bool:
-    features, of_all_heads = traits.sizes["feature"], traits.sizes["features"]
-    if of_all_heads == 0:
-        return _is_without_features(traits)
-    element_bytes = traits.sizes["row_bytes"] // of_all_heads
+    heads, features = traits.sizes["head"], traits.sizes["feature"]
+    if heads == 0 or features == 0:
+        return heads > 0
+    element_bytes = traits.sizes["row_bytes"] // (heads * features)
     return _width_for_gpus(features, element_bytes, traits.params["score"]) != features
-
-
-def _is_without_features(traits: Traits) -> bool:
-    return traits.sizes["feature"] == 0 and traits.sizes["head"] > 0
 
 
 def padded_heads(array: Array, width: int) -> Array:
@@ -406,7 +402,6 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         reduction_dims=("edge",),
         programs={
             on_gpu("the threads of a head have vectors of it", _does_not_fit_gpus): fit_heads,
-            on_cpu("a head has features", _is_without_features): fit_heads,
             on_gpu(why, unsorted): sort_first,
             on_cpu(why, unsorted): sort_first,
         },
