@@ -270,6 +270,7 @@ USE_THE_OPS = """
         jax.grad(lambda x: attend(x).sum())(nodes)
         print("graph_dot_product_attention", attend(nodes).tolist())
         attend = lambda x: jax_baracuda.graph_additive_attention(x[:2], x, x[0], *edges)[:, 0, 0]
+        jax.grad(lambda x: attend(x).sum())(nodes)
         print("graph_additive_attention", attend(nodes).tolist())
         attend = lambda x: jax_baracuda.segment_attention(np.zeros(4, np.float32), x, *edges, 2)
         jax.grad(lambda x: attend(x).sum())(data)

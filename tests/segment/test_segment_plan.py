@@ -58,7 +58,9 @@ def weighted(name: str) -> Callable[..., jax.Array]:
     function = getattr(jax_baracuda, name)
     if name.startswith("graph"):
         query, weights = jnp.ones((10, 1, 3)), jnp.ones((1, 3))
-        return lambda data, plan: function(query, data[:, None], weights if "additive" in name else data[:, None], plan=plan)
+        return lambda data, plan: function(
+            query, data[:, None], weights if "additive" in name else data[:, None], plan=plan
+        )
     if name == "segment_attention":
         return lambda data, plan: function(jnp.arange(ROWS, dtype=jnp.float32), data, plan=plan)
     if name.startswith("gather") and name.endswith(("sum", "mean")):

@@ -10,7 +10,7 @@ namespace {
 template <typename T, int kSums, int kInFlight = 1>
 struct GradientSums {
   using Element = T;
-  // A row loads so much that more resident blocks hide more latency than more rows in flight, unless logits are given.
+  // A row loads so much that more resident blocks hide more latency than more rows in flight.
   static constexpr int kRowsInFlight = kInFlight;
   static constexpr int kTileBlocks = 12;
   using C = ComputeType<T>;
@@ -63,8 +63,10 @@ struct BySegmentReduction : GradientSums<T, Score::kIsAdditive ? 2 : 1> {
 };
 
 // The gradients of the keys and of the values, in this order; one sum if the keys are the values, or if there are none.
+// Two float32 rows of given logits fit the registers.
 template <typename T, typename Score>
-struct ByRowReduction : GradientSums<T, Score::kIsAdditive || Score::kIsGiven ? 1 : 2, Score::kIsGiven ? 2 : 1> {
+struct ByRowReduction
+    : GradientSums<T, Score::kIsAdditive || Score::kIsGiven ? 1 : 2, Score::kIsGiven && sizeof(T) == 4 ? 2 : 1> {
   using C = ComputeType<T>;
 
   struct Outputs : AttentionHeads<T, Score> {

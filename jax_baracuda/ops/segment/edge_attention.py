@@ -298,8 +298,8 @@ def _replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Heads for kernels. On GPUs, the threads of a head have vectors of it and add up their terms, so its features are a power
-# of two. CPUs take any number.
+# Heads for kernels. On GPUs, the threads of a head have vectors of it and add up their terms, so its features are a
+# power of two. CPUs take any number.
 
 MAX_HEAD_BYTES = 512
 """A head has at most one vector for each thread of a warp, see ``AttentionCall::MaxHeadFeatures`` in C++."""
@@ -483,9 +483,7 @@ def _call(
     names = with_named(op.operands, flags)()
     # NumPy's numbers keep 64 bits in the attributes of a call.
     numbers = {"scale": np.float64(params.scale), "negative_slope": np.float64(params.negative_slope)}
-    return op(
-        *(arrays[x] for x in names), num_segments=num_segments, indices_are_sorted=is_sorted, **flags, **numbers
-    )
+    return op(*(arrays[x] for x in names), num_segments=num_segments, indices_are_sorted=is_sorted, **flags, **numbers)
 
 
 def _forward(params: AttentionParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
@@ -498,7 +496,7 @@ def _backward(params: AttentionParams, residuals: Mapping[str, Array], d_output:
     wide = residuals["maxima"].dtype
     means = (d_output.astype(wide) * residuals["output"].astype(wide)).sum(-1)
     arrays = {**residuals, "d_output": d_output, "means": means}
-    d_arrays = {}
+    d_arrays: dict[str, Array] = {}
     if params.score != "given":
         op, is_sorted = GRAPH_ATTENTION_BACKWARD_BY_SEGMENT, params.indices_are_sorted
         names = _results_by_segment(score=params.score, has_bias="bias" in arrays)

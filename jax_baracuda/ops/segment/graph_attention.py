@@ -50,12 +50,12 @@ def graph_dot_product_attention(
 
     Args:
       query: ``[S, H, D]``, one for each segment (receiver) and head, a floating dtype. float16, bfloat16, float32 and
-        float64 have kernels, for heads of up to 512 bytes. They are fastest where D and Dv are the same, on GPUs a power
-        of two; otherwise, arrays are padded.
+        float64 have kernels, for heads of up to 512 bytes. They are fastest where D and Dv are the same, on GPUs a
+        power of two; otherwise, arrays are padded.
       key: ``[N, H, D]`` with the dtype of `query`, one for each row (sender) and head.
       value: ``[N, H, Dv]`` with the dtype of `query`.
-      bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to float32, or to float64 for float64
-        queries. -inf leaves an edge out. None: no bias.
+      bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to float32, or to float64 for
+        float64 queries. -inf leaves an edge out. None: no bias.
       scale: of the dot products, a static number. Default: ``1 / sqrt(D)``, for which D must be known.
 
     Returns:
@@ -145,8 +145,8 @@ def graph_additive_attention(
         two; otherwise, arrays are padded.
       key: ``[N, H, D]`` with the dtype of `query`, the transformed features of each row (sender).
       score_weights: ``[H, D]``, a floating dtype; they are cast to that of `query`.
-      bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to float32, or to float64 for float64
-        queries. -inf leaves an edge out. None: no bias.
+      bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to float32, or to float64 for
+        float64 queries. -inf leaves an edge out. None: no bias.
       negative_slope: the slope of the leaky ReLU for negative numbers, static.
 
     Returns:
