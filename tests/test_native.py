@@ -267,7 +267,11 @@ USE_THE_OPS = """
         jax.grad(lambda x: attend(x).sum())(nodes)
         print("graph_dot_product_attention", attend(nodes).tolist())
         attend = lambda x: jax_baracuda.graph_additive_attention(x[:2], x, x[0], *edges)[:, 0, 0]
+        jax.grad(lambda x: attend(x).sum())(nodes)
         print("graph_additive_attention", attend(nodes).tolist())
+        attend = lambda x: jax_baracuda.segment_attention(np.zeros(4, np.float32), x, *edges, 2)
+        jax.grad(lambda x: attend(x).sum())(data)
+        print("segment_attention", attend(data).tolist())
         signal, weight = data[None, None], np.array([[2, 1]], np.float32)
         jax.grad(lambda x: jax_baracuda.causal_conv1d(x, weight).sum())(signal)
         print("causal_conv1d", jax_baracuda.causal_conv1d(signal, weight)[0, 0].tolist())
@@ -313,6 +317,7 @@ VALUES = {
     "gather_segment_dot": [1, 25, 25, 1],
     "graph_dot_product_attention": [1.73105858, 5],
     "graph_additive_attention": [1.73105858, 5],
+    "segment_attention": [1.5, 5],
     "causal_conv1d": [1, 7, 15, 12],
     "causal_conv1d_update": [12, 5, 5, 2],
     "rope": [-2.5310307, 4.4264979, 4.8478693, 2.3448162],

@@ -220,7 +220,7 @@ def precision_guarantee(
 
     Args:
       name: the name of an op, as ``python -m jax_baracuda report`` lists them: "segment_max", "segment_max_backward",
-        ... A function that calls several ops, such as `segment_attention`, has their guarantees.
+        ... A function that calls several ops, such as `segment_var`, has their guarantees.
       dtype: the element type.
       platform: "cpu" or "cuda".
       deterministic: whether the function is called with ``deterministic=True``.

@@ -553,6 +553,7 @@ def test_errors(kind: str, error: str, changed: dict[str, Any]) -> None:
         (r"ValueError: value must have .* \[rows, heads, features\], got \(3, 7\)", {"value": VALUE[0]}),
         (r"ValueError: value must be \[N, H, Dv\] .* \(5, 3, 7\) and key.shape = \(6, 3, 4\)", {"value": VALUE[:5]}),
         ("TypeError: scale must be .*", {"scale": "1"}),
+        (r"ValueError: scale must be finite in float32, got 1e\+39", {"scale": 1e39}),
     ],
 )
 def test_errors_of_dot_products(error: str, changed: dict[str, Any]) -> None:
@@ -567,9 +568,25 @@ def test_errors_of_dot_products(error: str, changed: dict[str, Any]) -> None:
         ("TypeError: score_weights must have a floating dtype, got int32", {"score_weights": IDS}),
         (r"ValueError: score_weights must be \[H, D\] .* \(4,\) and query.shape = .*", {"score_weights": WEIGHTS[0]}),
         ("TypeError: negative_slope must be .*", {"negative_slope": None}),
+        (r"ValueError: negative_slope must be finite in float32, got -1e\+39", {"negative_slope": -1e39}),
     ],
 )
 def test_errors_of_additive_attention(error: str, changed: dict[str, Any]) -> None:
     arguments = {"query": QUERY, "key": KEY, "score_weights": WEIGHTS, "gather_ids": IDS, "segment_ids": IDS}
     with cases.raises(error, "graph_additive_attention: .*"):
         jax_baracuda.graph_additive_attention(**{**arguments, **changed})
+
+
+def test_scale_of_a_symbolic_number_of_features() -> None:
+    """A program for any number of features must say how it scales products."""
+    [width] = jax.export.symbolic_shape("width")
+    query, key = (jax.ShapeDtypeStruct((n, 3, width), np.float32) for n in (2, 6))
+
+    def export(**options: Any) -> Any:
+        function = jax_baracuda.graph_dot_product_attention
+        call = jax.jit(lambda query, key: function(query, key, key, IDS, IDS, **options))
+        return jax.export.export(call)(query, key)
+
+    with cases.raises("ValueError: scale must be given for a symbolic number of features", ".*"):
+        export()
+    export(scale=0.5)

@@ -1093,13 +1093,11 @@ _declare_gathered(
     ({}, {"indices_are_sorted": True}, {"plan": True}),
     min_row_ndim=1,
 )
-# No 16-bit dtypes: their rounded probabilities weight the rows, and exceed the error bounds of float32 arithmetic.
 _declare_gathered(
     "segment_attention",
     _attention_problem,
-    {"deterministic": (ABSENT, True)},
-    ({}, {"indices_are_sorted": True}, {"deterministic": True}),
-    dtypes=("float32", "float64"),
+    {},
+    ({}, {"indices_are_sorted": True}, {"plan": True}),
 )
 
 

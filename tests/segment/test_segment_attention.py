@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,47 +24,171 @@ SIZES = (
     (50, 900, 41, (4,), (8,)),
     (30, 4000, 6, (2, 3), (5,)),
     (2000, 9000, 12_000, (8,), (16,)),
+    (40, 800, 30, (65,), ()),
+    (40, 300, 30, (), (2, 150)),
+    (30, 300, 20, (3,), (130,)),
+    (6, 50, 0, (2,), (4,)),
+    (9, 40, 5, (0,), (4,)),
+    (9, 40, 5, (2,), (0,)),
 )
+"""Heads of one feature up to more than a kernel takes; few and many edges of a segment; none of something."""
 
 
-def reference(logits: np.ndarray, data: np.ndarray, gather_ids: np.ndarray, ids: np.ndarray, segments: int) -> Any:
-    """Attention in float64, with the probabilities rounded to the dtype of the logits."""
-    output = np.zeros((segments, *data.shape[1:]))
-    for segment in np.unique(ids[(ids >= 0) & (ids < segments)]):
-        edges = np.flatnonzero(ids == segment)
-        exponentials = np.exp(logits[edges].astype(np.float64) - logits[edges].max(axis=0).astype(np.float64))
-        weights = (exponentials / exponentials.sum(axis=0)).astype(logits.dtype).astype(np.float64)
-        rows = data[gather_ids[edges]].astype(np.float64)
-        output[segment] = (weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim)) * rows).sum(axis=0)
-    return output
+@dataclasses.dataclass
+class Case:
+    """The arrays of a call."""
 
+    logits: np.ndarray
+    data: np.ndarray
+    gather_ids: np.ndarray
+    ids: np.ndarray
+    num_segments: int
 
-@pytest.mark.parametrize("form", ["ids", "deterministic", "plan"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", cases.FLOATING)
-def test_value(rng: np.random.Generator, dtype: str, sizes: Any, form: str) -> None:
-    """Values are right, also with dropped edges. Two runs give the same bits if the call promises that."""
-    nodes, edges, segments, heads, features = sizes
-    logits = (3 * rng.normal(size=(edges, *heads))).astype(jnp.dtype(dtype))
-    data = rng.normal(size=(nodes, *heads, *features)).astype(jnp.dtype(dtype))
-    gather_ids, ids = rng.integers(0, nodes, edges), rng.integers(-1, segments + 1, edges)
-
-    @jax.jit
-    def run(logits: Any, data: Any) -> jax.Array:
+    def call(self, form: str = "ids", **options: Any) -> Callable[..., jax.Array]:
+        """``(logits, data) -> result``"""
         if form == "plan":
-            return segment_attention(logits, data, plan=segment_plan(ids, segments, gather_ids, nodes))
-        return segment_attention(logits, data, gather_ids, ids, segments, deterministic=form == "deterministic")
+            plan = segment_plan(self.ids, self.num_segments, self.gather_ids, len(self.data))
+            return lambda logits, data: segment_attention(logits, data, plan=plan, **options)
+        options |= {"sorted": {"indices_are_sorted": True}, "xla": {"implementation": "xla"}}.get(form, {})
+        edges = self.gather_ids, self.ids, self.num_segments
+        return lambda logits, data: segment_attention(logits, data, *edges, **options)
 
-    with cases.x64_for(dtype):
-        output, again = run(logits, data), run(logits, data)
-    assert output.dtype == data.dtype
-    if form != "ids" or cases.PLATFORM == "cpu":
-        assert np.asarray(output).tobytes() == np.asarray(again).tobytes()
-    eps = float(jnp.finfo(data.dtype).eps)  # a probability near a rounding boundary may be rounded either way
-    expected = reference(logits, data, gather_ids, ids, segments)
-    bound = 4 * eps * reference(logits, np.abs(data), gather_ids, ids, segments) + 1e-6 * (eps > 1e-4)
-    bound += 16 * float(jnp.finfo(jnp.promote_types(data.dtype, jnp.float32)).eps)
-    assert (np.abs(np.asarray(output, np.float64) - expected) <= bound).all()
+    def values_and_gradients(self, form: str, d_output: np.ndarray) -> tuple[Any, ...]:
+        def run(logits: Any, data: Any, d_output: Any) -> Any:
+            output, vjp = jax.vjp(self.call(form), logits, data)
+            return output, *vjp(d_output)
+
+        with cases.x64_for("float64" if "float64" in (self.logits.dtype, self.data.dtype) else "float32"):
+            return jax.jit(run)(self.logits, self.data, d_output)
+
+    def expected(self, d_output: np.ndarray) -> tuple[cases.Expected, ...]:
+        """The result and the gradients in a loop over segments, with the errors of the kernels' arithmetic."""
+        dtype = self.data.dtype
+        wide, heads = cases.wider(dtype), self.logits.shape[1:]
+        logits, data, d_output = (x.astype(wide) for x in (self.logits, self.data, d_output))
+        by_heads = (-1, *heads, math.prod(data.shape[1 + len(heads) :]))
+        data, d_output = data.reshape(len(data), *by_heads[1:]), d_output.reshape(len(d_output), *by_heads[1:])
+        rows = np.where(self.gather_ids < 0, self.gather_ids + len(data), self.gather_ids)
+        has_gradient = (rows >= 0) & (rows < len(data))
+        rows = np.clip(rows, 0, len(data) - 1)
+        # Each with its error: of sums, relative to magnitudes; of what uses the rounded result, relative to that.
+        output, d_data, d_logits = (np.zeros((3, *shape), wide) for shape in (d_output.shape, data.shape, logits.shape))
+        for segment in np.unique(self.ids[(self.ids >= 0) & (self.ids < self.num_segments)]):
+            edges = np.flatnonzero(self.ids == segment)
+            of_edges, v, g = logits[edges], data[rows[edges]], d_output[segment]
+            with np.errstate(invalid="ignore"):  # infinity minus infinity
+                highest = of_edges.max(axis=0)
+                exponentials = np.exp(of_edges - np.where(highest == -np.inf, 0, highest))
+                total = exponentials.sum(axis=0)
+                p = exponentials / np.where(total == 0, 1, total)
+            size = np.where(np.isfinite(of_edges), abs(of_edges), 0)
+            inflated = p * (1 + size + size.max(axis=0))
+            output[:2, segment] = [(x[..., None] * y).sum(0) for x, y in ((p, v), (inflated, abs(v)))]
+            d_p, size_of_d_p = (g * v).sum(-1), (abs(g) * abs(v)).sum(-1)
+            mean, size_of_mean = (p * d_p).sum(axis=0), (inflated * size_of_d_p).sum(axis=0)
+            d_logits[0, edges] = p * (d_p - mean)
+            d_logits[1, edges] = inflated * (size_of_d_p + size_of_mean)
+            d_logits[2, edges] = p * (abs(g) * abs(output[0, segment])).sum(-1)
+            chosen = has_gradient[edges]
+            for of, x, y in ((d_data[0], p, g), (d_data[1], inflated, abs(g))):
+                np.add.at(of, rows[edges][chosen], (x[..., None] * y)[chosen])
+        terms = len(self.ids) + math.prod(self.data.shape[1:])
+        arithmetic, rounding = (4 + 4 * math.sqrt(terms)) * cases.eps_of(dtype), float(jnp.finfo(dtype).eps)
+        tiny = 4 * float(jnp.finfo(dtype).smallest_subnormal) * (dtype.itemsize == 2) + float(np.finfo(np.float32).tiny)
+        results = []
+        for (exact, of_sums, of_output), shape, own_dtype in (
+            (output, (self.num_segments, *self.data.shape[1:]), dtype),
+            (d_logits, self.logits.shape, self.logits.dtype),
+            (d_data, self.data.shape, dtype),
+        ):
+            error = arithmetic * of_sums + rounding * of_output + tiny
+            # Logits may have another dtype than the arithmetic, to which their gradient is rounded.
+            error = error + abs(exact) * float(jnp.finfo(own_dtype).eps)
+            results.append(cases.Expected(exact.reshape(shape), own_dtype, error.reshape(shape)))
+        return tuple(results)
+
+    def check(self, form: str, d_output: np.ndarray) -> tuple[Any, ...]:
+        results = self.values_and_gradients(form, d_output)
+        for name, actual, expected in zip(
+            ("output", "d_logits", "d_data"), results, self.expected(d_output), strict=True
+        ):
+            expected.check(actual, name)
+        return results
+
+
+def make(rng: np.random.Generator, sizes: Any, dtype: str, logits_dtype: str | None = None) -> tuple[Case, np.ndarray]:
+    """Random arrays, with ids out of range, and a cotangent."""
+    nodes, edges, segments, heads, features = sizes
+    logits = (3 * rng.normal(size=(edges, *heads))).astype(jnp.dtype(logits_dtype or dtype))
+    data = rng.normal(size=(nodes, *heads, *features)).astype(jnp.dtype(dtype))
+    gather_ids, ids = rng.integers(-nodes - 2, nodes + 2, edges), rng.integers(-1, segments + 1, edges)
+    d_output = rng.normal(size=(segments, *data.shape[1:])).astype(data.dtype)
+    return Case(logits, data, gather_ids, ids, segments), d_output
+
+
+@cases.each_pair(dtype=cases.FLOATING, sizes=SIZES, form=("ids", "sorted", "plan", "xla"))
+def test_values_and_gradients(rng: np.random.Generator, dtype: str, sizes: Any, form: str) -> None:
+    """Values and gradients are right, also with ids out of range. Two runs of a kernel give the same bits."""
+    case, d_output = make(rng, sizes, dtype)
+    if form == "sorted":
+        case.ids.sort()
+    results = case.check(form, d_output)
+    if form != "xla":
+        again = case.values_and_gradients(form, d_output)
+        for x, y in zip(results, again, strict=True):
+            cases.assert_same_bits(x, np.asarray(y))
+
+
+@pytest.mark.parametrize("form", ["ids", "plan", "xla"])
+@pytest.mark.parametrize(
+    ("logits_dtype", "dtype"), [("float32", "float16"), ("float32", "bfloat16"), ("float16", "float32")]
+)
+def test_dtypes_of_logits(rng: np.random.Generator, logits_dtype: str, dtype: str, form: str) -> None:
+    """Logits keep their precision beside data of less, and masks of -1e9 stay finite beside float16."""
+    case, d_output = make(rng, (50, 900, 41, (4,), (8,)), dtype, logits_dtype)
+    if logits_dtype == "float32":
+        case.logits[::5] -= 1e9
+    case.check(form, d_output)
+
+
+def test_equal_masks(rng: np.random.Generator) -> None:
+    """A segment whose float32 logits are all -1e9 has the mean of its float16 rows."""
+    data = rng.normal(size=(4, 2, 8)).astype(np.float16)
+    output = segment_attention(np.full((4, 2), -1e9, np.float32), data, np.arange(4), np.zeros(4, np.int32), 1)
+    np.testing.assert_allclose(output[0], data.astype(np.float64).mean(0), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", ["ids", "plan", "xla"])
+@pytest.mark.parametrize("dtype", cases.FLOATING)
+def test_masked_edges(rng: np.random.Generator, dtype: str, form: str) -> None:
+    """A logit of -inf leaves an edge out. A segment without other edges has a result and gradients of 0."""
+    case, d_output = make(rng, (6, 60, 5, (3,), (8,)), dtype)
+    case.logits[::7] = -np.inf
+    case.logits[case.ids == 2, 1] = -np.inf
+    output, d_logits, _ = case.check(form, d_output)
+    assert (np.asarray(output[2, 1]) == 0).all()
+    assert (np.asarray(d_logits)[np.isneginf(case.logits.astype(np.float64))] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["ids", "plan", "xla"])
+@pytest.mark.parametrize("special", [np.nan, np.inf])
+def test_logits_that_are_not_finite(rng: np.random.Generator, special: float, form: str) -> None:
+    """A logit of NaN or inf makes its segment and head NaN, and no other."""
+    case, d_output = make(rng, (6, 60, 5, (3,), (8,)), "float32")
+    case.logits[np.flatnonzero(case.ids == 3)[1], 2] = special
+    output, *_ = case.check(form, d_output)
+    is_nan = np.zeros(output.shape, bool)
+    is_nan[3, 2] = True
+    assert (np.isnan(np.asarray(output)) == is_nan).all()
+
+
+@pytest.mark.parametrize("form", ["ids", "plan", "xla"])
+def test_rows_out_of_range(rng: np.random.Generator, form: str) -> None:
+    """Edges whose gather ids are out of range read the nearest row, and only their logits have gradients."""
+    case, d_output = make(rng, (3, 500, 4, (2,), (4,)), "float32")
+    case.gather_ids = rng.choice([-100, 100], 500)
+    _, d_logits, d_data = case.check(form, d_output)
+    assert np.any(np.asarray(d_logits) != 0) and not np.any(d_data)
 
 
 @pytest.mark.parametrize("form", ["ids", "plan"])

@@ -56,6 +56,11 @@ def test_plan_of_edges_serves_rows(rng: np.random.Generator, reduction: Reductio
 
 def weighted(name: str) -> Callable[..., jax.Array]:
     function = getattr(jax_baracuda, name)
+    if name.startswith("graph"):
+        query, weights = jnp.ones((10, 1, 3)), jnp.ones((1, 3))
+        return lambda data, plan: function(
+            query, data[:, None], weights if "additive" in name else data[:, None], plan=plan
+        )
     if name == "segment_attention":
         return lambda data, plan: function(jnp.arange(ROWS, dtype=jnp.float32), data, plan=plan)
     if name.startswith("gather") and name.endswith(("sum", "mean")):
@@ -74,7 +79,8 @@ WITH_PLAN = sorted(
 @pytest.mark.parametrize("name", WITH_PLAN)
 def test_any_plan_is_safe(rng: np.random.Generator, name: str, is_mapped: bool) -> None:
     """A plan of arbitrary integers gives some result, and no access out of bounds; later calls are right."""
-    function, gathers = weighted(name), name.startswith("gather") or name in ("segment_attention", "take_rows")
+    function = weighted(name)
+    gathers = name.startswith(("gather", "graph")) or name in ("segment_attention", "take_rows")
     data, ids = small_floats(rng, 20 if gathers else ROWS, 3), rng.integers(0, 10, ROWS)
 
     def run(data: jax.Array, plan: SegmentPlan) -> Any:

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "ffi/core/host_device.h"
+#include "ffi/segment/attention/call.h"
 
 namespace jax_baracuda::segment {
 
@@ -17,26 +18,50 @@ inline constexpr C kLowestLogit = std::numeric_limits<C>::lowest();
 // What a feature adds to a logit, and the derivative of the logit with respect to query and key.
 template <typename C>
 struct DotScore {
-  static constexpr bool kIsAdditive = false;
-  C parameter;  // the scale
+  using Number = C;
+  static constexpr bool kIsGiven = false, kIsAdditive = false;
+  C scale;
+
+  static DotScore Of(const AttentionCall& call) { return {static_cast<C>(call.scale)}; }
 
   JB_HOST_DEVICE C Term(C query, C key, C /*weight*/) const { return query * key; }
-  JB_HOST_DEVICE C Logit(C sum) const { return parameter * sum; }
-  JB_HOST_DEVICE C ByQuery(C /*query*/, C key, C /*weight*/) const { return parameter * key; }
-  JB_HOST_DEVICE C ByKey(C query, C /*key*/, C /*weight*/) const { return parameter * query; }
+  JB_HOST_DEVICE C Logit(C sum) const { return scale * sum; }
+  JB_HOST_DEVICE C ByQuery(C /*query*/, C key, C /*weight*/) const { return scale * key; }
+  JB_HOST_DEVICE C ByKey(C query, C /*key*/, C /*weight*/) const { return scale * query; }
 };
 
 template <typename C>
 struct AdditiveScore {
-  static constexpr bool kIsAdditive = true;
-  C parameter;  // the slope of negative numbers
+  using Number = C;
+  static constexpr bool kIsGiven = false, kIsAdditive = true;
+  C slope;  // of negative numbers
 
-  JB_HOST_DEVICE C Leaky(C x) const { return x >= C{0} ? x : parameter * x; }
+  static AdditiveScore Of(const AttentionCall& call) { return {static_cast<C>(call.negative_slope)}; }
+
+  JB_HOST_DEVICE C Leaky(C x) const { return x >= C{0} ? x : slope * x; }
   JB_HOST_DEVICE C Term(C query, C key, C weight) const { return weight * Leaky(query + key); }
   JB_HOST_DEVICE C Logit(C sum) const { return sum; }
-  JB_HOST_DEVICE C ByQuery(C query, C key, C weight) const { return query + key >= C{0} ? weight : parameter * weight; }
+  JB_HOST_DEVICE C ByQuery(C query, C key, C weight) const { return query + key >= C{0} ? weight : slope * weight; }
   JB_HOST_DEVICE C ByKey(C query, C key, C weight) const { return ByQuery(query, key, weight); }
 };
+
+// The bias is the logit.
+template <typename C>
+struct GivenLogits {
+  using Number = C;
+  static constexpr bool kIsGiven = true, kIsAdditive = false;
+
+  static GivenLogits Of(const AttentionCall&) { return {}; }
+};
+
+// Calls body(score), where score is one of the above. kTakesGiven: whether the logits may be given.
+template <typename C, bool kTakesGiven, typename Body>
+auto DispatchScore(const AttentionCall& call, const Body& body) {
+  if constexpr (kTakesGiven) {
+    if (call.score == ScoreKind::kGiven) return body(GivenLogits<C>::Of(call));
+  }
+  return call.score == ScoreKind::kAdditive ? body(AdditiveScore<C>::Of(call)) : body(DotScore<C>::Of(call));
+}
 
 // The reciprocal of a total; 0 for that of no finite logit.
 template <typename C>

@@ -1,9 +1,13 @@
-// Calls of graph_attention and its gradients.
+// Calls of attention over edges and its gradients.
 //
-// The logit of an edge and a head is, for the query q of the edge's segment and the key k of the row that it gathers,
-//   scale * sum(q * k) + bias                                  dot products
-//   sum(score_weights * leaky_relu(q + k)) + bias              additive; the keys are the values, too
-// The softmax over the edges of a segment is kept as the maximum of its logits and the total of exp(logit - maximum).
+// The logit of an edge and a head is a score plus a bias. For the query q of the edge's segment and the key k of the row
+// that it gathers, the score is
+//   scale * sum(q * k)                                  dot products
+//   sum(score_weights * leaky_relu(q + k))              additive; the keys are the values, too
+//   nothing                                             given: the bias is the logit; there are no queries and keys
+// Biases are in the accumulation type: a mask such as -1e9 is infinite in float16, and an edge's biases are few numbers
+// beside the row that it gathers. The softmax over the edges of a segment is kept as the maximum of its logits and the
+// total of exp(logit - maximum).
 #pragma once
 
 #include <cstdint>
@@ -24,21 +28,30 @@ struct AttentionOperand {
   }
 };
 
+enum class ScoreKind { kDotProduct, kAdditive, kGiven };
+
 struct AttentionCall : GatheringCall {
   int64_t heads = 0, head_features = 0;
-  bool is_additive = false;
+  ScoreKind score = ScoreKind::kDotProduct;
   double scale = 1, negative_slope = 0;
   AttentionOperand query, key, value;  // [batch or 1, segments or rows, heads, features of a head]
-  AttentionOperand bias;               // [batch or 1, edges, heads], or none
+  AttentionOperand bias;               // [batch or 1, edges, heads] in the accumulation type, or none
   AttentionOperand score_weights;      // [batch or 1, heads, features of a head], if additive
-  AttentionOperand d_output;           // like query
+  AttentionOperand d_output;           // [batch or 1, segments, heads, features of a head]
   // [batch or 1, segments, heads] in the accumulation type. Means: sum(probability * d_probability) over the edges of a
   // segment.
   AttentionOperand maxima, totals, means;
+  AttentionOperand rows_of_edges;  // int32 [batch or 1, edges], by the number of the edge; see AttentionByRowCall
 
-  // The features of a head are a power of two up to this number: at most one vector for each thread of a warp.
+  // Heads for the CUDA kernels: a power of two of features, at most one vector for each thread of a warp. Python pads
+  // others, and knows the bytes of the widest as MAX_HEAD_BYTES. Computed logits need at least a vector.
   int64_t MaxHeadFeatures() const { return 32 * 16 / ElementBytes(type); }
+  int64_t MinHeadFeatures() const { return score == ScoreKind::kGiven ? 1 : 16 / ElementBytes(type); }
 };
+
+inline int64_t BiasBytes(const AttentionCall& call) {
+  return call.problem.batch * call.problem.rows * call.heads * (call.type == ElementType::kFloat64 ? 8 : 4);
+}
 
 // Edges gather keys and values.
 struct AttentionForwardCall : AttentionCall {
@@ -50,10 +63,10 @@ struct AttentionForwardCall : AttentionCall {
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
-// The gradient of what belongs to segments and edges. Edges gather keys and values.
+// The gradient of what belongs to segments and edges, unless the logits are given. Edges gather keys and values.
 struct AttentionBySegmentCall : AttentionCall {
   void* d_query = nullptr;  // [batch, segments, heads, features of a head]
-  void* d_bias = nullptr;   // [batch, edges, heads], or none
+  void* d_bias = nullptr;   // [batch, edges, heads] in the accumulation type, or none
   // [batch, segments, heads, features of a head] in the accumulation type, if additive: the terms of each segment
   void* d_score_weights = nullptr;
 
@@ -61,10 +74,16 @@ struct AttentionBySegmentCall : AttentionCall {
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
-// The gradient of what belongs to rows. Here the rows of keys are the segments of the problem, and edges gather queries.
+// The gradient of what belongs to rows. Here the rows of keys and values are the segments of the problem, and edges
+// gather queries and cotangents of the output.
+//
+// The gradient of given logits is computed in the same pass, because both need these cotangents. An edge whose gather id
+// was out of range has no row here: its segment id is the number of rows. Its logit has a gradient nevertheless, with the
+// value of the row that is nearest to its element of rows_of_edges.
 struct AttentionByRowCall : AttentionCall {
-  void* d_key = nullptr;    // [batch, rows, heads, features of a head]; if additive, of the values, too
+  void* d_key = nullptr;    // [batch, rows, heads, features of a head]; if additive, of the values, too. None if given
   void* d_value = nullptr;  // likewise, unless additive
+  void* d_bias = nullptr;   // [batch, edges, heads] in the accumulation type, if given
 
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;

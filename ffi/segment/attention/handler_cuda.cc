@@ -1,4 +1,4 @@
-// The CUDA targets of graph_attention and its gradients.
+// The CUDA targets of attention over edges and its gradients.
 
 #include "ffi/segment/attention/handler.h"
 #include "ffi/segment/engine/run_cuda.h"
@@ -6,23 +6,31 @@
 namespace jax_baracuda::segment {
 namespace {
 
-template <typename Call>
-ffi::Error RunAttention(cudaStream_t stream, const char* op, ffi::RemainingRets results, Call* call, size_t first) {
-  JB_RETURN_IF_ERROR(CheckSorted(op, *call));
-  return RunWithResults(stream, op, results, call, first);
-}
+constexpr ScoreKind kDot = ScoreKind::kDotProduct, kAdditive = ScoreKind::kAdditive, kGiven = ScoreKind::kGiven;
+constexpr auto kRun = RunSortedWithResults<AttentionForwardCall>;
+constexpr auto kRunBySegment = RunSortedWithResults<AttentionBySegmentCall>;
+constexpr auto kRunByRow = RunSortedWithResults<AttentionByRowCall>;
 
-JB_CUDA_TARGET("graph_attention", (HandleAttention<cudaStream_t, RunAttention<AttentionForwardCall>>),
-               BindAttention<Stream>(), (CudaPlanOf<AttentionCallOf<AttentionForwardCall>>), kNothing, "fill", "tiles");
+constexpr auto kPlan = CudaPlanOf<AttentionCallOf<AttentionForwardCall>>;
+constexpr auto kPlanBySegment = CudaPlanOf<AttentionCallOf<AttentionBySegmentCall>>;
+constexpr auto kPlanByRow = CudaPlanOf<AttentionCallOf<AttentionByRowCall>>;
 
-JB_CUDA_TARGET("graph_attention_backward_by_segment",
-               (HandleAttentionBySegment<cudaStream_t, RunAttention<AttentionBySegmentCall>>),
-               BindAttentionBackward<Stream>(), (CudaPlanOf<AttentionCallOf<AttentionBySegmentCall>>), kNothing, "fill",
-               "tiles");
-
-JB_CUDA_TARGET("graph_attention_backward_by_row",
-               (HandleAttentionByRow<cudaStream_t, RunAttention<AttentionByRowCall>>), BindAttentionBackward<Stream>(),
-               (CudaPlanOf<AttentionCallOf<AttentionByRowCall>>), kNothing, "fill", "tiles");
+JB_CUDA_TARGET(kForwardName<kDot>, (HandleAttention<cudaStream_t, kDot, kRun>), BindAttention<Stream>(), kPlan,
+               kNothing, "fill", "tiles");
+JB_CUDA_TARGET(kForwardName<kAdditive>, (HandleAttention<cudaStream_t, kAdditive, kRun>), BindAttention<Stream>(),
+               kPlan, kNothing, "fill", "tiles");
+JB_CUDA_TARGET(kForwardName<kGiven>, (HandleAttention<cudaStream_t, kGiven, kRun>), BindAttention<Stream>(), kPlan,
+               kNothing, "fill", "tiles");
+JB_CUDA_TARGET(kBySegmentName<kDot>, (HandleAttentionBySegment<cudaStream_t, kDot, kRunBySegment>),
+               BindAttentionBySegment<Stream>(), kPlanBySegment, kNothing, "fill", "tiles");
+JB_CUDA_TARGET(kBySegmentName<kAdditive>, (HandleAttentionBySegment<cudaStream_t, kAdditive, kRunBySegment>),
+               BindAttentionBySegment<Stream>(), kPlanBySegment, kNothing, "fill", "tiles");
+JB_CUDA_TARGET(kByRowName<kDot>, (HandleAttentionByRow<cudaStream_t, kDot, kRunByRow>), BindAttentionByRow<Stream>(),
+               kPlanByRow, kNothing, "fill", "tiles");
+JB_CUDA_TARGET(kByRowName<kAdditive>, (HandleAttentionByRow<cudaStream_t, kAdditive, kRunByRow>),
+               BindAttentionByRow<Stream>(), kPlanByRow, kNothing, "fill", "tiles");
+JB_CUDA_TARGET(kByRowName<kGiven>, (HandleAttentionByRow<cudaStream_t, kGiven, kRunByRow>),
+               BindAttentionByRow<Stream>(), kPlanByRow, kNothing, "fill", "tiles");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

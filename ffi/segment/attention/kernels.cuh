@@ -1,10 +1,13 @@
 // The CUDA kernels of attention over edges: reductions in tiles (see engine/reduction.cuh) whose rows are edges.
 //
 // Each thread has one vector of a head's features. The threads of a head add up their terms of the logit by shuffles;
-// they always belong to one group and one warp, because a head is a power of two of vectors.
+// they always belong to one group and one warp, because a head is a power of two of vectors. Heads of given logits may
+// be narrower than a vector, whose threads then have narrower vectors.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/attention/arithmetic.h"
@@ -59,19 +62,21 @@ template <typename T, typename Score>
 struct AttentionArrays : AttentionHeads<T, Score> {
   using C = ComputeType<T>;
 
-  const T *query, *key, *value, *bias, *d_output;
-  const C *maxima, *totals, *means;
+  const T *query, *key, *value, *d_output;
+  const C *bias, *maxima, *totals, *means;
+  const int32_t* rows_of_edges;
+  int64_t rows;
+
+  __device__ __forceinline__ int64_t NearestRow(uint32_t edge) const {
+    return min(max(int64_t{__ldg(rows_of_edges + edge)}, int64_t{0}), rows - 1);
+  }
 };
 
 template <typename T, typename Score>
 AttentionHeads<T, Score> HeadsOf(const AttentionCall& call, int64_t b) {
-  const double parameter = call.is_additive ? call.negative_slope : call.scale;
   int log_features = 0;
   while (int64_t{1} << log_features < call.head_features) ++log_features;
-  return {{static_cast<decltype(Score::parameter)>(parameter)},
-          call.score_weights.Of<T>(b, call.heads * call.head_features),
-          call.heads,
-          log_features};
+  return {Score::Of(call), call.score_weights.Of<T>(b, call.heads * call.head_features), call.heads, log_features};
 }
 
 template <typename T, typename Score>
@@ -82,11 +87,13 @@ AttentionArrays<T, Score> ArraysOf(const AttentionCall& call, int64_t segments, 
   arrays.query = call.query.Of<T>(b, segments * features);
   arrays.key = call.key.Of<T>(b, rows * features);
   arrays.value = call.value.Of<T>(b, rows * features);
-  arrays.bias = call.bias.Of<T>(b, call.problem.rows * heads);
+  arrays.bias = call.bias.Of<C>(b, call.problem.rows * heads);
   arrays.d_output = call.d_output.Of<T>(b, segments * features);
   arrays.maxima = call.maxima.Of<C>(b, segments * heads);
   arrays.totals = call.totals.Of<C>(b, segments * heads);
   arrays.means = call.means.Of<C>(b, segments * heads);
+  arrays.rows_of_edges = call.rows_of_edges.Of<int32_t>(b, call.problem.rows);
+  arrays.rows = rows;
   return arrays;
 }
 
@@ -106,19 +113,21 @@ struct ScoredEdge {
   using C = ComputeType<T>;
 
   Packed<T, kVec> query, key, value;
-  T bias;
+  C bias;
   bool takes_part;  // the edge has a row and a segment
 
   __device__ __forceinline__ void LoadScored(const AttentionArrays<T, Score>& arrays, int64_t segment, int64_t row,
                                              uint32_t edge, const RowPlace& place) {
-    bias = static_cast<T>(C{0});
+    bias = C{0};
     memset(&query, 0, sizeof(query));
     memset(&key, 0, sizeof(key));
     memset(&value, 0, sizeof(value));
     if (!takes_part) return;
-    key = LoadPacked<kVec>(arrays.key + row * place.features + place.column);
-    if (!Score::kIsAdditive) value = LoadPacked<kVec>(arrays.value + row * place.features + place.column);
-    query = LoadPacked<kVec>(arrays.query + segment * place.features + place.column);
+    if constexpr (!Score::kIsGiven) {
+      key = LoadPacked<kVec>(arrays.key + row * place.features + place.column);
+      query = LoadPacked<kVec>(arrays.query + segment * place.features + place.column);
+    }
+    if constexpr (!Score::kIsAdditive) value = LoadPacked<kVec>(arrays.value + row * place.features + place.column);
     if (arrays.bias != nullptr) bias = __ldg(arrays.bias + edge * arrays.heads + place.at);
   }
 
@@ -137,23 +146,53 @@ struct ScoredEdge {
   }
 
   __device__ __forceinline__ C Logit(const AttentionHeads<T, Score>& heads, int64_t column) const {
-    C sum{0};
-    ForEach(heads, column, [&](int, C q, C k, C w) { sum += heads.score.Term(q, k, w); });
-    return heads.score.Logit(SumOverHead(sum, heads.template Lanes<kVec>())) + static_cast<C>(bias);
+    if constexpr (Score::kIsGiven) {
+      return bias;
+    } else {
+      C sum{0};
+      ForEach(heads, column, [&](int, C q, C k, C w) { sum += heads.score.Term(q, k, w); });
+      return heads.score.Logit(SumOverHead(sum, heads.template Lanes<kVec>())) + bias;
+    }
   }
 };
 
+// One element of the batch, as kernels see it. The edges of given logits that have no row make up one more segment,
+// whose sums are not stored.
+template <typename Call>
+Problem ProblemOfElement(const Call& call) {
+  Problem problem = call.problem;
+  problem.batch = problem.batch > 0;
+  if constexpr (std::is_same_v<Call, AttentionByRowCall>) {
+    if (call.score == ScoreKind::kGiven && !problem.HasNoResult()) ++problem.segments;
+  }
+  return problem;
+}
+
+// `state_cells`: numbers of the accumulation type per cell of an accumulator.
+template <typename Call>
+ReducePlan PlanAttention(const Call& call, int state_cells) {
+  const Problem problem = ProblemOfElement(call);
+  const int64_t element_bytes = ElementBytes(call.type), width = call.head_features;
+  const Strategy strategy = problem.HasNoResult() ? Strategy::kNothing
+                            : problem.rows == 0   ? Strategy::kFill
+                                                  : Strategy::kTiles;
+  // At most a warp, also for a call whose heads a program pads before the kernel runs.
+  const int64_t unit = std::clamp<int64_t>(width / RowVector(width, element_bytes), 1, 32);
+  return MakeReducePlan(problem, strategy, 1, width, element_bytes, state_cells * (element_bytes == 8 ? 8 : 4),
+                        static_cast<int>(unit));
+}
+
 // Launches a reduction for each element of the batch, with its own arrays. `outputs_of(heads, T{}, b)` gives the results
 // of element b.
-template <template <typename, typename> class Reduction, template <typename, typename> class Input, typename Call,
-          typename OutputsOf>
+template <template <typename, typename> class Reduction, template <typename, typename> class Input, bool kTakesGiven,
+          typename Call, typename OutputsOf>
 CudaStatus LaunchAttention(const Call& call, const ReducePlan& plan, int64_t segments, int64_t rows,
                            cudaStream_t stream, const OutputsOf& outputs_of) {
-  const auto launch = [&](auto element_tag, auto score_tag, int64_t b) {
+  const auto launch = [&](auto element_tag, auto score, int64_t b) {
     using T = typename decltype(element_tag)::type;
-    using Score = decltype(score_tag);
+    using Score = decltype(score);
     GatheringCall element = call;
-    element.problem.batch = 1;
+    element.problem = ProblemOfElement(call);
     const int64_t first_id = call.problem.IdIndex(b, 0);
     element.segment_ids = static_cast<const char*>(call.segment_ids) + first_id * (call.ids_are_64_bit ? 8 : 4);
     Input<T, Score> input{};
@@ -165,23 +204,11 @@ CudaStatus LaunchAttention(const Call& call, const ReducePlan& plan, int64_t seg
   };
   return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
     using C = ComputeType<typename decltype(tag)::type>;
-    for (int64_t b = 0; b < call.problem.batch; ++b) {
-      JB_RETURN_IF_CUDA_ERROR(call.is_additive ? launch(tag, AdditiveScore<C>{}, b) : launch(tag, DotScore<C>{}, b));
-    }
-    return {};
+    return DispatchScore<C, kTakesGiven>(call, [&](auto score) -> CudaStatus {
+      for (int64_t b = 0; b < call.problem.batch; ++b) JB_RETURN_IF_CUDA_ERROR(launch(tag, score, b));
+      return {};
+    });
   });
-}
-
-// `state_cells`: numbers of the accumulation type per cell of an accumulator.
-inline ReducePlan PlanAttention(const AttentionCall& call, int state_cells) {
-  SegmentCall one = call;
-  one.problem.batch = call.problem.batch > 0;
-  const int64_t element_bytes = ElementBytes(call.type), vector = 16 / element_bytes;
-  const Strategy strategy = one.problem.HasNoResult() ? Strategy::kNothing
-                            : one.problem.rows == 0   ? Strategy::kFill
-                                                      : Strategy::kTiles;
-  return MakeReducePlan(one.problem, strategy, 1, call.head_features, element_bytes,
-                        state_cells * (element_bytes == 8 ? 8 : 4), static_cast<int>(call.head_features / vector));
 }
 
 }  // namespace jax_baracuda::segment

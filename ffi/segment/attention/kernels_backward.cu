@@ -1,16 +1,17 @@
 // The gradient of attention over edges, in two passes: by segment, whose edges gather keys and values, and by row, whose
-// edges gather queries. Both compute the logits again, so that nothing is kept per edge.
+// edges gather queries and cotangents. Both compute the logits again, so that nothing is kept per edge. Given logits need
+// the pass by row alone.
 #include "ffi/segment/attention/kernels.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
 
 // Sums of kSums vectors per cell: the gradients that a pass adds up.
-template <typename T, int kSums>
+template <typename T, int kSums, int kInFlight = 1>
 struct GradientSums {
   using Element = T;
   // A row loads so much that more resident blocks hide more latency than more rows in flight.
-  static constexpr int kRowsInFlight = 1;
+  static constexpr int kRowsInFlight = kInFlight;
   static constexpr int kTileBlocks = 12;
   using C = ComputeType<T>;
 
@@ -47,8 +48,8 @@ struct BySegmentReduction : GradientSums<T, Score::kIsAdditive ? 2 : 1> {
   using C = ComputeType<T>;
 
   struct Outputs : AttentionHeads<T, Score> {
-    T *d_query, *d_bias;
-    C* d_score_weights;
+    T* d_query;
+    C *d_bias, *d_score_weights;
 
     template <int kSums, int kCount>
     __device__ __forceinline__ void Store(int64_t at, const C (&sum)[kSums][kCount]) const {
@@ -61,17 +62,22 @@ struct BySegmentReduction : GradientSums<T, Score::kIsAdditive ? 2 : 1> {
   };
 };
 
-// The gradients of the keys and, unless they are the values, too, of the values.
+// The gradients of the keys and of the values, in this order; one sum if the keys are the values, or if there are none.
+// Two float32 rows of given logits fit the registers.
 template <typename T, typename Score>
-struct ByRowReduction : GradientSums<T, Score::kIsAdditive ? 1 : 2> {
+struct ByRowReduction
+    : GradientSums<T, Score::kIsAdditive || Score::kIsGiven ? 1 : 2, Score::kIsGiven && sizeof(T) == 4 ? 2 : 1> {
   using C = ComputeType<T>;
 
   struct Outputs : AttentionHeads<T, Score> {
     T *d_key, *d_value;
+    int64_t cells;
+    C* d_bias;  // of given logits
 
     template <int kSums, int kCount>
     __device__ __forceinline__ void Store(int64_t at, const C (&sum)[kSums][kCount]) const {
-      StoreNarrow<T, kCount>(d_key + at, sum[0]);
+      if (Score::kIsGiven && at >= cells) return;  // the sum of edges without a row
+      StoreNarrow<T, kCount>((Score::kIsGiven ? d_value : d_key) + at, sum[0]);
       if constexpr (kSums > 1) StoreNarrow<T, kCount>(d_value + at, sum[1]);
     }
   };
@@ -141,7 +147,7 @@ struct BySegmentEdges : AttentionEdges<T, Score> {
         if constexpr (Score::kIsAdditive) cells.sum[1][i] += this->d_logit * outputs.score.Leaky(query + key);
       });
       if (outputs.d_bias != nullptr && outputs.IsFirst(column)) {
-        outputs.d_bias[edge * outputs.heads + head] = static_cast<T>(this->d_logit);
+        outputs.d_bias[edge * outputs.heads + head] = this->d_logit;
       }
     }
   };
@@ -154,35 +160,56 @@ struct ByRowEdges : AttentionEdges<T, Score> {
   template <int kVec>
   struct Row : EdgeGradient<T, Score, kVec> {
     using C = ComputeType<T>;
-    int64_t column;
+    uint32_t edge;
+    int64_t column, head;
 
     __device__ __forceinline__ void Load(const ByRowEdges& input, const T*, const SourceRow& source,
                                          const RowPlace& place) {
+      edge = source.edge;
       column = place.column;
-      this->LoadGradient(input.arrays, source.row, place.segment, source, place);
+      head = place.at;
+      int64_t row = place.segment;
+      if (Score::kIsGiven && row == input.arrays.rows) row = input.arrays.NearestRow(edge);
+      this->LoadGradient(input.arrays, source.row, row, source, place);
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs& outputs) const {
+      if constexpr (Score::kIsGiven) {
+        // Edges that take no part have a gradient of 0.
+        if (outputs.IsFirst(column)) outputs.d_bias[edge * outputs.heads + head] = this->d_logit;
+      }
       if (!this->takes_part) return;
       C d_outputs[kVec];
       Widen<T, kVec>(this->d_output, d_outputs);
-      this->ForEach(outputs, column, [&](int i, C query, C key, C weight) {
-        const C of_value = this->probability * d_outputs[i];
-        cells.sum[0][i] += this->d_logit * outputs.score.ByKey(query, key, weight);
-        cells.sum[Score::kIsAdditive ? 0 : 1][i] += of_value;
-      });
+      if constexpr (Score::kIsGiven) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) cells.sum[0][i] += this->probability * d_outputs[i];
+      } else {
+        this->ForEach(outputs, column, [&](int i, C query, C key, C weight) {
+          const C of_value = this->probability * d_outputs[i];
+          cells.sum[0][i] += this->d_logit * outputs.score.ByKey(query, key, weight);
+          cells.sum[Score::kIsAdditive ? 0 : 1][i] += of_value;
+        });
+      }
     }
   };
 };
 
-ReducePlan PlanOf(const AttentionCall& call) { return PlanAttention(call, /*state_cells=*/2); }
+template <typename Call>
+ReducePlan PlanOf(const Call& call) {
+  return PlanAttention(call, /*state_cells=*/2);
+}
 
 }  // namespace
 
 template <typename T, typename Score>
-inline constexpr bool kTakesWidestTilesAlone<BySegmentReduction<T, Score>> = true;
+inline constexpr bool kTakesTilesAlone<BySegmentReduction<T, Score>> = true;
 template <typename T, typename Score>
-inline constexpr bool kTakesWidestTilesAlone<ByRowReduction<T, Score>> = true;
+inline constexpr bool kTakesTilesAlone<ByRowReduction<T, Score>> = true;
+template <typename T, typename Score>
+inline constexpr bool kTakesWidestVectorsAlone<BySegmentReduction<T, Score>> = true;
+template <typename T, typename Score>
+inline constexpr bool kTakesWidestVectorsAlone<ByRowReduction<T, Score>> = !Score::kIsGiven;
 // A vector of several cells has its place in several results.
 template <typename T, typename Score>
 inline constexpr bool kStoresCellsAlone<BySegmentReduction<T, Score>> = false;
@@ -195,29 +222,36 @@ Plan AttentionByRowCall::CudaPlan() const { return PlanOf(*this).Summary(); }
 CudaStatus AttentionBySegmentCall::LaunchOnCuda(cudaStream_t stream) const {
   if (d_bias != nullptr) {
     // Dropped edges get 0.
-    const int64_t bytes = problem.batch * problem.rows * heads * ElementBytes(type);
-    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(d_bias, 0, bytes, stream));
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(d_bias, 0, BiasBytes(*this), stream));
   }
-  return LaunchAttention<BySegmentReduction, BySegmentEdges>(
+  return LaunchAttention<BySegmentReduction, BySegmentEdges, /*kTakesGiven=*/false>(
       *this, PlanOf(*this), problem.segments, num_rows, stream, [&](auto of_heads, auto element, int64_t b) {
         using T = decltype(element);
         const int64_t cells = problem.segments * problem.features;
         typename BySegmentReduction<T, decltype(of_heads.score)>::Outputs outputs{of_heads};
         outputs.d_query = static_cast<T*>(d_query) + b * cells;
-        outputs.d_bias = d_bias == nullptr ? nullptr : static_cast<T*>(d_bias) + b * problem.rows * heads;
-        outputs.d_score_weights = is_additive ? static_cast<ComputeType<T>*>(d_score_weights) + b * cells : nullptr;
+        using C = ComputeType<T>;
+        outputs.d_bias = d_bias == nullptr ? nullptr : static_cast<C*>(d_bias) + b * problem.rows * heads;
+        outputs.d_score_weights = d_score_weights == nullptr ? nullptr : static_cast<C*>(d_score_weights) + b * cells;
         return outputs;
       });
 }
 
 CudaStatus AttentionByRowCall::LaunchOnCuda(cudaStream_t stream) const {
-  return LaunchAttention<ByRowReduction, ByRowEdges>(
+  if (d_bias != nullptr && problem.segments == 0) {
+    // No kernel runs, which would write the gradients of all edges.
+    JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(d_bias, 0, BiasBytes(*this), stream));
+  }
+  return LaunchAttention<ByRowReduction, ByRowEdges, /*kTakesGiven=*/true>(
       *this, PlanOf(*this), num_rows, problem.segments, stream, [&](auto of_heads, auto element, int64_t b) {
         using T = decltype(element);
         const int64_t cells = problem.segments * problem.features;
         typename ByRowReduction<T, decltype(of_heads.score)>::Outputs outputs{of_heads};
-        outputs.d_key = static_cast<T*>(d_key) + b * cells;
-        outputs.d_value = is_additive ? nullptr : static_cast<T*>(d_value) + b * cells;
+        outputs.d_key = d_key == nullptr ? nullptr : static_cast<T*>(d_key) + b * cells;
+        outputs.d_value = d_value == nullptr ? nullptr : static_cast<T*>(d_value) + b * cells;
+        outputs.cells = cells;
+        using C = ComputeType<T>;
+        outputs.d_bias = d_bias == nullptr ? nullptr : static_cast<C*>(d_bias) + b * problem.rows * heads;
         return outputs;
       });
 }

@@ -1,4 +1,4 @@
-// The CPU kernels of graph_attention and its gradients.
+// The CPU kernels of attention over edges and its gradients.
 //
 // A chunk of work is a range of segments with all of their edges, so results do not depend on the number of chunks. The
 // edges of a segment are computed in blocks: first all logits of a block, then all exponentials, which vectorise over
@@ -33,7 +33,7 @@ int64_t BlockEdges(int64_t features) {
 
 template <typename Score>
 struct ScoredHeads {
-  using C = decltype(Score::parameter);
+  using C = typename Score::Number;
 
   Score score;
   int64_t heads, head_features;
@@ -54,6 +54,7 @@ struct EdgeBlock {
   const C* maxima[kMaxBlockEdges];
   const C* totals[kMaxBlockEdges];
   const C* means[kMaxBlockEdges];
+  int64_t edges[kMaxBlockEdges];  // their numbers
 };
 
 // What a segment, or one block of its edges, adds up: the sums of rows, and the softmax of each head.
@@ -66,7 +67,7 @@ struct SegmentState {
 // Calls body with the number of a head's features: a constant, once body is inlined, if it is small.
 template <typename Body>
 JB_INLINE void WithHeadFeatures(int64_t head_features, const Body& body) {
-  if (!DispatchConstant<4, 8, 16, 32>(head_features, body)) body(head_features);
+  if (!DispatchConstant<1, 4, 8, 16, 32>(head_features, body)) body(head_features);
 }
 
 // The sum of kCount numbers, a power of two. Each half has an array of its own, which the compiler keeps in a register.
@@ -95,27 +96,38 @@ JB_INLINE C SumInLanes(int64_t count, const Term& term) {
   return SumInPairs<kLanes>(static_cast<const C*>(sums));
 }
 
-// `count` is a power of two, at least 2.
 template <typename C, typename Term>
 JB_INLINE C SumOfHead(int64_t count, const Term& term) {
-  if (count >= 16) return SumInLanes<16, C>(count, term);
-  if (count == 8) return SumInLanes<8, C>(count, term);
-  if (count == 4) return SumInLanes<4, C>(count, term);
-  return SumInLanes<2, C>(count, term);
+  C sum{0};
+  int64_t done = 0;
+  if (count >= 16) {
+    done = count / 16 * 16;
+    sum = SumInLanes<16, C>(done, term);
+  } else if (count >= 8) {
+    done = 8;
+    sum = SumInLanes<8, C>(done, term);
+  } else if (count >= 4) {
+    done = 4;
+    sum = SumInLanes<4, C>(done, term);
+  }
+  for (; done < count; ++done) sum += term(done);
+  return sum;
 }
 
 // Adds the scores of the edges to `logits` [edges, heads].
 template <typename C, typename Score>
 JB_INLINE void AddScores(int64_t width, const ScoredHeads<Score>& heads, const EdgeBlock<C>& block, C* logits) {
-  for (int64_t e = 0; e < block.count; ++e) {
-    const C *query = block.queries[e], *key = block.keys[e];
-    for (int64_t head = 0; head < heads.heads; ++head) {
-      const int64_t first = head * width;
-      const C sum = SumOfHead<C>(width, [&](int64_t i) __attribute__((always_inline)) {
-        const C weight = Score::kIsAdditive ? heads.score_weights[first + i] : C{0};
-        return heads.score.Term(query[first + i], key[first + i], weight);
-      });
-      logits[e * heads.heads + head] += heads.score.Logit(sum);
+  if constexpr (!Score::kIsGiven) {
+    for (int64_t e = 0; e < block.count; ++e) {
+      const C *query = block.queries[e], *key = block.keys[e];
+      for (int64_t head = 0; head < heads.heads; ++head) {
+        const int64_t first = head * width;
+        const C sum = SumOfHead<C>(width, [&](int64_t i) __attribute__((always_inline)) {
+          const C weight = Score::kIsAdditive ? heads.score_weights[first + i] : C{0};
+          return heads.score.Term(query[first + i], key[first + i], weight);
+        });
+        logits[e * heads.heads + head] += heads.score.Logit(sum);
+      }
     }
   }
 }
@@ -245,40 +257,51 @@ JB_CPU_CLONES void BySegmentBlock(const ScoredHeads<Score> heads, const EdgeBloc
   });
 }
 
-// As Differentiate; sets the sums to the gradients of the key and, unless additive, of the value.
+// As Differentiate; sets the sums to the gradients of the key and, unless additive, of the value. If the logits are
+// given, there are no keys, and the first sums are those of the value.
 template <typename C, typename Score>
 JB_CPU_CLONES void ByRowBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, C* logits, C* probabilities,
                               const SegmentState<C> state) {
   WithHeadFeatures(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
     Differentiate(width, heads, block, logits, probabilities);
     WriteZeros(state.first_sums, heads.heads * width);
-    WriteZeros(state.second_sums, heads.heads * width);
-    AddEdges(width, heads, block, [&](int64_t e, int64_t at, int64_t first) __attribute__((always_inline)) {
-      const C d_logit = logits[at], probability = probabilities[at];
-      const C *query = block.queries[e] + first, *key = block.keys[e] + first, *d_output = block.d_outputs[e] + first;
-      const C* const weights = heads.score_weights + (Score::kIsAdditive ? first : 0);
-      C *d_key = state.first_sums + first, *d_value = state.second_sums + first;
-      JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) {
-        const C weight = Score::kIsAdditive ? weights[i] : C{0};
-        const C by_key = d_logit * heads.score.ByKey(query[i], key[i], weight), of_value = probability * d_output[i];
-        if constexpr (Score::kIsAdditive) {
-          d_key[i] += by_key + of_value;
-        } else {
-          d_key[i] += by_key;
-          d_value[i] += of_value;
+    if constexpr (Score::kIsGiven) {
+      AddEdges(width, heads, block, [&](int64_t e, int64_t at, int64_t first) __attribute__((always_inline)) {
+        const C probability = probabilities[at];
+        const C* const d_output = block.d_outputs[e] + first;
+        C* const d_value = state.first_sums + first;
+        JB_VECTORIZE
+        for (int64_t i = 0; i < width; ++i) d_value[i] += probability * d_output[i];
+      });
+    } else {
+      WriteZeros(state.second_sums, heads.heads * width);
+      AddEdges(width, heads, block, [&](int64_t e, int64_t at, int64_t first) __attribute__((always_inline)) {
+        const C d_logit = logits[at], probability = probabilities[at];
+        const C *query = block.queries[e] + first, *key = block.keys[e] + first, *d_output = block.d_outputs[e] + first;
+        const C* const weights = heads.score_weights + (Score::kIsAdditive ? first : 0);
+        C *d_key = state.first_sums + first, *d_value = state.second_sums + first;
+        JB_VECTORIZE
+        for (int64_t i = 0; i < width; ++i) {
+          const C weight = Score::kIsAdditive ? weights[i] : C{0};
+          const C by_key = d_logit * heads.score.ByKey(query[i], key[i], weight), of_value = probability * d_output[i];
+          if constexpr (Score::kIsAdditive) {
+            d_key[i] += by_key + of_value;
+          } else {
+            d_key[i] += by_key;
+            d_value[i] += of_value;
+          }
         }
-      }
-    });
+      });
+    }
   });
 }
 
-template <typename C>
+template <bool kHasSecondSums, typename C>
 JB_CPU_CLONES void AddSums(int64_t features, const SegmentState<C> later, const SegmentState<C> state) {
   JB_VECTORIZE
   for (int64_t i = 0; i < features; ++i) {
     state.first_sums[i] += later.first_sums[i];
-    state.second_sums[i] += later.second_sums[i];
+    if constexpr (kHasSecondSums) state.second_sums[i] += later.second_sums[i];
   }
 }
 
@@ -358,7 +381,8 @@ JB_INLINE void WriteRow(const ComputeType<T>* numbers, int64_t count, T* to) {
 //   Finish(segment)            writes the results of a segment with edges
 //   WriteEmpty(segment)        writes those of one without edges
 //   PrefetchEdge(row, edge)
-// and kClips: whether ids out of range name the nearest row.
+// and kClips: whether ids out of range name the nearest row. If kTakesRowlessEdges, it also has
+//   StartRowless(edge)         before an edge that belongs to no segment; its results are not written
 template <typename T, typename Score>
 class AttentionPass {
  public:
@@ -366,18 +390,15 @@ class AttentionPass {
 
   AttentionPass(const AttentionCall& call, int64_t segments, int64_t rows, int64_t b, Buffers<C>* buffers)
       : buffers(*buffers),
-        heads{{static_cast<C>(Score::kIsAdditive ? call.negative_slope : call.scale)},
-              call.heads,
-              call.head_features,
-              nullptr},
+        heads{Score::Of(call), call.heads, call.head_features, nullptr},
         num_heads(call.heads),
         features(call.problem.features),
         block_edges(BlockEdges(features)),
         query(call.query.Of<T>(b, segments * features)),
         key(call.key.Of<T>(b, rows * features)),
         value(call.value.Of<T>(b, rows * features)),
-        bias(call.bias.Of<T>(b, call.problem.rows * num_heads)),
         d_output(call.d_output.Of<T>(b, segments * features)),
+        bias(call.bias.Of<C>(b, call.problem.rows * num_heads)),
         maxima(call.maxima.Of<C>(b, segments * num_heads)),
         totals(call.totals.Of<C>(b, segments * num_heads)),
         means(call.means.Of<C>(b, segments * num_heads)),
@@ -401,8 +422,10 @@ class AttentionPass {
 
   JB_INLINE void TakeBias(int64_t e, int64_t edge) const {
     C* const logits = buffers.logits + e * num_heads;
-    for (int64_t head = 0; head < num_heads; ++head) {
-      logits[head] = bias == nullptr ? C{0} : static_cast<C>(bias[edge * num_heads + head]);
+    if (bias == nullptr) {
+      std::fill_n(logits, num_heads, C{0});
+    } else {
+      std::copy_n(bias + edge * num_heads, num_heads, logits);
     }
   }
 
@@ -422,12 +445,19 @@ class AttentionPass {
     block.count = 0;
   }
 
+  // Writes the gradients of the logits of a block of `count` edges, which FoldBlock has computed.
+  JB_INLINE void WriteLogitGradients(int64_t count, C* d_bias) const {
+    for (int64_t e = 0; e < count; ++e) {
+      std::copy_n(buffers.logits + e * num_heads, num_heads, d_bias + block.edges[e] * num_heads);
+    }
+  }
+
   const Buffers<C>& buffers;
   ScoredHeads<Score> heads;
   EdgeBlock<C> block;
   const int64_t num_heads, features, block_edges;
-  const T *const query, *const key, *const value, *const bias, *const d_output;
-  const C *const maxima, *const totals, *const means;
+  const T *const query, *const key, *const value, *const d_output;
+  const C *const bias, *const maxima, *const totals, *const means;
   const bool rows_are_far;
 };
 
@@ -435,7 +465,7 @@ template <typename T, typename Score>
 class ForwardPass final : public AttentionPass<T, Score> {
  public:
   using C = ComputeType<T>;
-  static constexpr bool kClips = true;
+  static constexpr bool kClips = true, kTakesRowlessEdges = false;
 
   ForwardPass(const AttentionForwardCall& call, int64_t b, Buffers<C>* buffers)
       : AttentionPass<T, Score>(call, call.problem.segments, call.num_rows, b, buffers),
@@ -443,12 +473,16 @@ class ForwardPass final : public AttentionPass<T, Score> {
         new_maxima_(static_cast<C*>(call.new_maxima) + b * call.problem.segments * call.heads),
         new_totals_(static_cast<C*>(call.new_totals) + b * call.problem.segments * call.heads) {}
 
-  JB_INLINE void Start(int64_t segment) { query_ = this->SegmentRow(this->query, segment, 0); }
+  JB_INLINE void Start(int64_t segment) {
+    if constexpr (!Score::kIsGiven) query_ = this->SegmentRow(this->query, segment, 0);
+  }
 
   JB_INLINE void Add(int64_t row, int64_t edge) {
     const int64_t e = this->block.count++;
-    this->block.queries[e] = query_;
-    this->block.keys[e] = this->EdgeRow(this->key, row, e, 0);
+    if constexpr (!Score::kIsGiven) {
+      this->block.queries[e] = query_;
+      this->block.keys[e] = this->EdgeRow(this->key, row, e, 0);
+    }
     this->block.values[e] = Score::kIsAdditive ? this->block.keys[e] : this->EdgeRow(this->value, row, e, 1);
     this->TakeBias(e, edge);
   }
@@ -477,7 +511,8 @@ class ForwardPass final : public AttentionPass<T, Score> {
   }
 
   JB_INLINE void PrefetchEdge(int64_t row, int64_t edge) const {
-    this->PrefetchRows(this->key, Score::kIsAdditive ? nullptr : this->value, row, edge);
+    const bool has_both = !Score::kIsGiven && !Score::kIsAdditive;
+    this->PrefetchRows(Score::kIsGiven ? this->value : this->key, has_both ? this->value : nullptr, row, edge);
   }
 
  private:
@@ -490,13 +525,13 @@ template <typename T, typename Score>
 class BySegmentPass final : public AttentionPass<T, Score> {
  public:
   using C = ComputeType<T>;
-  static constexpr bool kClips = true;
+  static constexpr bool kClips = true, kTakesRowlessEdges = false;
 
   BySegmentPass(const AttentionBySegmentCall& call, int64_t b, Buffers<C>* buffers)
       : AttentionPass<T, Score>(call, call.problem.segments, call.num_rows, b, buffers) {
     const int64_t cells = call.problem.segments * this->features;
     d_query_ = static_cast<T*>(call.d_query) + b * cells;
-    if (call.d_bias != nullptr) d_bias_ = static_cast<T*>(call.d_bias) + b * call.problem.rows * this->num_heads;
+    if (call.d_bias != nullptr) d_bias_ = static_cast<C*>(call.d_bias) + b * call.problem.rows * this->num_heads;
     if constexpr (Score::kIsAdditive) d_score_weights_ = static_cast<C*>(call.d_score_weights) + b * cells;
   }
 
@@ -516,25 +551,21 @@ class BySegmentPass final : public AttentionPass<T, Score> {
     block.maxima[e] = this->maxima + first_head_;
     block.totals[e] = this->totals + first_head_;
     block.means[e] = this->means + first_head_;
-    edges_[e] = edge;
+    this->block.edges[e] = edge;
     this->TakeBias(e, edge);
   }
 
   JB_INLINE void Fold(bool is_first) {
-    const C* const d_logits = this->buffers.logits;
-    const int64_t count = this->block.count, num_heads = this->num_heads;
+    const int64_t count = this->block.count;
     this->FoldBlock(
         is_first,
         [&](const SegmentState<C>& state) {
           BySegmentBlock(this->heads, this->block, this->buffers.logits, this->buffers.probabilities, state);
         },
-        [&](const SegmentState<C>& later, const SegmentState<C>& state) { AddSums(this->features, later, state); });
-    if (d_bias_ == nullptr) return;
-    for (int64_t e = 0; e < count; ++e) {
-      for (int64_t head = 0; head < num_heads; ++head) {
-        Store(d_logits[e * num_heads + head], d_bias_ + edges_[e] * num_heads + head);
-      }
-    }
+        [&](const SegmentState<C>& later, const SegmentState<C>& state) {
+          AddSums<Score::kIsAdditive>(this->features, later, state);
+        });
+    if (d_bias_ != nullptr) this->WriteLogitGradients(count, d_bias_);
   }
 
   JB_INLINE void Finish(int64_t segment) const {
@@ -554,75 +585,92 @@ class BySegmentPass final : public AttentionPass<T, Score> {
   }
 
  private:
-  T *d_query_, *d_bias_ = nullptr;
-  C* d_score_weights_ = nullptr;
+  T* d_query_;
+  C *d_bias_ = nullptr, *d_score_weights_ = nullptr;
   const C *query_ = nullptr, *d_output_ = nullptr;
   int64_t first_head_ = 0;
-  int64_t edges_[kMaxBlockEdges];
 };
 
 template <typename T, typename Score>
 class ByRowPass final : public AttentionPass<T, Score> {
  public:
   using C = ComputeType<T>;
-  static constexpr bool kClips = false;
+  static constexpr bool kClips = false, kTakesRowlessEdges = Score::kIsGiven;
 
   ByRowPass(const AttentionByRowCall& call, int64_t b, Buffers<C>* buffers)
       : AttentionPass<T, Score>(call, call.num_rows, call.problem.segments, b, buffers) {
     const int64_t cells = call.problem.segments * this->features;
-    d_key_ = static_cast<T*>(call.d_key) + b * cells;
+    if constexpr (!Score::kIsGiven) d_key_ = static_cast<T*>(call.d_key) + b * cells;
     if constexpr (!Score::kIsAdditive) d_value_ = static_cast<T*>(call.d_value) + b * cells;
+    if constexpr (Score::kIsGiven) {
+      d_bias_ = static_cast<C*>(call.d_bias) + b * call.problem.rows * this->num_heads;
+      rows_of_edges_ = call.rows_of_edges.Of<int32_t>(b, call.problem.rows);
+      num_rows_ = call.problem.segments;
+    }
   }
 
   JB_INLINE void Start(int64_t segment) {
-    key_ = this->SegmentRow(this->key, segment, 0);
+    if constexpr (!Score::kIsGiven) key_ = this->SegmentRow(this->key, segment, 0);
     value_ = Score::kIsAdditive ? key_ : this->SegmentRow(this->value, segment, 1);
   }
+
+  JB_INLINE void StartRowless(int64_t edge) { Start(NearestRow(rows_of_edges_[edge], num_rows_)); }
 
   JB_INLINE void Add(int64_t row, int64_t edge) {
     EdgeBlock<C>& block = this->block;
     const int64_t e = block.count++, first_head = row * this->num_heads;
-    block.queries[e] = this->EdgeRow(this->query, row, e, 0);
-    block.keys[e] = key_;
+    if constexpr (!Score::kIsGiven) {
+      block.queries[e] = this->EdgeRow(this->query, row, e, 0);
+      block.keys[e] = key_;
+    }
     block.values[e] = value_;
     block.d_outputs[e] = this->EdgeRow(this->d_output, row, e, 1);
     block.maxima[e] = this->maxima + first_head;
     block.totals[e] = this->totals + first_head;
     block.means[e] = this->means + first_head;
+    block.edges[e] = edge;
     this->TakeBias(e, edge);
   }
 
   JB_INLINE void Fold(bool is_first) {
+    const int64_t count = this->block.count;
     this->FoldBlock(
         is_first,
         [&](const SegmentState<C>& state) {
           ByRowBlock(this->heads, this->block, this->buffers.logits, this->buffers.probabilities, state);
         },
-        [&](const SegmentState<C>& later, const SegmentState<C>& state) { AddSums(this->features, later, state); });
+        [&](const SegmentState<C>& later, const SegmentState<C>& state) {
+          AddSums<kHasSecondSums>(this->features, later, state);
+        });
+    if constexpr (Score::kIsGiven) this->WriteLogitGradients(count, d_bias_);
   }
 
   JB_INLINE void Finish(int64_t segment) const {
-    WriteRow(this->buffers.segment.first_sums, this->features, d_key_ + segment * this->features);
-    if constexpr (!Score::kIsAdditive) {
-      WriteRow(this->buffers.segment.second_sums, this->features, d_value_ + segment * this->features);
-    }
+    const SegmentState<C>& state = this->buffers.segment;
+    WriteRow(state.first_sums, this->features, (Score::kIsGiven ? d_value_ : d_key_) + segment * this->features);
+    if constexpr (kHasSecondSums) WriteRow(state.second_sums, this->features, d_value_ + segment * this->features);
   }
 
   JB_INLINE void WriteEmpty(int64_t segment) const {
-    WriteZeros(d_key_ + segment * this->features, this->features);
+    if constexpr (!Score::kIsGiven) WriteZeros(d_key_ + segment * this->features, this->features);
     if constexpr (!Score::kIsAdditive) WriteZeros(d_value_ + segment * this->features, this->features);
   }
 
   JB_INLINE void PrefetchEdge(int64_t row, int64_t edge) const {
-    this->PrefetchRows(this->query, this->d_output, row, edge);
+    this->PrefetchRows(this->d_output, Score::kIsGiven ? nullptr : this->query, row, edge);
     for (const C* statistic : {this->maxima, this->totals, this->means}) {
       __builtin_prefetch(statistic + row * this->num_heads);
     }
   }
 
  private:
-  T *d_key_, *d_value_ = nullptr;
+  static constexpr bool kHasSecondSums = !Score::kIsAdditive && !Score::kIsGiven;
+
+  T *d_key_ = nullptr, *d_value_ = nullptr;
+  C* d_bias_ = nullptr;
   const C *key_ = nullptr, *value_ = nullptr;
+  const int32_t* rows_of_edges_ = nullptr;
+  int64_t num_rows_ = 0;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -689,10 +737,20 @@ void RunChunk(const AttentionCall& call, int64_t batch, ChunkBorder begin, Chunk
       pass.Finish(segment);
     }
   }
+  if constexpr (Pass::kTakesRowlessEdges) {
+    // The last edges. Each may have a row of its own.
+    for (place = end.place; place > begin.place && !IsBelow(ids[first_id + place - 1], segments); --place) {
+      const int64_t row = gather_ids[place - 1], edge = numbers[place - 1];
+      if (!IsBelow(row, call.num_rows)) continue;
+      pass.StartRowless(edge);
+      pass.Add(row, edge);
+      pass.Fold(/*is_first=*/true);
+    }
+  }
 }
 
-// Returns false if memory allocation fails.
-template <template <typename, typename> class Pass, typename Call>
+// Returns false if memory allocation fails. kTakesGiven: whether the logits may be given.
+template <template <typename, typename> class Pass, bool kTakesGiven, typename Call>
 bool RunPass(ffi::ThreadPool& pool, const Call& call) {
   const Problem& problem = call.problem;
   const int64_t edges = call.num_rows == 0 || problem.features == 0 ? 0 : problem.rows;
@@ -724,11 +782,7 @@ bool RunPass(ffi::ThreadPool& pool, const Call& call) {
   };
   DispatchFloating(call.type, [&](auto type) {
     using C = ComputeType<typename decltype(type)::type>;
-    if (call.is_additive) {
-      run(type, AdditiveScore<C>{});
-    } else {
-      run(type, DotScore<C>{});
-    }
+    DispatchScore<C, kTakesGiven>(call, [&](auto score) { run(type, score); });
   });
   return has_memory;
 }
@@ -736,25 +790,29 @@ bool RunPass(ffi::ThreadPool& pool, const Call& call) {
 bool RunForward(ffi::ThreadPool& pool, const AttentionForwardCall& call) {
   const Problem& problem = call.problem;
   AdviseHugePages(call.output, problem.batch * problem.segments * problem.features * ElementBytes(call.type));
-  return RunPass<ForwardPass>(pool, call);
+  return RunPass<ForwardPass, /*kTakesGiven=*/true>(pool, call);
+}
+
+// Dropped edges, and edges missing from an invalid order, get 0.
+void ZeroBiasGradient(ffi::ThreadPool& pool, const AttentionCall& call, void* d_bias) {
+  if (d_bias != nullptr) WriteZeroBytes(pool, d_bias, BiasBytes(call));
 }
 
 bool RunBySegment(ffi::ThreadPool& pool, const AttentionBySegmentCall& call) {
   const Problem& problem = call.problem;
-  if (call.d_bias != nullptr) {
-    // Dropped edges, and edges missing from an invalid order, get 0.
-    WriteZeroBytes(pool, call.d_bias, problem.batch * problem.rows * call.heads * ElementBytes(call.type));
-  }
+  ZeroBiasGradient(pool, call, call.d_bias);
   AdviseHugePages(call.d_query, problem.batch * problem.segments * problem.features * ElementBytes(call.type));
-  return RunPass<BySegmentPass>(pool, call);
+  return RunPass<BySegmentPass, /*kTakesGiven=*/false>(pool, call);
 }
 
 bool RunByRow(ffi::ThreadPool& pool, const AttentionByRowCall& call) {
   const Problem& problem = call.problem;
   const int64_t bytes = problem.batch * problem.segments * problem.features * ElementBytes(call.type);
-  AdviseHugePages(call.d_key, bytes);
-  if (!call.is_additive) AdviseHugePages(call.d_value, bytes);
-  return RunPass<ByRowPass>(pool, call);
+  for (void* const result : {call.d_key, call.d_value}) {
+    if (result != nullptr) AdviseHugePages(result, bytes);
+  }
+  ZeroBiasGradient(pool, call, call.d_bias);
+  return RunPass<ByRowPass, /*kTakesGiven=*/true>(pool, call);
 }
 
 template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
@@ -767,19 +825,31 @@ ffi::Error RunAttention(ffi::ThreadPool pool, const char* op, ffi::RemainingRets
 
 Plan PlanAttention(const AttentionCall& call) { return {call.problem.HasNoResult() ? kNothing : "segments"}; }
 
-JB_CPU_TARGET("graph_attention", (HandleAttention<ffi::ThreadPool, RunAttention<AttentionForwardCall, RunForward>>),
-              BindAttention<ffi::ThreadPool>(), (PlanOf<PlanAttention, AttentionCallOf<AttentionForwardCall>>),
-              kNothing, "segments");
+constexpr ScoreKind kDot = ScoreKind::kDotProduct, kAdditive = ScoreKind::kAdditive, kGiven = ScoreKind::kGiven;
+constexpr auto kRun = RunAttention<AttentionForwardCall, RunForward>;
+constexpr auto kRunBySegment = RunAttention<AttentionBySegmentCall, RunBySegment>;
+constexpr auto kRunByRow = RunAttention<AttentionByRowCall, RunByRow>;
 
-JB_CPU_TARGET("graph_attention_backward_by_segment",
-              (HandleAttentionBySegment<ffi::ThreadPool, RunAttention<AttentionBySegmentCall, RunBySegment>>),
-              BindAttentionBackward<ffi::ThreadPool>(),
-              (PlanOf<PlanAttention, AttentionCallOf<AttentionBySegmentCall>>), kNothing, "segments");
+constexpr auto kPlan = PlanOf<PlanAttention, AttentionCallOf<AttentionForwardCall>>;
+constexpr auto kPlanBySegment = PlanOf<PlanAttention, AttentionCallOf<AttentionBySegmentCall>>;
+constexpr auto kPlanByRow = PlanOf<PlanAttention, AttentionCallOf<AttentionByRowCall>>;
 
-JB_CPU_TARGET("graph_attention_backward_by_row",
-              (HandleAttentionByRow<ffi::ThreadPool, RunAttention<AttentionByRowCall, RunByRow>>),
-              BindAttentionBackward<ffi::ThreadPool>(), (PlanOf<PlanAttention, AttentionCallOf<AttentionByRowCall>>),
-              kNothing, "segments");
+JB_CPU_TARGET(kForwardName<kDot>, (HandleAttention<ffi::ThreadPool, kDot, kRun>), BindAttention<ffi::ThreadPool>(),
+              kPlan, kNothing, "segments");
+JB_CPU_TARGET(kForwardName<kAdditive>, (HandleAttention<ffi::ThreadPool, kAdditive, kRun>),
+              BindAttention<ffi::ThreadPool>(), kPlan, kNothing, "segments");
+JB_CPU_TARGET(kForwardName<kGiven>, (HandleAttention<ffi::ThreadPool, kGiven, kRun>), BindAttention<ffi::ThreadPool>(),
+              kPlan, kNothing, "segments");
+JB_CPU_TARGET(kBySegmentName<kDot>, (HandleAttentionBySegment<ffi::ThreadPool, kDot, kRunBySegment>),
+              BindAttentionBySegment<ffi::ThreadPool>(), kPlanBySegment, kNothing, "segments");
+JB_CPU_TARGET(kBySegmentName<kAdditive>, (HandleAttentionBySegment<ffi::ThreadPool, kAdditive, kRunBySegment>),
+              BindAttentionBySegment<ffi::ThreadPool>(), kPlanBySegment, kNothing, "segments");
+JB_CPU_TARGET(kByRowName<kDot>, (HandleAttentionByRow<ffi::ThreadPool, kDot, kRunByRow>),
+              BindAttentionByRow<ffi::ThreadPool>(), kPlanByRow, kNothing, "segments");
+JB_CPU_TARGET(kByRowName<kAdditive>, (HandleAttentionByRow<ffi::ThreadPool, kAdditive, kRunByRow>),
+              BindAttentionByRow<ffi::ThreadPool>(), kPlanByRow, kNothing, "segments");
+JB_CPU_TARGET(kByRowName<kGiven>, (HandleAttentionByRow<ffi::ThreadPool, kGiven, kRunByRow>),
+              BindAttentionByRow<ffi::ThreadPool>(), kPlanByRow, kNothing, "segments");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

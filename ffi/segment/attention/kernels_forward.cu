@@ -52,10 +52,15 @@ struct ForwardReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) result[i] = sum[i] * inverse;
       StoreNarrow<T, kCount>(outputs.output + segment * features + feature, result);
-      if (!outputs.IsFirst(feature)) return;
-      const int64_t head = segment * outputs.heads + outputs.HeadOf(feature);
-      outputs.maxima[head] = maximum;
-      outputs.totals[head] = total;
+      // An empty segment is stored by wide vectors, which may hold several narrow heads.
+      constexpr int kHeads = Score::kIsGiven ? kCount : 1;
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) {
+        if (!outputs.IsFirst(feature + i)) continue;
+        const int64_t head = segment * outputs.heads + outputs.HeadOf(feature + i);
+        outputs.maxima[head] = maximum;
+        outputs.totals[head] = total;
+      }
     }
   };
 };
@@ -91,13 +96,15 @@ struct ForwardEdges : AttentionEdges<T, Score> {
 template <typename T, typename Score>
 inline constexpr bool kStoresCellsAlone<ForwardReduction<T, Score>> = false;
 template <typename T, typename Score>
-inline constexpr bool kTakesWidestTilesAlone<ForwardReduction<T, Score>> = true;
+inline constexpr bool kTakesTilesAlone<ForwardReduction<T, Score>> = true;
+template <typename T, typename Score>
+inline constexpr bool kTakesWidestVectorsAlone<ForwardReduction<T, Score>> = !Score::kIsGiven;
 
 Plan AttentionForwardCall::CudaPlan() const { return PlanAttention(*this, /*state_cells=*/3).Summary(); }
 
 CudaStatus AttentionForwardCall::LaunchOnCuda(cudaStream_t stream) const {
   const ReducePlan plan = PlanAttention(*this, /*state_cells=*/3);
-  return LaunchAttention<ForwardReduction, ForwardEdges>(
+  return LaunchAttention<ForwardReduction, ForwardEdges, /*kTakesGiven=*/true>(
       *this, plan, problem.segments, num_rows, stream, [&](auto heads, auto element, int64_t b) {
         using T = decltype(element);
         using C = ComputeType<T>;

@@ -242,7 +242,7 @@ struct Reducer {
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
     if constexpr (kGathers) {
-      if constexpr (!kTakesWidestTilesAlone<Reduction>) {
+      if constexpr (!kTakesTilesAlone<Reduction>) {
         if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
       }
     } else if constexpr (kIsPlain) {
@@ -258,7 +258,7 @@ struct Reducer {
     } else {
       a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
     }
-    if constexpr (kTakesWidestTilesAlone<Reduction>) {
+    if constexpr (kTakesWidestVectorsAlone<Reduction>) {
       return Tiles<WidestVectorBytes(sizeof(T)) / static_cast<int>(sizeof(T)), RowSource::kGathered>(a);
     } else if constexpr (kGathers) {
       return DispatchRowVector<T>(plan.part_features,

@@ -30,9 +30,12 @@ inline constexpr bool kTakesPrivateTable = true;
 template <typename Reduction>
 inline constexpr bool kStoresCellsAlone = true;
 
-// Whether all rows are whole vectors of the widest kind, and tiles alone reduce them; true avoids compiling the others.
+// Whether tiles alone reduce gathered rows, and whether all rows are whole vectors of the widest kind; true avoids
+// compiling the other kernels.
 template <typename Reduction>
-inline constexpr bool kTakesWidestTilesAlone = false;
+inline constexpr bool kTakesTilesAlone = false;
+template <typename Reduction>
+inline constexpr bool kTakesWidestVectorsAlone = false;
 
 // Partial results of runs that cross the borders of blocks of rows: one slot per block. Cells are accumulators [blocks,
 // vectors].

@@ -37,11 +37,18 @@ ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scr
   return RunWithResults(stream, op, scratch_result, call, 0);
 }
 
-// The same for edges, which must be sorted by segment.
+// As RunWithResults, for edges, which must be sorted by segment.
+template <typename Call>
+ffi::Error RunSortedWithResults(cudaStream_t stream, const char* op, ffi::RemainingRets results, Call* call,
+                                size_t first) {
+  JB_RETURN_IF_ERROR(CheckSorted(op, *call));
+  return RunWithResults(stream, op, results, call, first);
+}
+
+// The same for calls that have no other optional results.
 template <typename Call>
 ffi::Error RunSortedOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
-  JB_RETURN_IF_ERROR(CheckSorted(op, *call));
-  return RunOnCuda(stream, op, scratch_result, call);
+  return RunSortedWithResults(stream, op, scratch_result, call, 0);
 }
 
 }  // namespace jax_baracuda::segment

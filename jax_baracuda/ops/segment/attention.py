@@ -1,28 +1,19 @@
-"""Attention over the edges of each segment: softmax of logits and weighted sum of gathered rows."""
+"""Attention over the edges of each segment: softmax of given logits and weighted sum of gathered rows."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import as_array
+from jax_baracuda._core.arrays import accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
-from jax_baracuda.ops.segment.gather_sum import (
-    GatherSumParams,
-    check_weights,
-    gather_segment_sum,
-    gathered_sum,
-    reduce_weighted,
-)
-from jax_baracuda.ops.segment.ids import index_dtype
-from jax_baracuda.ops.segment.plan import SegmentPlan, permuted, unpermuted
-from jax_baracuda.ops.segment.softmax import segment_softmax
+from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges
+from jax_baracuda.ops.segment.edge_attention import AttentionParams, attend
+from jax_baracuda.ops.segment.gather_sum import by_heads, gather_segment_sum
+from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
 @selectable
@@ -37,7 +28,6 @@ def segment_attention(
     *,
     indices_are_sorted: bool = False,
     mode: Mode = None,
-    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -46,26 +36,29 @@ def segment_attention(
     ``out[s, h, ...] = sum { p[e, h] * data[gather_ids[e], h, ...] : segment_ids[e] == s }``, where
     ``p = segment_softmax(logits, segment_ids, num_segments)``.
 
-    Neither this function nor its gradient writes or reads an array of edges times features. Per edge, only its
-    probabilities are kept.
+    Neither this function nor its gradient writes or reads an array of edges times features, and none of edges times
+    heads but `logits` and their gradient.
 
     Args:
-      logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype.
+      logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype. They are cast to float32, or to
+        float64 for float64 data. -inf leaves an edge out.
       data: ``[N, ...]``, or ``[N, H, ...]`` for logits ``[E, H]``: the rows (values of nodes), a floating dtype.
-        float16, bfloat16, float32 and float64 have kernels.
-      deterministic: on GPUs, the exponentials and the terms of unsorted edges without a plan are added in an order that
-        varies from run to run where that was faster. True: sort them, so that all runs are bit-equal. Sorted edges,
-        plans and their gradients are bit-equal anyway. On CPUs everything is.
+        float16, bfloat16, float32 and float64 have kernels. On GPUs, they are fastest where a head has a power of two
+        of features, up to 512 bytes; otherwise, data are padded.
 
     Returns:
-      ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges hold 0.
+      ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges, or whose logits are all -inf,
+      hold 0.
 
-    Numerical guarantees: those of :func:`segment_softmax`, whose probabilities are rounded to the dtype of `logits`,
-    and of :func:`gather_segment_sum`. Bit-equal from run to run, except on GPUs (see `deterministic`).
+    Numerical guarantees: exponentials and sums are computed in float32 (float64 for float64 data), and the result is
+    rounded once to the dtype of `data`. Exponentials are those of differences from the segment's maximum, so nothing
+    overflows. A logit of NaN or +inf makes its segment and head NaN. Bit-equal from run to run where a kernel runs.
+    Where edges are split over devices, the sums of each device are rounded before they are added up. The gradients of
+    logits take the sum of ``d_out * out`` from the rounded result.
 
-    Gradient: that of `logits` is the gradient of the softmax, applied to the gradient of the weights: products of
-    cotangents and gathered rows. That of `data` is the weighted sum over the edges of each row, also under ``jax.vmap``
-    as in :func:`gather_segment_sum`.
+    Gradient: with ``d_p[e, h] = sum(d_out[segment_ids[e], h] * data[gather_ids[e], h])``, that of `logits` is
+    ``p[e, h] * (d_p[e, h] - sum(d_out[s, h] * out[s, h]))``, and that of `data` is a sum of ``p * d_out`` over the
+    edges of each row. No gradient of data goes through gather ids that are out of range.
 
     Source: Veličković et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903, equations 3 and 6.
 
@@ -82,21 +75,8 @@ def segment_attention(
     if logits.ndim == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must be [E, ...] with a floating dtype, got {logits.shape} of {logits.dtype}")
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    check_weights(name, "logits", logits, call)
-    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=False)
-    flags = {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
-    if plan is not None:
-        # Sorted once: the sum then reads the weights, and its gradient writes theirs, in the order of the plan.
-        logits = permuted(logits, plan.edge_order)
-        call = _numbered_in_order(call)
-    weights = segment_softmax(logits, call.edges["segment_ids"], call.num_segments, **flags)
-    return reduce_weighted(gathered_sum, call, params, weights)
-
-
-def _numbered_in_order(call: EdgeCall) -> EdgeCall:
-    """The call with its edges renumbered in the order of their plan."""
-    edges = dict(call.edges)
-    order = edges.pop("edge_order")
-    places = unpermuted(jnp.arange(order.shape[0], dtype=index_dtype(order.shape[0])), order)
-    edges["transposed_order"] = permuted(places, edges["transposed_order"])
-    return dataclasses.replace(call, edges=edges)
+    bias, value = by_heads(name, "logits", logits, call)
+    edges = call.edges if plan is None else call.edges | {"edge_gather_ids": plan.edge_gather_ids}
+    params = AttentionParams("given", call.num_segments, bool(indices_are_sorted) or plan is not None)
+    output = attend(params, value=value, bias=bias.astype(accumulation_dtype(value.dtype)), **edges)
+    return output.reshape(call.num_segments, *call.data.shape[1:])

@@ -150,33 +150,24 @@ def _reduce(name: str, rules: BatchedVjp, call: EdgeCall, params: GatherSumParam
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
         return rules(params, data=call.data, **call.edges)
-    weights = as_array(name, "weights", weights)
-    check_weights(name, "weights", weights, call)
-    return reduce_weighted(rules, call, params, weights)
+    weights, data = by_heads(name, "weights", as_array(name, "weights", weights), call)
+    output = rules(params, data=data, weights=weights.astype(data.dtype), **call.edges)
+    return output.reshape(call.num_segments, *call.data.shape[1:])
 
 
-def check_weights(name: str, argument: str, weights: Array, call: EdgeCall) -> None:
+def by_heads(name: str, argument: str, weights: Array, call: EdgeCall) -> tuple[Array, Array]:
+    """Weights (or logits) ``[E, *dims]`` of the edges as ``[E, H]``, and the data as ``[N, H, features]``."""
     data, num_edges = call.data, call.edges["segment_ids"].shape[0]
     if weights.ndim == 0 or weights.shape != (num_edges, *data.shape[1 : weights.ndim]):
         raise ValueError(
             f"{name}: {argument} must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
             f"{argument}.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
-
-
-def reduce_weighted(rules: BatchedVjp, call: EdgeCall, params: GatherParams, weights: Array) -> Array:
-    """Applies a reduction to the gathered rows times their weights ``[E, *dims]``."""
-    num_edges, heads = weights.shape[0], math.prod(weights.shape[1:])
-    weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, call.data))
+    heads = math.prod(weights.shape[1:])
+    weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, data))
     data = with_whole_dims(data, range(weights.ndim, data.ndim))
     features = math.prod(data.shape[weights.ndim :])
-    output = rules(
-        params,
-        data=data.reshape(data.shape[0], heads, features),
-        weights=weights.astype(data.dtype).reshape(num_edges, heads),
-        **call.edges,
-    )
-    return output.reshape(call.num_segments, *data.shape[1:])
+    return weights.reshape(num_edges, heads), data.reshape(data.shape[0], heads, features)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,535 @@
+"""Attention over edges, from logits that are computed or given: the ops, the references and the derivative rule.
+
+The softmax of a segment is kept as the maximum of its logits and the total of ``exp(logit - maximum)``. The gradients
+compute the logits again, so neither pass writes an array of edges times features, or one of edges times heads beside
+biases, given logits and their gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.dispatch import Traits, on_cpu, on_gpu, unsorted
+from jax_baracuda._core.functions import resolved, with_named
+from jax_baracuda._core.guarantees import accumulated
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
+from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
+from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.edges import VECTOR_BYTES, as_gather_ids, sorted_edges
+
+Score = Literal["dot_product", "additive", "given"]
+"""What the logits are computed from: queries and keys, or the bias alone ("given")."""
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operands and results. The first operand has the rows that edges gather. In the gradient by row, edges gather segments,
+# and the segments of the call are the rows of keys and values.
+
+_CELLS, _GATHERED = ("segment", "head", "feature"), ("gathered", "head", "feature")
+_OF_EDGES = ("edge", "head")
+_EDGES = {"gather_ids": ("edge",), "segment_ids": ("edge",)}
+
+
+def _common_operands(
+    score: Score, has_bias: bool, has_edge_order: bool, dims_of_value: tuple[str, ...] | None
+) -> NamedDimensions:
+    """The operands that end the operands of all ops. `dims_of_value`: None where values are keys or come earlier."""
+    return {
+        **({} if dims_of_value is None else {"value": dims_of_value}),
+        **({"bias": _OF_EDGES} if has_bias else {}),
+        **({"score_weights": ("head", "feature")} if score == "additive" else {}),
+        **({"edge_order": ("edge",)} if has_edge_order else {}),
+    }
+
+
+def _of_softmax(dims: tuple[str, ...]) -> NamedDimensions:
+    return dict.fromkeys(("maxima", "totals", "means"), dims[:2])
+
+
+def _operands(*, score: Score, has_bias: bool, has_edge_order: bool) -> NamedDimensions:
+    common = _common_operands(score, has_bias, has_edge_order, _GATHERED if score == "dot_product" else None)
+    if score == "given":
+        return {"value": _GATHERED, **_EDGES, **common}
+    return {"key": _GATHERED, **_EDGES, "query": _CELLS, **common}
+
+
+def _operands_by_segment(*, score: Score, has_bias: bool, has_edge_order: bool) -> NamedDimensions:
+    common = _common_operands(score, has_bias, has_edge_order, _GATHERED if score == "dot_product" else None)
+    return {"key": _GATHERED, "query": _CELLS, "d_output": _CELLS, **_of_softmax(_CELLS), **_EDGES, **common}
+
+
+def _operands_by_row(*, score: Score, has_bias: bool, has_edge_order: bool) -> NamedDimensions:
+    return {
+        "d_output": _GATHERED,
+        **_of_softmax(_GATHERED),
+        **_EDGES,
+        **({} if score == "given" else {"query": _GATHERED, "key": _CELLS}),
+        **_common_operands(score, has_bias, has_edge_order, None if score == "additive" else _CELLS),
+        **({"rows_of_edges": ("edge",)} if score == "given" else {}),
+    }
+
+
+def _results_by_segment(*, score: Score, has_bias: bool) -> NamedDimensions:
+    return {
+        "d_query": _CELLS,
+        **({"d_bias": _OF_EDGES} if has_bias else {}),
+        **({"d_score_weights": _CELLS} if score == "additive" else {}),
+    }
+
+
+_RESULTS_BY_ROW: dict[Score, NamedDimensions] = {
+    "dot_product": {"d_key": _CELLS, "d_value": _CELLS},
+    "additive": {"d_key": _CELLS},
+    "given": {"d_value": _CELLS, "d_bias": _OF_EDGES},
+}
+
+
+def _by_name(
+    operands_of: Callable[..., NamedDimensions], operands: Sequence[Any], params: Mapping[str, Any]
+) -> dict[str, Any]:
+    return dict(zip(with_named(operands_of, params)(), operands, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# References in plain JAX. Edges that take no part have rows of zeros: in derivatives, theirs may be infinite.
+
+
+def _is_below(ids: Array, size: int) -> Array:
+    return (ids >= 0) & (ids < size)
+
+
+def _of_edges(array: Array, ids: Array, takes_part: Array) -> Array:
+    """The rows of each edge in the accumulation dtype, zeros for edges that take no part."""
+    rows, _ = gather_segments(array, ids)
+    mask = takes_part.reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.where(mask, rows, 0).astype(accumulation_dtype(array.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ComputedScore:
+    """The scores of edges, from queries and keys ``[E, H, D]`` in the accumulation dtype."""
+
+    is_additive: bool
+    scale: float
+    negative_slope: float
+    weights: Array | None
+    queries: Array
+    keys: Array
+
+    def logits(self) -> Array:
+        if self.is_additive:
+            return (self.weights * self.leaky_sums()).sum(-1)
+        return self.scale * (self.queries * self.keys).sum(-1)
+
+    def leaky_sums(self) -> Array:
+        x = self.queries + self.keys
+        return jnp.where(x >= 0, x, self.negative_slope * x)
+
+    def by_query(self) -> Array:
+        """The derivative of the logits by the features of the query."""
+        if self.is_additive:
+            return self.weights * jnp.where(self.queries + self.keys >= 0, 1, self.negative_slope)
+        return self.scale * self.keys
+
+    def by_key(self) -> Array:
+        return self.by_query() if self.is_additive else self.scale * self.queries
+
+
+@dataclasses.dataclass(frozen=True)
+class _ScoredEdges:
+    """The logits ``[E, H]`` and the values ``[E, H, D]`` of edges, in the accumulation dtype."""
+
+    score: _ComputedScore | None
+    """None if the logits are given."""
+    values: Array
+    logits: Array
+    takes_part: Array
+    """``[E, 1]``"""
+
+    def differentiated(self, d_outputs: Array, maxima: Array, totals: Array, means: Array) -> tuple[Array, Array]:
+        """The probabilities and the cotangents of the logits, given the cells of each edge's segment."""
+        is_empty = totals == 0
+        inverse = jnp.where(is_empty, 0, 1 / jnp.where(is_empty, 1, totals))
+        distances = self.logits - maxima
+        distances -= jax.lax.stop_gradient(jnp.maximum(distances, 0))  # the maximum may have been rounded otherwise
+        probabilities = jnp.where(self.takes_part, jnp.exp(distances) * inverse, 0)
+        return probabilities, probabilities * ((d_outputs * self.values).sum(-1) - means)
+
+
+def _scored(
+    arrays: Mapping[str, Array], segments_of_edges: Array, rows_of_edges: Array, takes_part: Array, **params: Any
+) -> _ScoredEdges:
+    wide = accumulation_dtype(next(iter(arrays.values())).dtype)
+    takes_part = takes_part[:, None]
+    score, logits = None, jnp.zeros((), wide)
+    if params["score"] != "given":
+        weights = arrays["score_weights"].astype(wide)[None] if "score_weights" in arrays else None
+        score = _ComputedScore(
+            params["score"] == "additive",
+            float(params["scale"]),
+            float(params["negative_slope"]),
+            weights,
+            _of_edges(arrays["query"], segments_of_edges, takes_part),
+            _of_edges(arrays["key"], rows_of_edges, takes_part),
+        )
+        logits = score.logits()
+    if "bias" in arrays:
+        bias, order = arrays["bias"], arrays.get("edge_order")
+        in_order = bias if order is None else jnp.take(bias, order, axis=0, mode="clip")
+        logits += jnp.where(takes_part, in_order, 0)
+    has_values = "value" in arrays
+    values = _of_edges(arrays["value"], rows_of_edges, takes_part) if has_values else score.keys
+    return _ScoredEdges(score, values, logits, takes_part)
+
+
+def _in_order_of_numbers(of_edges: Array, edge_order: Array | None) -> Array:
+    return of_edges if edge_order is None else jnp.zeros_like(of_edges).at[edge_order].set(of_edges)
+
+
+def _reference(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
+    arrays = _by_name(_operands, operands, params)
+    gather_ids, segment_ids = arrays["gather_ids"], arrays["segment_ids"]
+    takes_part = _is_below(segment_ids, num_segments) & (operands[0].shape[0] > 0)
+    edges = _scored(arrays, segment_ids, gather_ids, takes_part, **params)
+    lowest = jnp.finfo(edges.logits.dtype).min
+    maxima = jnp.maximum(xla_max(jax.lax.stop_gradient(edges.logits), segment_ids, num_segments), lowest)
+    distances = edges.logits - _of_edges(maxima, segment_ids, takes_part)
+    weights = jnp.where(edges.takes_part, jnp.exp(distances), 0)
+    totals = xla_sum(weights, segment_ids, num_segments)
+    sums = xla_sum(weights[..., None] * edges.values, segment_ids, num_segments)
+    output = sums / jnp.where(totals == 0, 1, totals)[..., None]
+    return output.astype(operands[0].dtype), maxima, totals
+
+
+def _reference_by_segment(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
+    arrays = _by_name(_operands_by_segment, operands, params)
+    gather_ids, segment_ids = arrays["gather_ids"], arrays["segment_ids"]
+    takes_part = _is_below(segment_ids, num_segments) & (operands[0].shape[0] > 0)
+    edges = _scored(arrays, segment_ids, gather_ids, takes_part, **params)
+    of_segments = (_of_edges(arrays[x], segment_ids, takes_part) for x in ("d_output", "maxima", "totals", "means"))
+    _, d_logits = edges.differentiated(*of_segments)
+
+    def summed(rows: Array) -> Array:
+        return xla_sum(rows, segment_ids, num_segments)
+
+    results = [summed(d_logits[..., None] * edges.score.by_query()).astype(operands[0].dtype)]
+    if params["has_bias"]:
+        results.append(_in_order_of_numbers(d_logits, arrays.get("edge_order")))
+    if edges.score.is_additive:
+        results.append(summed(d_logits[..., None] * edges.score.leaky_sums()))
+    return results
+
+
+def _reference_by_row(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
+    arrays = _by_name(_operands_by_row, operands, params)
+    segments_of_edges, rows = arrays["gather_ids"], arrays["segment_ids"]
+    takes_part = _is_below(segments_of_edges, operands[0].shape[0]) & (num_segments > 0)
+    rows_of_edges, has_row = rows, _is_below(rows, num_segments)
+    if params["score"] == "given":  # the gradients of logits are those of edges without a row, too
+        order, nearest = arrays.get("edge_order"), arrays["rows_of_edges"]
+        in_order = nearest if order is None else jnp.take(nearest, order, mode="clip")
+        rows_of_edges = jnp.where(has_row, rows, in_order)
+    else:
+        takes_part &= has_row
+    edges = _scored(arrays, segments_of_edges, rows_of_edges, takes_part, **params)
+    of_segments = ("d_output", "maxima", "totals", "means")
+    d_outputs, *softmax = (_of_edges(arrays[x], segments_of_edges, takes_part) for x in of_segments)
+    probabilities, d_logits = edges.differentiated(d_outputs, *softmax)
+
+    def summed(of_rows: Array) -> Array:
+        return xla_sum(of_rows, rows, num_segments).astype(operands[0].dtype)
+
+    d_values = probabilities[..., None] * d_outputs
+    if edges.score is None:
+        return [summed(d_values), _in_order_of_numbers(d_logits, arrays.get("edge_order"))]
+    d_keys = d_logits[..., None] * edges.score.by_key()
+    return [summed(d_keys + d_values)] if edges.score.is_additive else [summed(d_keys), summed(d_values)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The programs of one shard, for edges that are split over devices. Devices exchange cells only.
+
+
+def _merge_over_shards(kernel: ShardKernel, axes: ShardAxes, *operands: Array) -> Sequence[Array]:
+    output, maxima, totals = kernel(*operands)
+    edge_axes = axes.get("edge", ())
+    if not edge_axes:
+        return output, maxima, totals
+    largest = jax.lax.pmax(maxima, edge_axes)
+    of_shard = totals * jnp.exp(maxima - largest)
+    total = jax.lax.psum(of_shard, edge_axes)
+    share = of_shard / jnp.where(total == 0, 1, total)
+    merged = jax.lax.psum(share[..., None] * output.astype(total.dtype), edge_axes)
+    return merged.astype(output.dtype), largest, total
+
+
+def _sum_over_shards(results: NamedDimensions, kernel: ShardKernel, axes: ShardAxes, operands: Any) -> Sequence[Array]:
+    edge_axes = axes.get("edge", ())
+
+    def summed(cells: Array) -> Array:
+        return jax.lax.psum(cells.astype(accumulation_dtype(cells.dtype)), edge_axes).astype(cells.dtype)
+
+    pairs = zip(results, kernel(*operands), strict=True)
+    return [x if name == "d_bias" or not edge_axes else summed(x) for name, x in pairs]
+
+
+def _shard_by_segment(
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, score: Score, has_bias: bool
+) -> Sequence[Array]:
+    return _sum_over_shards(_results_by_segment(score=score, has_bias=has_bias), kernel, axes, operands)
+
+
+def _shard_by_row(kernel: ShardKernel, axes: ShardAxes, *operands: Array, score: Score) -> Sequence[Array]:
+    return _sum_over_shards(_RESULTS_BY_ROW[score], kernel, axes, operands)
+
+
+def _replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
+    """An edge order refers to all edges, so they are replicated with it."""
+    return ("segment", "gathered", "feature", *(("edge",) if has_edge_order else ()))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Heads for kernels. On GPUs, the threads of a head have vectors of it and add up their terms, so its features are a
+# power of two. CPUs take any number.
+
+MAX_HEAD_BYTES = 512
+"""A head has at most one vector for each thread of a warp, see ``AttentionCall::MaxHeadFeatures`` in C++."""
+
+
+def _width_for_gpus(features: int, element_bytes: int, score: Score) -> int:
+    """The features of a head, or of a part of it: a power of two. Given logits need no whole vectors."""
+    smallest, largest = (1 if score == "given" else VECTOR_BYTES // element_bytes), MAX_HEAD_BYTES // element_bytes
+    return min(max(smallest, 1 << (features - 1).bit_length() if features > 0 else 1), largest)
+
+
+def _does_not_fit_gpus(traits: Traits) -> bool:
+    heads, features = traits.sizes["head"], traits.sizes["feature"]
+    if heads == 0 or features == 0:
+        return heads > 0
+    element_bytes = traits.sizes["row_bytes"] // (heads * features)
+    return _width_for_gpus(features, element_bytes, traits.params["score"]) != features
+
+
+def padded_heads(array: Array, width: int) -> Array:
+    """The array with `width` features of a head."""
+    lacking = width - array.shape[-1]
+    return array if lacking == 0 else jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, lacking)])
+
+
+def _with_fitting_heads(op: Op, *operands: Array, **params: Any) -> Sequence[Array]:
+    """Pads the features of heads. Those of wide heads are split into parts with the same logits, if these are given."""
+    _, heads, features = operands[0].shape
+    width = _width_for_gpus(features, operands[0].dtype.itemsize, params["score"])
+    parts = max(1, -(-features // width))
+
+    def fitting(name: str, dims: tuple[str, ...], x: Array) -> Array:
+        if dims[-1] == "feature":
+            longer = padded_heads(x, parts * width)
+            return longer if parts == 1 else longer.reshape(x.shape[0], heads * parts, width)
+        if dims[-1] != "head" or parts == 1:
+            return x
+        of_parts = jnp.broadcast_to(x[:, :, None], (*x.shape, parts))
+        if name == "means":  # the sum over the parts is that of the head
+            of_parts = jnp.where(jnp.arange(parts) == 0, of_parts, 0)
+        return of_parts.reshape(x.shape[0], heads * parts)
+
+    def of_heads(name: str, dims: tuple[str, ...], x: Array) -> Array:
+        if dims[-1] == "feature":
+            return x.reshape(x.shape[0], heads, parts * width)[..., :features]
+        if parts == 1:
+            return x
+        of_parts = x.reshape(x.shape[0], heads, parts)
+        return of_parts.sum(-1) if name == "d_bias" else of_parts[..., 0]
+
+    dims_of_operands, dims_of_results = (resolved(x, params) for x in (op.operands, op.results))
+    named = zip(dims_of_operands.items(), operands, strict=True)
+    results = op.kernel(*(fitting(name, dims, x) for (name, dims), x in named), **params)
+    return [of_heads(name, dims, x) for (name, dims), x in zip(dims_of_results.items(), results, strict=True)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops.
+
+
+def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fields: Any) -> Op:
+    def plan_parameters_of(*operands: Any, num_segments: int, **params: Any) -> dict[str, int]:
+        arrays = _by_name(operands_of, operands, params)
+        gathered = operands[0]
+        return {
+            **plan_parameters(gathered, arrays["segment_ids"], num_segments=num_segments, **params),
+            "gathered_rows": gathered.shape[0],
+            "heads": gathered.shape[1],
+        }
+
+    def limit(*operands: Any, num_segments: int, **params: Any) -> str | None:
+        gathered = operands[0]
+        head_bytes = gathered.shape[2] * gathered.dtype.itemsize
+        if head_bytes > MAX_HEAD_BYTES and params["score"] != "given":
+            return f"a head has more than {MAX_HEAD_BYTES} bytes"
+        num_edges = _by_name(operands_of, operands, params)["segment_ids"].shape[0]
+        return limit_of_32_bits(num_edges, max(num_segments, gathered.shape[0]))
+
+    def sort_first(*operands: Array, **params: Any) -> Sequence[Array]:
+        arrays = _by_name(operands_of, operands, params)
+        order = [arrays["edge_order"]] if params["has_edge_order"] else []
+        *edges, numbers = sorted_edges(arrays["gather_ids"], arrays["segment_ids"], order, params["num_segments"])
+        arrays |= {**dict(zip(_EDGES, edges, strict=True)), "edge_order": numbers}
+        params |= {"indices_are_sorted": True, "has_edge_order": params["has_bias"]}
+        return op.kernel(*(arrays[x] for x in with_named(operands_of, params)()), **params)
+
+    def fit_heads(*operands: Array, **params: Any) -> Sequence[Array]:
+        return _with_fitting_heads(op, *operands, **params)
+
+    why = "the kernel takes sorted edges only"
+    op = Op(
+        name=name,
+        operands=operands_of,
+        dtypes=FLOATING_DTYPES,
+        guarantee=accumulated,
+        sizes=lambda *, num_segments: {"segment": num_segments},
+        attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
+        plan_parameters=plan_parameters_of,
+        replicated_dims=_replicated_dims,
+        reduction_dims=("edge",),
+        programs={
+            on_gpu("the threads of a head have vectors of it", _does_not_fit_gpus): fit_heads,
+            on_gpu(why, unsorted): sort_first,
+            on_cpu(why, unsorted): sort_first,
+        },
+        limit=limit,
+        **fields,
+    )
+    return op
+
+
+GRAPH_ATTENTION = _attention_op(
+    "graph_attention",
+    _operands,
+    targets={
+        "graph_dot_product_attention": {"score": "dot_product"},
+        "graph_additive_attention": {"score": "additive"},
+        "segment_attention": {"score": "given"},
+    },
+    results={"output": _CELLS, "maxima": _CELLS[:2], "totals": _CELLS[:2]},
+    result_dtypes=lambda gathered, *_: [gathered.dtype, *[accumulation_dtype(gathered.dtype)] * 2],
+    reference=_reference,
+    shard_program=_merge_over_shards,
+)
+
+GRAPH_ATTENTION_BACKWARD_BY_SEGMENT = _attention_op(
+    "graph_attention_backward_by_segment",
+    _operands_by_segment,
+    targets={
+        "graph_dot_product_attention_backward_by_segment": {"score": "dot_product"},
+        "graph_additive_attention_backward_by_segment": {"score": "additive"},
+    },
+    results=_results_by_segment,
+    result_dtypes=lambda key, *_, score, has_bias: [
+        key.dtype,
+        *[accumulation_dtype(key.dtype)] * (has_bias + (score == "additive")),
+    ],
+    reference=_reference_by_segment,
+    shard_program=_shard_by_segment,
+)
+
+GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
+    "graph_attention_backward_by_row",
+    _operands_by_row,
+    targets={
+        "graph_dot_product_attention_backward_by_row": {"score": "dot_product"},
+        "graph_additive_attention_backward_by_row": {"score": "additive"},
+        "segment_attention_backward": {"score": "given"},
+    },
+    results=lambda *, score: _RESULTS_BY_ROW[score],
+    result_dtypes=lambda d_output, *_, score: [
+        accumulation_dtype(d_output.dtype) if name == "d_bias" else d_output.dtype for name in _RESULTS_BY_ROW[score]
+    ],
+    reference=_reference_by_row,
+    shard_program=_shard_by_row,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rule.
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionParams:
+    """The static arguments of attention over edges."""
+
+    score: Score
+    num_segments: int
+    indices_are_sorted: bool
+    scale: float = 1.0
+    negative_slope: float = 0.0
+
+
+def _call(
+    op: Op, params: AttentionParams, arrays: Mapping[str, Array], num_segments: int, *, is_sorted: bool
+) -> list[Array]:
+    """Calls an op with those of the arrays that it takes."""
+    has_bias = "bias" in arrays
+    # The order tells whose bias to read.
+    flags = {"score": params.score, "has_bias": has_bias, "has_edge_order": has_bias and "edge_order" in arrays}
+    names = with_named(op.operands, flags)()
+    # NumPy's numbers keep 64 bits in the attributes of a call.
+    numbers = {"scale": np.float64(params.scale), "negative_slope": np.float64(params.negative_slope)}
+    return op(*(arrays[x] for x in names), num_segments=num_segments, indices_are_sorted=is_sorted, **flags, **numbers)
+
+
+def _forward(params: AttentionParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    is_sorted = params.indices_are_sorted
+    output, maxima, totals = _call(GRAPH_ATTENTION, params, arrays, params.num_segments, is_sorted=is_sorted)
+    return output, arrays | {"output": output, "maxima": maxima, "totals": totals}
+
+
+def _backward(params: AttentionParams, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
+    wide = residuals["maxima"].dtype
+    means = (d_output.astype(wide) * residuals["output"].astype(wide)).sum(-1)
+    arrays = {**residuals, "d_output": d_output, "means": means}
+    d_arrays: dict[str, Array] = {}
+    if params.score != "given":
+        op, is_sorted = GRAPH_ATTENTION_BACKWARD_BY_SEGMENT, params.indices_are_sorted
+        names = _results_by_segment(score=params.score, has_bias="bias" in arrays)
+        d_arrays |= dict(zip(names, _call(op, params, arrays, params.num_segments, is_sorted=is_sorted), strict=True))
+
+    has_plan = "edge_order" in arrays
+    if has_plan:
+        edges = {
+            "gather_ids": arrays["transposed_gather_ids"],
+            "segment_ids": arrays["transposed_segment_ids"],
+            "edge_order": arrays["transposed_order"],
+        }
+    else:
+        gather_ids = arrays["gather_ids"]
+        edges = {
+            "gather_ids": as_gather_ids(arrays["segment_ids"], params.num_segments),
+            "segment_ids": gather_ids,
+            "edge_gather_ids": gather_ids,
+        }
+    arrays |= edges
+    if params.score == "given":
+        arrays["rows_of_edges"] = arrays["edge_gather_ids"]
+    num_rows = arrays["value" if params.score == "given" else "key"].shape[0]
+    results = _call(GRAPH_ATTENTION_BACKWARD_BY_ROW, params, arrays, num_rows, is_sorted=has_plan)
+    d_arrays |= dict(zip(_RESULTS_BY_ROW[params.score], results, strict=True))
+    if params.score == "additive":
+        d_arrays["d_score_weights"] = d_arrays["d_score_weights"].sum(0)
+    return {name.removeprefix("d_"): x for name, x in d_arrays.items()}
+
+
+attend = KernelVjp("graph_attention", _forward, _backward)
+"""``(params, *, query, key, value, bias, score_weights, **edges) -> output [S, H, D]``
+
+Edges have the names of the fields of a plan, for given logits also `edge_gather_ids` if there is a plan. Given logits
+are the bias, in the accumulation dtype; there is no query and no key.
+"""
