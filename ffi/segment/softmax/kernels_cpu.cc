@@ -21,6 +21,11 @@ namespace {
 constexpr int64_t kBlockNumbers = 1024;       // numbers of rows in order that are computed together
 constexpr int64_t kSegmentNumbers = 1 << 15;  // largest segment whose weights are kept, in numbers
 
+template <typename T>
+int64_t ResultBytes(const SoftmaxCall& call) {
+  return call.problem.batch * call.problem.rows * call.problem.features * static_cast<int64_t>(sizeof(T));
+}
+
 // Some neighbouring features of the rows of a block, which are contiguous: a block of several rows has all features.
 struct NumberBlock {
   RowBlock rows;
@@ -488,10 +493,9 @@ JB_CPU_CLONES bool GradientsGrouped(const SoftmaxCall& call, const Block block, 
 // `is_streamed`: results larger than the caches are written past them.
 template <typename T>
 bool RunGrouped(ffi::ThreadPool& pool, const SoftmaxCall& call, bool is_streamed) {
-  const Problem& problem = call.problem;
-  const int64_t result_bytes = problem.batch * problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
+  const int64_t result_bytes = ResultBytes<T>(call);
   AdviseHugePages(call.output, result_bytes);
-  return ForEachGroupedBlock(pool, problem, sizeof(T), NumThreads(pool, result_bytes), SegmentIds(call),
+  return ForEachGroupedBlock(pool, call.problem, sizeof(T), NumThreads(pool, result_bytes), SegmentIds(call),
                              [&](const Block& block, const GroupedRows& rows) {
                                return call.is_backward ? GradientsGrouped<T>(call, block, rows, is_streamed)
                                                        : SoftmaxGrouped<T>(call, block, rows, is_streamed);
@@ -508,8 +512,7 @@ Strategy ChooseStrategy(const SoftmaxCall& call) {
   CellType type = CellTypeOf<ProductSum<T>>();
   if (!call.is_backward) type.second_bytes = type.first_bytes;
   const Strategy strategy = ChooseStrategy(problem, type, /*has_counts=*/false);
-  const int64_t result_bytes = problem.batch * problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
-  const bool is_streamed = strategy == Strategy::kGroupBySegment && result_bytes >= kMinStreamedBytes;
+  const bool is_streamed = strategy == Strategy::kGroupBySegment && ResultBytes<T>(call) >= kMinStreamedBytes;
   return is_streamed ? Strategy::kStreamedGroups : strategy;
 }
 
@@ -552,6 +555,7 @@ bool RunSoftmax(ffi::ThreadPool& pool, const SoftmaxCall& given) {
     const Strategy strategy = ChooseStrategy<T>(call);
     const bool is_streamed = strategy == Strategy::kStreamedGroups;
     if (strategy == Strategy::kNothing) return;
+    if (strategy == Strategy::kFill) return WriteZeroBytes(pool, call.output, ResultBytes<T>(call));
     has_memory = is_streamed || strategy == Strategy::kGroupBySegment ? RunGrouped<T>(pool, call, is_streamed)
                  : call.is_backward                                   ? GradientsInOrder<T>(pool, call)
                                                                       : SoftmaxInOrder<T>(pool, call);
