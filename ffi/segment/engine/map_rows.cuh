@@ -3,17 +3,19 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <string_view>
 
 #include "ffi/core/cuda_status.h"
 #include "ffi/core/plan.h"
 #include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/engine/tuning.h"
 
 namespace jax_baracuda::segment {
 
 inline constexpr int kMapThreads = 256;
 inline constexpr int kMapRowsInFlight = 4;
-inline constexpr int kMapRowsPerThread = 32;
+inline constexpr int kMinMapRowsPerThread = 4, kMaxMapRowsPerThread = 32;
 inline constexpr int kFlatVectorsPerThread = 4;
 
 // A row function is a struct with
@@ -26,8 +28,16 @@ struct MapRowsArguments {
   Function function;
   T* rows;
   FeatureLanes features;
+  int rows_per_thread;  // of whole vectors
   int64_t blocks_per_batch;
 };
+
+// Few rows leave few to a thread, so that all multiprocessors have some.
+inline int MapRowsPerThread(const Problem& problem, const FeatureLanes& features) {
+  const int64_t row_threads = problem.batch * problem.rows * features.lanes * features.columns;
+  const int64_t rows = row_threads / (int64_t{kMapThreads} * 4 * Tuning::kMultiprocessors);
+  return static_cast<int>(std::clamp<int64_t>(rows, kMinMapRowsPerThread, kMaxMapRowsPerThread));
+}
 
 // For rows that are whole vectors.
 template <typename T, typename Function, int kVec>
@@ -40,7 +50,7 @@ __global__ void __launch_bounds__(kMapThreads) MapRowsKernel(const __grid_consta
   const int64_t column_block = blockIdx.x / row_blocks, row_block = blockIdx.x - column_block * row_blocks;
   const int64_t column = (column_block * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const int64_t b = row_block / a.blocks_per_batch;
-  const int block_rows = groups * kMapRowsPerThread;
+  const int block_rows = groups * a.rows_per_thread;
   const int64_t first_row = (row_block - b * a.blocks_per_batch) * block_rows;
   const int rows = static_cast<int>(min(a.problem.rows - first_row, static_cast<int64_t>(block_rows)));
   const int64_t ids_offset = (a.problem.ids_are_shared ? 0 : b * a.problem.rows) + first_row;
@@ -136,7 +146,8 @@ CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool i
   constexpr int kWidest = 16 / sizeof(T);
   if (strategy == "row_vectors") {
     a.features = AssignFeatures(problem.features / kWidest, 32);
-    const int block_rows = kMapThreads / a.features.lanes * kMapRowsPerThread;
+    a.rows_per_thread = MapRowsPerThread(problem, a.features);
+    const int block_rows = kMapThreads / a.features.lanes * a.rows_per_thread;
     a.blocks_per_batch = CeilDivide(problem.rows, block_rows);
     const int64_t blocks = problem.batch * a.blocks_per_batch * a.features.columns;
     MapRowsKernel<T, Function, kWidest><<<GridSize(blocks), kMapThreads, block_rows * sizeof(uint32_t), stream>>>(a);

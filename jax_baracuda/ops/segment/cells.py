@@ -95,7 +95,7 @@ def gather_or_zeros(cells: Array, ids: Array) -> Array:
     behind = jnp.concatenate([cells, jnp.zeros((1, *cells.shape[1:]), cells.dtype)])
     numbers = ids.astype(index_dtype(cells.shape[0]))
     rows = jnp.where((ids >= 0) & (ids < cells.shape[0]), numbers, cells.shape[0])
-    return behind.at[rows].get(mode="promise_in_bounds")
+    return behind.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def row_numbers(rows: Array) -> Array:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, with_whole_dims
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu, unordered
+from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -204,8 +204,8 @@ GATHER_SEGMENT_DOT = Op(
     # H100, time of plain JAX / kernel: 0.5 (41 loops). Two cores: products of single features 0.2.
     xla_rules=(
         on_gpu("products without a sum, which XLA fuses with what follows", at_most(feature=1)),
-        on_gpu("XLA fuses what makes the rows, too", unordered, fused),
-        on_gpu("gathers from the L2 cache, fused into the sum over features", unordered, at_most(bytes=64 * MB)),
+        on_gpu("XLA fuses what makes the rows, too", fused),
+        on_gpu("gathers from the L2 cache, fused into the sum over features", at_most(bytes=64 * MB)),
         on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
     ),
     dtypes=FLOATING_DTYPES,

@@ -226,6 +226,14 @@ SUM_RULES = (
         at_most(rank=2, bytes=1 << 30),
     ),
     on_gpu("rows in the L2 cache", unordered, uncontended, at_least(features=32), at_most(bytes=32 * MB)),
+    on_gpu(
+        "XLA adds single features as it computes them, at the same rate of atomic additions",
+        unordered,
+        uncontended,
+        fused,
+        at_most(features=1),
+        at_least(segment=1 << 14),
+    ),
 )
 
 SEGMENT_SUM = reduction_op(
