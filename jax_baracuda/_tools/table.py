@@ -6,7 +6,7 @@ import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 
-MAX_WIDTH = 100
+MAX_WIDTH = 110
 """The maximum width of a line: cells are wrapped to fit. A cell may also contain line breaks."""
 GAP = "  "
 
