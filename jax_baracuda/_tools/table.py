@@ -6,7 +6,7 @@ import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 
-MAX_WIDTH = 110
+MAX_WIDTH = 100
 """The maximum width of a line: cells are wrapped to fit. A cell may also contain line breaks."""
 GAP = "  "
 
