@@ -214,7 +214,9 @@ def save_plot(runs_of_dtype: Mapping[str, Sequence[Run]], device: jax.Device, pa
             bars = time_axes.barh([label], [run.milliseconds()], height=0.5, color=style["color"])
             time_axes.bar_label(bars, fmt="%.2f ms", padding=4)
     loss_axes.set(title="Training loss, float32", xlabel="training step", ylabel="cross-entropy [nats]", yscale="log")
-    accuracy_axes.set(title="Test accuracy, float32", xlabel="training step", ylabel="correct test nodes [%]", ylim=(0, 102))
+    accuracy_axes.set(
+        title="Test accuracy, float32", xlabel="training step", ylabel="correct test nodes [%]", ylim=(0, 102)
+    )
     time_axes.set(title="Time per training step", xlabel=f"median on {device.device_kind} [ms]")
     time_axes.margins(x=0.35)
     time_axes.invert_yaxis()
