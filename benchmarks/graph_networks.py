@@ -1,4 +1,5 @@
-"""Graph neural networks, with this package's functions or in plain JAX: GraphSAGE, GAT, GATv2 and graph transformers.
+"""Graph neural networks, with this package's functions or in plain JAX: GraphSAGE, GAT, GATv2, graph transformers and
+edge networks.
 
 Benchmarks time their training steps, and tests examine what XLA compiles them to.
 """
@@ -55,6 +56,24 @@ class Ours:
     def additive_attention(self, query: jax.Array, key: jax.Array, weights: jax.Array, edges: Edges) -> jax.Array:
         return jb.graph_additive_attention(query, key, weights, negative_slope=SLOPE, **edges)
 
+    def sum_of_edges(self, messages: jax.Array, edges: Edges) -> jax.Array:
+        plan = edges.get("plan")
+        if plan is None:
+            return jb.segment_sum(messages, edges["segment_ids"], self.num_segments)
+        return jb.segment_sum(messages, plan=plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class OursOfSortedEdges(Ours):
+    """The functions for a plan of edges that are in the order of their receivers, as in the recipe of edge networks."""
+
+    def of_receivers(self, values: jax.Array, edges: Edges) -> jax.Array:
+        return jb.take_rows(values, edges["plan"].segment_ids, indices_are_sorted=True)
+
+    def sum_of_edges(self, messages: jax.Array, edges: Edges) -> jax.Array:
+        plan = edges["plan"]
+        return jb.segment_sum(messages, plan.segment_ids, plan.num_segments, indices_are_sorted=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
@@ -86,16 +105,20 @@ class Plain:
         sums = self.of_receivers(query, edges) + self.of_senders(key, edges)
         return self.attention((weights * jax.nn.leaky_relu(sums, SLOPE)).sum(-1), key, edges)
 
+    def sum_of_edges(self, messages: jax.Array, edges: Edges) -> jax.Array:
+        return jax.ops.segment_sum(messages, edges["segment_ids"], self.num_segments)
 
-Model = Callable[[Ours | Plain, Sequence[jax.Array], jax.Array, Edges], jax.Array]
-"""``(functions, weights, features of nodes, edges) -> features of nodes``"""
+
+Model = Callable[[Ours | Plain, Sequence[jax.Array], Any, Edges], jax.Array]
+"""``(functions, weights, features, edges) -> features of nodes``. The features are those of nodes; for edge networks,
+those of nodes and those of edges."""
 
 
 def training_step(model: Model, ops: Ours | Plain) -> Callable[..., Any]:
-    """``(weights, features of nodes, edges) -> (loss, gradients of the weights)``"""
+    """``(weights, features, edges) -> (loss, gradients of the weights)``"""
 
-    def loss(weights: Sequence[jax.Array], x: jax.Array, edges: Edges) -> jax.Array:
-        return jnp.mean(model(ops, weights, x, edges) ** 2)
+    def loss(weights: Sequence[jax.Array], features: Any, edges: Edges) -> jax.Array:
+        return jnp.mean(model(ops, weights, features, edges) ** 2)
 
     return jax.value_and_grad(loss)
 
@@ -132,3 +155,37 @@ def gatv2(ops: Ours | Plain, weights: Sequence[jax.Array], x: jax.Array, edges: 
     """A layer of additive attention over the edges, with weights as above and those of the logits."""
     query, key = (jnp.tensordot(x, w, 1) for w in weights[:2])
     return ops.additive_attention(query, key, weights[2], edges)
+
+
+ProductOfEnds = Callable[[Ours | Plain, jax.Array, jax.Array, jax.Array, Edges], jax.Array]
+"""``(functions, matrix, features of edges, features of nodes, edges) -> matrix · [edge, sender, receiver]``"""
+
+
+def product_of_concatenation(ops: Ours | Plain, w: jax.Array, e: jax.Array, x: jax.Array, edges: Edges) -> jax.Array:
+    return jnp.concatenate([e, ops.of_senders(x, edges), ops.of_receivers(x, edges)], axis=-1) @ w
+
+
+def sum_of_products(ops: Ours | Plain, w: jax.Array, e: jax.Array, x: jax.Array, edges: Edges) -> jax.Array:
+    of_edge, of_sender, of_receiver = jnp.split(w, 3)
+    return e @ of_edge + ops.of_senders(x @ of_sender, edges) + ops.of_receivers(x @ of_receiver, edges)
+
+
+def edge_network(
+    product: ProductOfEnds,
+    ops: Ours | Plain,
+    weights: Sequence[jax.Array],
+    features: tuple[jax.Array, jax.Array],
+    edges: Edges,
+) -> jax.Array:
+    """Steps of message passing with residual nodes and edges, as in MeshGraphNets and GraphCast.
+
+    Messages and updates of nodes are networks of two matrices each: four matrices for each step.
+    """
+    x, e = features
+    for first in range(0, len(weights), 4):
+        of_ends, of_message, of_node, of_update = weights[first : first + 4]
+        messages = jax.nn.silu(product(ops, of_ends, e, x, edges)) @ of_message
+        received = ops.sum_of_edges(messages, edges)
+        e = e + messages
+        x = x + jax.nn.silu(jnp.concatenate([x, received], axis=-1) @ of_node) @ of_update
+    return x

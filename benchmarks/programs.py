@@ -17,11 +17,15 @@ from benchmarks.graph_networks import (
     SLOPE,
     Model,
     Ours,
+    OursOfSortedEdges,
     Plain,
+    edge_network,
     gat,
     gatv2,
     graph_transformer,
+    product_of_concatenation,
     sage,
+    sum_of_products,
     training_step,
 )
 from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
@@ -33,13 +37,14 @@ except ImportError:
     geometric = None
 
 SAGE_MAX, SAGE_SUM, GAT = "GraphSAGE-max", "GraphSAGE-sum", "GAT"
-GRAPH_TRANSFORMER, GATV2 = "graph transformer", "GATv2"
+GRAPH_TRANSFORMER, GATV2, EDGE_NETWORK = "graph transformer", "GATv2", "edge network"
 MODELS: dict[str, Model] = {
     SAGE_MAX: functools.partial(sage, "max"),
     SAGE_SUM: functools.partial(sage, "sum"),
     GAT: gat,
     GRAPH_TRANSFORMER: graph_transformer,
     GATV2: gatv2,
+    EDGE_NETWORK: functools.partial(edge_network, product_of_concatenation),
 }
 
 
@@ -61,7 +66,8 @@ class Program:
 
     def weight_shapes(self) -> list[tuple[int, ...]]:
         """GraphSAGE: a matrix per layer. GAT: a matrix, and the logits' weights for senders and for receivers. Graph
-        transformer: matrices of queries, keys and values. GATv2: those of queries and keys, and the logits' weights."""
+        transformer: matrices of queries, keys and values. GATv2: those of queries and keys, and the logits' weights.
+        Edge network: two matrices of messages and two of nodes for each layer."""
         width, of_heads = self.graph.features, (self.heads, self.graph.features // self.heads)
         if self.model == GAT:
             return [(width, width), *[of_heads] * 2]
@@ -69,6 +75,8 @@ class Program:
             return [(width, *of_heads)] * 3
         if self.model == GATV2:
             return [*[(width, *of_heads)] * 2, of_heads]
+        if self.model == EDGE_NETWORK:
+            return [(3 * width, width), (width, width), (2 * width, width), (width, width)] * self.layers
         return [(2 * width, width)] * self.layers
 
 
@@ -77,6 +85,8 @@ SMALL_EDGES, SMALL_STEPS = 1_000_000, 20
 from Python takes longer than such a step. On CPUs, steps take longer, and XLA drops the barrier between equal steps."""
 SMALL = Graph("small", 30_000, 200_000, 64, 1.5)
 TINY = Graph("tiny", 2_708, 10_556, 64, 1.0)
+MESH = Graph("mesh", 40_962, 491_544, 256, 1.0)
+"""As many nodes as an icosahedron whose triangles are split six times; 12 edges for each."""
 GPU_PROGRAMS = (
     Program(SAGE_MAX, Graph("arxiv", 169_343, 1_166_243, 128, 2.5), layers=3),
     Program(SAGE_SUM, Graph("arxiv", 169_343, 1_166_243, 256, 2.5), layers=3),
@@ -85,6 +95,7 @@ GPU_PROGRAMS = (
     Program(GRAPH_TRANSFORMER, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
     Program(GRAPH_TRANSFORMER, Graph("arxiv", 169_343, 1_166_243, 256, 1.7), heads=4, dtype="bfloat16"),
     Program(GATV2, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
+    *(Program(EDGE_NETWORK, MESH, layers=2, dtype=dtype) for dtype in ("float32", "bfloat16")),
     Program(SAGE_MAX, SMALL, layers=3),
     Program(SAGE_SUM, SMALL, layers=3),
     Program(SAGE_MAX, TINY, layers=3),
@@ -115,8 +126,9 @@ def floor_bytes(program: Program) -> int:
     """Bytes of features, ids, weights, loss and gradients."""
     graph = program.graph
     weights = sum(map(math.prod, program.weight_shapes()))
+    rows = graph.nodes + (graph.edges if program.model == EDGE_NETWORK else 0)
     element_bytes = jnp.dtype(program.dtype).itemsize
-    return element_bytes * (graph.nodes * graph.features + 2 * weights + 1) + 8 * graph.edges
+    return element_bytes * (rows * graph.features + 2 * weights + 1) + 8 * graph.edges
 
 
 def contenders(program: Program) -> Iterator[Contender]:
@@ -128,8 +140,18 @@ def contenders(program: Program) -> Iterator[Contender]:
         jax.random.normal(jax.random.key(2 + index), shape, program.dtype) / math.sqrt(max(shape))
         for index, shape in enumerate(program.weight_shapes())
     ]
-    plan = jax.jit(jb.segment_plan, static_argnums=(1, 3))(receivers, nodes, senders, nodes)
+    plan_of = jax.jit(jb.segment_plan, static_argnums=(1, 3))
     ids = {"gather_ids": senders, "segment_ids": receivers}
+    if program.model == EDGE_NETWORK:
+        e = jax.random.normal(jax.random.key(0), (graph.edges, graph.features), program.dtype)
+        order = jnp.argsort(receivers)
+        of_sorted = {"plan": plan_of(receivers[order], nodes, senders[order], nodes)}
+        step = training_step(functools.partial(edge_network, sum_of_products), OursOfSortedEdges())
+        yield of_step(OURS, "recipe", program, step, weights, (x, e[order]), of_sorted)
+        yield of_jax(OURS, "no plan", program, Ours(nodes), weights, (x, e), ids)
+        yield of_jax(XLA, "", program, Plain(nodes), weights, (x, e), ids)
+        return
+    plan = plan_of(receivers, nodes, senders, nodes)
     yield of_jax(OURS, "plan", program, Ours(), weights, x, {"plan": plan})
     yield of_jax(OURS, "no plan", program, Ours(nodes), weights, x, ids)
     yield of_jax(XLA, "", program, Plain(nodes), weights, x, ids)

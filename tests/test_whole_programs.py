@@ -21,7 +21,15 @@ import jax_baracuda as jb
 from benchmarks import decoder as decoding
 from benchmarks import graph_networks
 from benchmarks.decoder import Decoder
-from benchmarks.graph_networks import Model, gat, sage, training_step
+from benchmarks.graph_networks import (
+    Model,
+    edge_network,
+    gat,
+    product_of_concatenation,
+    sage,
+    sum_of_products,
+    training_step,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Compiled programs, as XLA prints them.
@@ -301,6 +309,29 @@ def test_graph_networks_learn_as_in_plain_jax(rng: np.random.Generator, model: M
     )
     for ours_of_it, plain_of_it in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(ours_of_it, plain_of_it, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_plan", [False, True], ids=["ids", "plan of sorted edges"])
+def test_edge_networks_learn_as_in_plain_jax(rng: np.random.Generator, with_plan: bool) -> None:
+    """Loss and gradients agree with plain JAX, and programs by the recipe write nothing of edges × 3 widths."""
+    shapes = [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (2 * WIDTH, WIDTH), (WIDTH, WIDTH)] * 2
+    weights = [(0.2 * rng.normal(size=shape)).astype(np.float32) for shape in shapes]
+    x, e = (rng.normal(size=(size, WIDTH)).astype(np.float32) for size in (NODES, EDGES))
+    senders, receivers = rng.integers(0, NODES, (2, EDGES))
+    concatenated = functools.partial(edge_network, product_of_concatenation)
+    ids = {"gather_ids": senders, "segment_ids": receivers}
+    expected = jax.jit(training_step(concatenated, graph_networks.Plain(NODES)))(weights, (x, e), ids)
+    step = training_step(concatenated, graph_networks.Ours(NODES))
+    operands: tuple[Any, ...] = weights, (x, e), ids
+    if with_plan:
+        order = np.argsort(receivers)
+        plan = jb.segment_plan(receivers[order], NODES, senders[order], NODES)
+        step = training_step(functools.partial(edge_network, sum_of_products), graph_networks.OursOfSortedEdges())
+        operands = weights, (x, e[order]), {"plan": plan}
+        assert f"f32[{EDGES},{3 * WIDTH}]" not in jax.jit(step).lower(*operands).compile().as_text()
+    actual = jax.jit(step)(*operands)
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.versions

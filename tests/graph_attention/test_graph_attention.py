@@ -590,3 +590,12 @@ def test_scale_of_a_symbolic_number_of_features() -> None:
     with cases.raises("ValueError: scale must be given for a symbolic number of features", ".*"):
         export()
     export(scale=0.5)
+
+
+@each_kind
+def test_error_of_a_missing_kernel(kind: str) -> None:
+    """The error names the public function."""
+    query, key, weights = (np.ones(shape, np.float32) for shape in ((2, 3, 200), (6, 3, 200), (3, 200)))
+    third = weights if kind == "additive" else key
+    with cases.raises("ValueError: implementation='kernel' is asked for .* 512 bytes", f"{public(kind).__name__}: "):
+        jax.jit(lambda: public(kind)(query, key, third, IDS, IDS, implementation="kernel"))()

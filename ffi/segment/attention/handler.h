@@ -30,13 +30,11 @@ inline constexpr const char* kForwardName = kScore == ScoreKind::kDotProduct ? "
                                                                              : "segment_attention";
 template <ScoreKind kScore>
 inline constexpr const char* kBySegmentName =
-    kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention_backward_by_segment"
-                                     : "graph_additive_attention_backward_by_segment";
+    kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention_d_query" : "graph_additive_attention_d_query";
 template <ScoreKind kScore>
-inline constexpr const char* kByRowName =
-    kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention_backward_by_row"
-    : kScore == ScoreKind::kAdditive ? "graph_additive_attention_backward_by_row"
-                                     : "segment_attention_backward";
+inline constexpr const char* kByRowName = kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention_d_key"
+                                          : kScore == ScoreKind::kAdditive ? "graph_additive_attention_d_key"
+                                                                           : "segment_attention_backward";
 
 // Whether the kernels take heads of any width: those of CPUs.
 template <typename Context>

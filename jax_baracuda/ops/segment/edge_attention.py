@@ -429,8 +429,8 @@ GRAPH_ATTENTION_BACKWARD_BY_SEGMENT = _attention_op(
     "graph_attention_backward_by_segment",
     _operands_by_segment,
     targets={
-        "graph_dot_product_attention_backward_by_segment": {"score": "dot_product"},
-        "graph_additive_attention_backward_by_segment": {"score": "additive"},
+        "graph_dot_product_attention_d_query": {"score": "dot_product"},
+        "graph_additive_attention_d_query": {"score": "additive"},
     },
     results=_results_by_segment,
     result_dtypes=lambda key, *_, score, has_bias: [
@@ -445,8 +445,8 @@ GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
     "graph_attention_backward_by_row",
     _operands_by_row,
     targets={
-        "graph_dot_product_attention_backward_by_row": {"score": "dot_product"},
-        "graph_additive_attention_backward_by_row": {"score": "additive"},
+        "graph_dot_product_attention_d_key": {"score": "dot_product"},
+        "graph_additive_attention_d_key": {"score": "additive"},
         "segment_attention_backward": {"score": "given"},
     },
     results=lambda *, score: _RESULTS_BY_ROW[score],

@@ -198,7 +198,7 @@ def _transpose_alone(
 GATHER_SEGMENT_DOT = Op(
     name="gather_segment_dot",
     operands=_operands,
-    results={"d_weights": ("edge", "head")},
+    results={"output": ("edge", "head")},
     result_dtypes=lambda d_output, *_, is_wide: [accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype],
     reference=_reference,
     # H100, time of plain JAX / kernel: 0.5 (41 loops). Two cores: products of single features 0.2.

@@ -125,6 +125,12 @@ def segment_plan(
     Edge e goes from row ``gather_ids[e]`` to segment ``segment_ids[e]``, as in :func:`gather_segment_sum`. Without
     `gather_ids`, edge e is row e itself, as in :func:`segment_sum`.
 
+    Arrays with a row for each edge (weights, logits, products, probabilities) keep the order of the ids, as arguments
+    and as results: calls with a plan reach their rows through `edge_order`, or move them, as :func:`segment_softmax`
+    does. To avoid this, sort the ids and these arrays once, by ``jnp.argsort(segment_ids)``, and pass the sorted ids
+    with ``indices_are_sorted=True``. A plan of them then serves the other direction, as in
+    ``take_rows(data, plan=plan.transposed)``.
+
     Args:
       segment_ids: ``[E]``, any integer dtype, in any order. Edges whose id is negative or at least `num_segments` are
         dropped.
