@@ -17,6 +17,7 @@ from support import cases
 
 import jax_baracuda
 from jax_baracuda import forward_mode, segment_plan
+from jax_baracuda.ops.segment.edge_attention import MAX_HEAD_BYTES
 
 KINDS = ("dot product", "additive")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -261,6 +262,9 @@ def test_values_and_gradients(rng: np.random.Generator, kind: str, dtype: str, s
         output, gradients = run(case.arrays, d_output)
         again = run(case.arrays, d_output)
     check(case, output, gradients, reference(case, d_output, form))
+    head_bytes = max(x.shape[-1] * x.itemsize for name, x in case.arrays.items() if name in ("query", "key", "value"))
+    if jax.default_backend() != "cpu" and head_bytes > MAX_HEAD_BYTES:
+        return  # plain JAX serves these, which adds in varying order on GPUs
     for x, y in zip(jax.tree.leaves((output, gradients)), jax.tree.leaves(again), strict=True):
         cases.assert_same_bits(x, np.asarray(y))
 
