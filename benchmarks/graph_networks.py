@@ -1,5 +1,5 @@
-"""Graph neural networks, with this package's functions or in plain JAX: GraphSAGE, GAT, GATv2, graph transformers and
-edge networks.
+"""Graph neural networks, with this package's functions or in plain JAX: GraphSAGE, GAT, GATv2, graph transformers, edge
+networks and SchNet.
 
 Benchmarks time their training steps, and tests examine what XLA compiles them to.
 """
@@ -38,6 +38,9 @@ class Ours:
 
     def sum(self, h: jax.Array, edges: Edges) -> jax.Array:
         return jb.gather_segment_sum(h, num_segments=self.num_segments, **edges)
+
+    def weighted_sum(self, h: jax.Array, weights: jax.Array, edges: Edges) -> jax.Array:
+        return jb.gather_segment_sum(h, weights=weights, num_segments=self.num_segments, **edges)
 
     def of_senders(self, values: jax.Array, edges: Edges) -> jax.Array:
         plan = edges.get("plan")
@@ -105,13 +108,16 @@ class Plain:
         sums = self.of_receivers(query, edges) + self.of_senders(key, edges)
         return self.attention((weights * jax.nn.leaky_relu(sums, SLOPE)).sum(-1), key, edges)
 
+    def weighted_sum(self, h: jax.Array, weights: jax.Array, edges: Edges) -> jax.Array:
+        return self.sum_of_edges(self.of_senders(h, edges) * weights, edges)
+
     def sum_of_edges(self, messages: jax.Array, edges: Edges) -> jax.Array:
         return jax.ops.segment_sum(messages, edges["segment_ids"], self.num_segments)
 
 
 Model = Callable[[Ours | Plain, Sequence[jax.Array], Any, Edges], jax.Array]
 """``(functions, weights, features, edges) -> features of nodes``. The features are those of nodes; for edge networks,
-those of nodes and those of edges."""
+those of nodes and those of edges; for SchNet, those of nodes and their positions."""
 
 
 def training_step(model: Model, ops: Ours | Plain) -> Callable[..., Any]:
@@ -189,3 +195,35 @@ def edge_network(
         e = e + messages
         x = x + jax.nn.silu(jnp.concatenate([x, received], axis=-1) @ of_node) @ of_update
     return x
+
+
+NUM_RADIAL, CUTOFF = 50, 20.0
+"""SchNet: the radial functions of a distance, and the largest of their centers."""
+
+
+def schnet(
+    ops: Ours | Plain, weights: Sequence[jax.Array], features: tuple[jax.Array, jax.Array], edges: Edges
+) -> jax.Array:
+    """The energy of each atom and the force on it, ``[N, 4]``, by continuous filters: weights as wide as the features.
+
+    Forces are derivatives of energies by positions, so a training step takes second derivatives. A layer has five
+    matrices: two of filters, one each of senders, sums and updates. The last matrix reads energies.
+    """
+    x, positions = features
+    *of_layers, readout = weights
+    centers = jnp.linspace(0, CUTOFF, NUM_RADIAL)
+
+    def total_energy(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        offsets = ops.of_senders(positions, edges) - ops.of_receivers(positions, edges)
+        distances = jnp.sqrt((offsets**2).sum(-1) + 1e-6)
+        radial, h = jnp.exp(-((distances[:, None] - centers) ** 2)), x
+        for first in range(0, len(of_layers), 5):
+            of_radial, of_filter, of_sender, of_sum, of_update = of_layers[first : first + 5]
+            filters = jax.nn.softplus(radial @ of_radial) @ of_filter
+            sums = ops.weighted_sum(h @ of_sender, filters, edges)
+            h = h + jax.nn.softplus(sums @ of_sum) @ of_update
+        energies = h @ readout
+        return energies.sum(), energies
+
+    gradient, energies = jax.grad(total_energy, has_aux=True)(positions)
+    return jnp.concatenate([energies, -gradient], axis=-1)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import jax_baracuda as jb
 from benchmarks.graph import Graph, make_edges
 from benchmarks.graph_networks import (
+    CUTOFF,
+    NUM_RADIAL,
     SLOPE,
     Model,
     Ours,
@@ -25,6 +27,7 @@ from benchmarks.graph_networks import (
     graph_transformer,
     product_of_concatenation,
     sage,
+    schnet,
     sum_of_products,
     training_step,
 )
@@ -37,7 +40,7 @@ except ImportError:
     geometric = None
 
 SAGE_MAX, SAGE_SUM, GAT = "GraphSAGE-max", "GraphSAGE-sum", "GAT"
-GRAPH_TRANSFORMER, GATV2, EDGE_NETWORK = "graph transformer", "GATv2", "edge network"
+GRAPH_TRANSFORMER, GATV2, EDGE_NETWORK, SCHNET = "graph transformer", "GATv2", "edge network", "SchNet"
 MODELS: dict[str, Model] = {
     SAGE_MAX: functools.partial(sage, "max"),
     SAGE_SUM: functools.partial(sage, "sum"),
@@ -45,6 +48,7 @@ MODELS: dict[str, Model] = {
     GRAPH_TRANSFORMER: graph_transformer,
     GATV2: gatv2,
     EDGE_NETWORK: functools.partial(edge_network, product_of_concatenation),
+    SCHNET: schnet,
 }
 
 
@@ -67,7 +71,8 @@ class Program:
     def weight_shapes(self) -> list[tuple[int, ...]]:
         """GraphSAGE: a matrix per layer. GAT: a matrix, and the logits' weights for senders and for receivers. Graph
         transformer: matrices of queries, keys and values. GATv2: those of queries and keys, and the logits' weights.
-        Edge network: two matrices of messages and two of nodes for each layer."""
+        Edge network: two matrices of messages and two of nodes for each layer. SchNet: five matrices for each layer,
+        and one for energies."""
         width, of_heads = self.graph.features, (self.heads, self.graph.features // self.heads)
         if self.model == GAT:
             return [(width, width), *[of_heads] * 2]
@@ -77,6 +82,8 @@ class Program:
             return [*[(width, *of_heads)] * 2, of_heads]
         if self.model == EDGE_NETWORK:
             return [(3 * width, width), (width, width), (2 * width, width), (width, width)] * self.layers
+        if self.model == SCHNET:
+            return [*[(NUM_RADIAL, width), *[(width, width)] * 4] * self.layers, (width, 1)]
         return [(2 * width, width)] * self.layers
 
 
@@ -96,6 +103,7 @@ GPU_PROGRAMS = (
     Program(GRAPH_TRANSFORMER, Graph("arxiv", 169_343, 1_166_243, 256, 1.7), heads=4, dtype="bfloat16"),
     Program(GATV2, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
     *(Program(EDGE_NETWORK, MESH, layers=2, dtype=dtype) for dtype in ("float32", "bfloat16")),
+    Program(SCHNET, Graph("atoms", 20_000, 640_000, 128, 1.0), layers=3),
     Program(SAGE_MAX, SMALL, layers=3),
     Program(SAGE_SUM, SMALL, layers=3),
     Program(SAGE_MAX, TINY, layers=3),
@@ -152,6 +160,12 @@ def contenders(program: Program) -> Iterator[Contender]:
         yield of_jax(XLA, "", program, Plain(nodes), weights, (x, e), ids)
         return
     plan = plan_of(receivers, nodes, senders, nodes)
+    if program.model == SCHNET:
+        positions = jax.random.uniform(jax.random.key(0), (nodes, 3), maxval=CUTOFF)
+        yield of_jax(OURS, "plan", program, Ours(), weights, (x, positions), {"plan": plan})
+        yield of_jax(OURS, "no plan", program, Ours(nodes), weights, (x, positions), ids)
+        yield of_jax(XLA, "", program, Plain(nodes), weights, (x, positions), ids)
+        return
     yield of_jax(OURS, "plan", program, Ours(), weights, x, {"plan": plan})
     yield of_jax(OURS, "no plan", program, Ours(nodes), weights, x, ids)
     yield of_jax(XLA, "", program, Plain(nodes), weights, x, ids)

@@ -22,11 +22,13 @@ from benchmarks import decoder as decoding
 from benchmarks import graph_networks
 from benchmarks.decoder import Decoder
 from benchmarks.graph_networks import (
+    NUM_RADIAL,
     Model,
     edge_network,
     gat,
     product_of_concatenation,
     sage,
+    schnet,
     sum_of_products,
     training_step,
 )
@@ -332,6 +334,25 @@ def test_edge_networks_learn_as_in_plain_jax(rng: np.random.Generator, with_plan
     actual = jax.jit(step)(*operands)
     for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("with_plan", [False, True], ids=["ids", "plan"])
+def test_force_fields_learn_as_in_plain_jax(rng: np.random.Generator, with_plan: bool) -> None:
+    """Energies, forces and the gradients of a loss of both, which take second derivatives of weighted sums."""
+    shapes = [(NUM_RADIAL, WIDTH), *[(WIDTH, WIDTH)] * 4] * 2 + [(WIDTH, 1)]
+    with jax.enable_x64(True):
+        weights = [rng.normal(size=shape) / np.sqrt(max(shape)) for shape in shapes]
+        features = rng.normal(size=(NODES, WIDTH)), rng.uniform(0, 10, (NODES, 3))
+        senders, receivers = rng.integers(0, NODES, (2, EDGES))
+        ids = {"gather_ids": senders, "segment_ids": receivers}
+        plan = {"plan": jb.segment_plan(receivers, NODES, senders, NODES)}
+        edges = plan if with_plan else ids
+        plain, ours = graph_networks.Plain(NODES), graph_networks.Ours(None if with_plan else NODES)
+        for function in (schnet, lambda ops, *operands: training_step(schnet, ops)(*operands)):
+            expected = jax.jit(functools.partial(function, plain))(weights, features, ids)
+            actual = jax.jit(functools.partial(function, ours))(weights, features, edges)
+            for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9 * np.abs(want).max())
 
 
 @pytest.mark.versions
