@@ -12,9 +12,11 @@ Variables:
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import zlib
+from collections.abc import Iterator
 
 # Both flags concern one back end and are ignored by the other.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -42,6 +44,8 @@ from support import instrumented  # noqa: E402
 if folder := os.environ.get("JAX_BARACUDA_INSTRUMENTED"):
     instrumented.load(folder)
 from support import cases  # noqa: E402  (after the environment is set)
+
+from jax_baracuda.ops.segment import edge_attention  # noqa: E402
 
 
 @pytest.hookimpl(trylast=True)  # after the options -k and -m
@@ -77,3 +81,22 @@ def kernels_are_there() -> None:
         pytest.fail(f"JAX_BARACUDA_REQUIRE={cases.REQUIRED_PLATFORM}, but JAX runs on {cases.PLATFORM}", pytrace=False)
     if (problem := cases.native_problem(cases.PLATFORM)) is not None:
         pytest.fail(f"there are no kernels for {cases.PLATFORM}: {problem}", pytrace=False)
+
+
+@pytest.fixture
+def padded_heads() -> Iterator[None]:
+    """Heads of attention over edges are padded and split as for GPUs, on every platform."""
+    ops = (
+        edge_attention.GRAPH_ATTENTION,
+        edge_attention.GRAPH_ATTENTION_BACKWARD_BY_SEGMENT,
+        edge_attention.GRAPH_ATTENTION_BACKWARD_BY_ROW,
+    )
+    saved = [(op, dict(op.programs)) for op in ops]
+    for op in ops:
+        of_gpus = {rule: program for rule, program in op.programs.items() if rule.platform == "cuda"}
+        op.programs.clear()
+        op.programs.update({dataclasses.replace(rule, platform=cases.PLATFORM): x for rule, x in of_gpus.items()})
+    yield
+    for op, programs in saved:
+        op.programs.clear()
+        op.programs.update(programs)

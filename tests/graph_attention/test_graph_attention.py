@@ -269,6 +269,17 @@ def test_values_and_gradients(rng: np.random.Generator, kind: str, dtype: str, s
         cases.assert_same_bits(x, np.asarray(y))
 
 
+@each_kind
+@pytest.mark.parametrize("dtype", cases.FLOATING)
+def test_padded_heads(rng: np.random.Generator, padded_heads: None, kind: str, dtype: str) -> None:
+    """Values and gradients are right where programs pad heads, as on GPUs."""
+    case = make(rng, kind, Sizes(41, 50, 900, 3, 5, 9), dtype)
+    d_output = d_output_of(rng, case)
+    with cases.x64_for(dtype):
+        output, gradients = with_gradients(case.call())(case.arrays, d_output)
+    check(case, output, gradients, reference(case, d_output, "ids"))
+
+
 @pytest.mark.parametrize("option", [{"scale": -0.7}, {"negative_slope": -1.5}, {"negative_slope": 0.0}], ids=str)
 def test_options(rng: np.random.Generator, option: dict[str, float]) -> None:
     """The scale and the slope are those of the call."""
@@ -601,5 +612,5 @@ def test_error_of_a_missing_kernel(kind: str) -> None:
     """The error names the public function."""
     query, key, weights = (np.ones(shape, np.float32) for shape in ((2, 3, 200), (6, 3, 200), (3, 200)))
     third = weights if kind == "additive" else key
-    with cases.raises("ValueError: implementation='kernel' is asked for .* 512 bytes", f"{public(kind).__name__}: "):
+    with cases.raises("ValueError: implementation='kernel' is asked for, .* 512 bytes", f"{public(kind).__name__}: "):
         jax.jit(lambda: public(kind)(query, key, third, IDS, IDS, implementation="kernel"))()

@@ -139,6 +139,15 @@ def test_values_and_gradients(rng: np.random.Generator, dtype: str, sizes: Any, 
             cases.assert_same_bits(x, np.asarray(y))
 
 
+@pytest.mark.parametrize("form", ["ids", "plan"])
+@pytest.mark.parametrize("dtype", cases.FLOATING)
+@pytest.mark.parametrize("sizes", [x for x in SIZES if x[3:] not in (((8,), (16,)), ((4,), (8,)))], ids=str)
+def test_fitting_heads(rng: np.random.Generator, padded_heads: None, sizes: Any, dtype: str, form: str) -> None:
+    """Values and gradients are right where programs pad narrow heads and split wide ones, as on GPUs."""
+    case, d_output = make(rng, sizes, dtype)
+    case.check(form, d_output)
+
+
 @pytest.mark.parametrize("form", ["ids", "plan", "xla"])
 @pytest.mark.parametrize(
     ("logits_dtype", "dtype"), [("float32", "float16"), ("float32", "bfloat16"), ("float16", "float32")]
