@@ -54,13 +54,15 @@ def test_plan_of_edges_serves_rows(rng: np.random.Generator, reduction: Reductio
     expected.check(reduction(data, plan=plan.transposed))
 
 
-def weighted(name: str) -> Callable[..., jax.Array]:
+def of_data_and_plan(name: str) -> Callable[..., jax.Array]:
+    """``(data, plan) -> result``, with weights where the function takes some. The plan has 10 segments."""
     function = getattr(jax_baracuda, name)
-    if name.startswith("graph"):
-        query, weights = jnp.ones((10, 1, 3)), jnp.ones((1, 3))
-        return lambda data, plan: function(
-            query, data[:, None], weights if "additive" in name else data[:, None], plan=plan
-        )
+    if name == "gather_segment_dot":
+        return lambda data, plan: function(data, data[:10], plan=plan)
+    if name == "graph_dot_product_attention":
+        return lambda data, plan: function(data[:10, None], *[data[:, None]] * 2, plan=plan)
+    if name == "graph_additive_attention":
+        return lambda data, plan: function(data[:10, None], data[:, None], data[:1], plan=plan)
     if name == "segment_attention":
         return lambda data, plan: function(jnp.arange(ROWS, dtype=jnp.float32), data, plan=plan)
     if name.startswith("gather") and name.endswith(("sum", "mean")):
@@ -79,7 +81,7 @@ WITH_PLAN = sorted(
 @pytest.mark.parametrize("name", WITH_PLAN)
 def test_any_plan_is_safe(rng: np.random.Generator, name: str, is_mapped: bool) -> None:
     """A plan of arbitrary integers gives some result, and no access out of bounds; later calls are right."""
-    function = weighted(name)
+    function = of_data_and_plan(name)
     gathers = name.startswith(("gather", "graph")) or name in ("segment_attention", "take_rows")
     data, ids = small_floats(rng, 20 if gathers else ROWS, 3), rng.integers(0, 10, ROWS)
 
