@@ -62,7 +62,8 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
                     operands[i] = ad.instantiate_zeros(tangents[i])
             return primitive.bind(*operands, **call.all_params)
 
-        terms = [term(factor) for factor in factors if not set(factor).isdisjoint(nonzero_tangents)]
+        varying = [factor for factor in factors if not set(factor).isdisjoint(nonzero_tangents)]
+        terms = [term(factor) for factor in varying or factors[:1]]
         result_tangents = [functools.reduce(operator.add, of_result) for of_result in zip(*terms, strict=True)]
     elif (tangent_of := op.tangent) is not None and nonzero_tangents == [0]:
 

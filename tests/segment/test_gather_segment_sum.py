@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.handlers import with_dtypes
 from support.programs import small_floats
 from support.recorded import GoodCall, direct_calls
 
+import jax_baracuda
 from jax_baracuda import SegmentPlan, gather_segment_sum, segment_plan
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._examples.segment import gathered_sum
@@ -94,6 +96,52 @@ def test_gather_ids_mean_what_they_mean_in_jax_numpy(rng: np.random.Generator, f
     d_output = np.round(cases.cotangent(rng, (6, 4), "float32"))
     np.testing.assert_array_equal(output, expected)
     np.testing.assert_array_equal(vjp(d_output)[0], plain_vjp(d_output)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("form", ["ids", "plan"])
+@pytest.mark.parametrize("name", ["gather_segment_sum", "gather_segment_mean", "gather_segment_dot"])
+def test_second_derivatives(rng: np.random.Generator, name: str, form: str, dtype: str) -> None:
+    """Derivatives of gradients are those of plain JAX, also with ids out of range, through which no gradient goes."""
+    rows, edges, segments = 9, 200, 6
+    senders, receivers = rng.integers(-rows - 3, rows + 3, edges), rng.integers(-2, segments + 2, edges)
+    wrapped = np.where(senders < 0, senders + rows, senders)
+    nearest, exists = np.clip(wrapped, 0, rows - 1), (wrapped == np.clip(wrapped, 0, rows - 1))[:, None, None]
+    is_member = (receivers >= 0) & (receivers < segments)
+    counts = np.maximum(np.bincount(receivers[is_member], minlength=segments), 1)[:, None, None]
+
+    def plain(data: jax.Array, other: jax.Array) -> jax.Array:
+        taken = data[nearest]
+        taken = jnp.where(exists, taken, jax.lax.stop_gradient(taken))
+        if name == "gather_segment_dot":
+            products = (taken * other[np.clip(receivers, 0, segments - 1)]).sum(-1)
+            return jnp.where(is_member[:, None], products, 0)
+        ids = np.where(is_member, receivers, -1)
+        total = jax.ops.segment_sum(taken * other[..., None], ids, segments)
+        return total / counts if name == "gather_segment_mean" else total
+
+    def ours(data: jax.Array, other: jax.Array) -> jax.Array:
+        given = {"gather_ids": senders, "segment_ids": receivers}
+        arguments = {"plan": segment_plan(receivers, segments, senders, rows)} if form == "plan" else given
+        function = getattr(jax_baracuda, name)
+        if name == "gather_segment_dot":
+            return function(data, other, **arguments)
+        return function(data, weights=other, **arguments, **({} if form == "plan" else {"num_segments": segments}))
+
+    def of_gradients(function: Callable[..., jax.Array], data: jax.Array, other: jax.Array) -> jax.Array:
+        gradients = jax.grad(lambda *x: (function(*x) ** 2).sum(), (0, 1))(data, other)
+        return sum((x**2).sum() for x in gradients)
+
+    with jax.enable_x64(True):
+        shape = (segments, 2, 4) if name == "gather_segment_dot" else (edges, 2)
+        operands = [jnp.asarray(rng.normal(size=x), dtype) for x in ((rows, 2, 4), shape)]
+        actual = jax.jit(jax.grad(functools.partial(of_gradients, ours), (0, 1)))(*operands)
+        exact = [x.astype(jnp.float64) for x in operands]
+        expected = jax.grad(functools.partial(of_gradients, plain), (0, 1))(*exact)
+        # Each of five passes rounds its results; the sums of a pass have terms of either sign.
+        error = 1e-12 if dtype == "float64" else 5 * 2.0**-8
+        for x, y in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(x.astype(jnp.float64), y, rtol=0, atol=error * np.abs(y).max())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "ffi/core/device_attributes.h"
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/engine/tuning.h"
 
@@ -16,12 +15,12 @@ inline constexpr int64_t kSharedTableBytes = 48 * 1024;
 
 // Blocks per batch element, each with a table in shared memory; 0 if tables do not fit or do not pay. A block clears
 // its table and merges it into global memory, so it should have several rows per segment. The only block of a batch
-// element merges nothing. In both cases the blocks must occupy the GPU.
+// element merges nothing. There must be blocks for at least half of the GPU.
 inline int64_t SharedTableBlocksPerBatch(const Problem& problem, int64_t cell_bytes) {
   const int64_t max_cells = kSharedTableBytes / cell_bytes;
   if (problem.segments > max_cells || problem.features > max_cells || problem.rows < problem.segments) return 0;
   if (problem.segments * problem.features > max_cells) return 0;
-  const int64_t resident = int64_t{kSharedTableBlocks} * DeviceAttributesForPlan().multiprocessors;
+  const int64_t resident = int64_t{kSharedTableBlocks} * Tuning::kMultiprocessors;
   const int64_t paying = problem.rows / (Tuning::kMinBlockRowsToSharedSegment * std::max(problem.segments, int64_t{1}));
   const int64_t blocks = std::clamp(paying, int64_t{1}, CeilDivide(resident, problem.batch));
   return problem.batch * blocks >= resident / 2 ? blocks : 0;

@@ -4,7 +4,8 @@
 // Values become unsigned integers of the same order, for which the hardware has an atomic maximum: NaN of either sign
 // is the greatest, -0 is below +0, and 0 is the maximum of no rows. A plain load precedes each atomic, because few rows
 // raise a maximum. If the table fits in shared memory, each block keeps its own and merges it once, or writes the
-// results if it is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per cell, lower bounds in shared memory avoid most of those loads.
+// results if it is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per
+// cell, lower bounds in shared memory avoid most of those loads.
 #pragma once
 
 #include "ffi/core/launch_bounds.cuh"
@@ -47,7 +48,7 @@ template <typename T>
 struct TableArguments : UnorderedRows<T> {
   bool first_wins;
   FlipWord<T> flip;
-  TableKey<T>* table;  // [batch, segments, features]; unused by the winners' pass and by owned tables
+  TableKey<T>* table;  // [batch, segments, features]; unused by the winners' pass, and if a batch element has one block
   T* output;
   int32_t* winner;
 };

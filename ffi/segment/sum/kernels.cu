@@ -27,9 +27,12 @@ struct SumPlan {
 
 int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
-// Whether one instruction adds four floats in global memory. In shared memory, they take a loop each.
+// Whether one instruction adds four floats in global memory. In shared memory, each float takes a loop of
+// compare-and-swap.
 bool AddsVectors(const SumCall& call) {
-  return ComputeBytes(ElementBytes(call.type)) == 4 && call.problem.features % 4 == 0;
+  const bool is_added_in_float =
+      call.type == ElementType::kFloat16 || call.type == ElementType::kBFloat16 || call.type == ElementType::kFloat32;
+  return is_added_in_float && call.problem.features % 4 == 0;
 }
 
 // Depends on shapes and flags only. As reduce.cuh chooses, but unsorted rows that are narrow or few are added to a

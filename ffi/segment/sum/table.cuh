@@ -10,7 +10,7 @@ namespace jax_baracuda::segment {
 template <typename T>
 struct SumTableArguments : UnorderedRows<T> {
   using C = ComputeType<T>;
-  C* table;        // [batch, segments, features], zeroed by the caller; unused by owned tables
+  C* table;        // [batch, segments, features], zeroed by the caller; unused if a batch element has one block
   int32_t* count;  // [batch, segments], zeroed by the caller; or nullptr
   T* output;       // may be the table itself if the types are the same
 };
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(256)
   a.output[i] = SumResult<T>(a.table[i], a.count == nullptr ? nullptr : a.count + i / a.problem.features);
 }
 
-// Each block keeps a table in shared memory (see engine/unordered_rows.cuh). The only block of a batch element writes its
-// results; several blocks add their tables to the one in global memory.
+// Each block keeps a table in shared memory (see engine/unordered_rows.cuh). The only block of a batch element writes
+// its results; several blocks add their tables to the one in global memory.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
     SharedSumTableKernel(const __grid_constant__ SumTableArguments<T> a) {

@@ -41,7 +41,7 @@ def segment_attention(
 
     Args:
       logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype. They are cast to float32, or to
-        float64 for float64 data. -inf leaves an edge out.
+        float64 for float64 data. -inf leaves an edge out if its row is finite.
       data: ``[N, ...]``, or ``[N, H, ...]`` for logits ``[E, H]``: the rows (values of nodes), a floating dtype.
         float16, bfloat16, float32 and float64 have kernels. On GPUs, they are fastest where a head has a power of two
         of features, up to 512 bytes; otherwise, data are padded.

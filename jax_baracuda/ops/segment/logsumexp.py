@@ -101,7 +101,7 @@ def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Ar
 
 
 def _subtracted(maxima: Array) -> Array:
-    """What is subtracted from the rows: not -inf, from which rows of -inf have no distance."""
+    """The maximum, or 0 where it is -inf: -inf - -inf would be NaN."""
     return jnp.where(maxima == -jnp.inf, 0, maxima)
 
 

@@ -346,8 +346,10 @@ def _transpose_of_edges(
     """The same op in the other direction: edges gather segments and are summed by row."""
     gathered_segments = as_gather_ids(segment_ids, num_segments)
     transposed = {"num_segments": avals[0].shape[0], "indices_are_sorted": False, "clips_gather_ids": False}
+    # Weights have the dtype of the data.
+    d_output = d_outputs[0].astype(avals[0].dtype) if params["has_weights"] else d_outputs[0]
     [d_data] = GATHER_SEGMENT_SUM(
-        d_outputs[0], gathered_segments, gather_ids, *weights_and_order, **params | transposed | {"is_wide": False}
+        d_output, gathered_segments, gather_ids, *weights_and_order, **params | transposed | {"is_wide": False}
     )
     return [d_data.astype(avals[0].dtype)]
 
