@@ -31,7 +31,7 @@ from jax_baracuda._core.dispatch import Rule, Site, at_least, at_most, decide, f
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
-from jax_baracuda._examples import examples_of
+from jax_baracuda._examples import all_examples, examples_of
 from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
 
@@ -475,6 +475,18 @@ def test_rules_are_few() -> None:
             assert len(rules) <= 3, (op.name, platform)
             assert all(rule.reason for rule in rules)
         assert len(op.programs) <= 3 and all(rule.reason for rule in op.programs), op.name
+
+
+@pytest.mark.parametrize("example", [x for x in all_examples() if x.mapped is None], ids=lambda example: example.name)
+def test_every_condition_applies_to_every_call(example: Example) -> None:
+    """Conditions find the sizes that they ask for, on whatever platform their rule holds."""
+    types = example.operand_types("float32", "small")
+    for program in recorded.programs_of(example):
+        for call in traced_calls(program, types):
+            traits = dispatch.Traits(call.params, call.sizes(), fuses=True)
+            for rule in (*call.op.xla_rules, *call.op.programs):
+                for condition in rule.conditions:
+                    assert condition(traits) in (True, False), rule.reason
 
 
 def test_sizes_of_heads() -> None:

@@ -170,8 +170,10 @@ def mostly_empty_segments(traits: Traits) -> bool:
 
 
 def _segments(traits: Traits) -> int:
-    """The number of segments in the whole batch."""
-    return traits.sizes["batch"] * traits.sizes["segment"]
+    """The number of segments in the whole batch. No array of a softmax has segments, only its params."""
+    segments = traits.sizes.get("segment", traits.params.get("num_segments"))
+    assert segments is not None
+    return traits.sizes["batch"] * segments
 
 
 def param(name: str, value: Any) -> Condition:
