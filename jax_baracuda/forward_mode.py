@@ -6,9 +6,8 @@ of these functions, bound with ``jax.custom_jvp``. They support ``jax.jvp``, ``j
 :mod:`jax_baracuda`.
 
 Values come from the same kernels. Tangents are the transpose of the gradient, also by kernels, with exceptions in plain
-JAX: convolutions, the terms of products, ``gather_segment_dot``, and attention from queries and keys. For a
-maximum, the winners say which tangents to take. Sums over ties are a kernel, except for gathered rows, which XLA adds
-up as it gathers them.
+JAX: convolutions, the terms of products, and attention over edges. For a maximum, the winners say which tangents to
+take. Sums over ties are a kernel, except for gathered rows, which XLA adds up as it gathers them.
 
 Under ``vmap``, rows that a batch of graphs shares get a gradient per graph, and JAX adds these up. If only gradients
 are needed, the functions of :mod:`jax_baracuda` may therefore take less memory. ``jax.linear_transpose`` applies to the
