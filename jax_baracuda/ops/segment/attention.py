@@ -58,7 +58,8 @@ def segment_attention(
 
     Gradient: with ``d_p[e, h] = sum(d_out[segment_ids[e], h] * data[gather_ids[e], h])``, that of `logits` is
     ``p[e, h] * (d_p[e, h] - sum(d_out[s, h] * out[s, h]))``, and that of `data` is a sum of ``p * d_out`` over the
-    edges of each row. No gradient of data goes through gather ids that are out of range.
+    edges of each row. No gradient of data goes through gather ids that are out of range. Under ``jax.vmap``, data that
+    the batch shares get a gradient for each element, and JAX adds these up.
 
     Source: Veličković et al., Graph Attention Networks, https://arxiv.org/abs/1710.10903, equations 3 and 6.
 

@@ -62,8 +62,6 @@ def segment_softmax(
     Args:
       logits: ``[N, ...]``, any real floating dtype of JAX. float16, bfloat16, float32 and float64 have kernels; other
         dtypes run as plain JAX. More generally, any shape that broadcasts to ``segment_ids.shape + logits.shape[1:]``.
-      deterministic: the kernel has the same bits in every run. On GPUs, calls with few unsorted rows are left to plain
-        JAX, which adds them in an order that varies, unless this is True.
 
     Returns:
       ``segment_ids.shape + logits.shape[1:]`` (the shape of `logits`) with the dtype of `logits`. Dropped rows get 0.
@@ -116,7 +114,6 @@ def segment_softmax_backward(
       d_output: ``[N, ...]``, the cotangent of the probabilities; a floating dtype. Dtype and shape are those of
         `probabilities`.
       probabilities: ``[N, ...]``, the result of :func:`segment_softmax`.
-      deterministic: as in :func:`segment_softmax`.
 
     Returns:
       ``[N, ...]``, the cotangent of the logits. Dropped rows get 0.
