@@ -808,6 +808,8 @@ BACKWARD_ERRORS: dict[str, tuple[Callable[..., Any], str, tuple[Reduction, ...]]
 def test_backward_errors(case: str) -> None:
     call, error, reductions = BACKWARD_ERRORS[case]
     for reduction in reductions:
+        if reduction.call_backward is None:
+            continue  # its gradient has no function of its own
         backward = functools.partial(reduction.call_backward, **reduction.options[0])
         with cases.raises(error, f"{reduction.name}_backward: "):
             call(backward)
