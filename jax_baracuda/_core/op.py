@@ -116,10 +116,9 @@ class Op:
     """``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
     linear operands. If no other operand has a tangent, derivatives then run kernels: the result's tangent is the op
     applied to the operands' tangents."""
-    linear_alone: Mapping[str, Callable[..., jax.Array]] = dataclasses.field(default_factory=dict)
+    linear_alone: Mapping[str, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
     """Further operands of an op with a `transpose`, in each of which the op is linear while all others are fixed, as in
-    one factor of a product; with the transpose: ``(aval of the operand, cotangents of the results, *other operands,
-    **params)`` -> the cotangent of the operand."""
+    one factor of a product; with the transpose for that operand alone, which is called like `transpose`."""
     tangent: Callable[..., Sequence[jax.Array]] | None = None
     """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, if no other
     operand has a tangent. Use when the tangent follows from the results. Integer results have none."""
@@ -318,7 +317,7 @@ class OpCall:
         return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
 
     @property
-    def linear_alone(self) -> dict[int, Callable[..., jax.Array]]:
+    def linear_alone(self) -> dict[int, Callable[..., Sequence[jax.Array]]]:
         """The transposes of an op that is linear in further operands, by position."""
         names = list(self.resolve(self.op.operands))
         return {names.index(name): transpose for name, transpose in self.op.linear_alone.items() if name in names}

@@ -86,20 +86,21 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
 def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     """The transpose rule, with respect to the undefined primals. The op is linear in them."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    if len(linear) == 1 and linear[0] in call.linear_alone:
-        return _transpose_alone(call, cotangents, operands, linear[0])
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)
-    if (transpose_of := call.op.transpose) is not None and all(i in call.linear for i in linear):
+    factor, transpose_of = call.linear, call.op.transpose
+    if len(linear) == 1 and linear[0] in call.linear_alone:
+        factor, transpose_of = linear, call.linear_alone[linear[0]]
+    if transpose_of is not None and all(i in factor for i in linear):
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
-            own_types = [call.own_operands[i] for i in call.linear]
+            own_types = [call.own_operands[i] for i in factor]
             return call.bound(transpose_of)(own_types, arrays[: len(cotangents)], *arrays[len(cotangents) :])
 
-        others = (x for i, x in enumerate(operands) if i not in call.linear)
+        others = (x for i, x in enumerate(operands) if i not in factor)
         transposed = _map_over_batch(call, transpose, *cotangents, *others)
         for i in linear:
-            results[i] = _sum_over_shared_batch(transposed[call.linear.index(i)], call.operands[i])
+            results[i] = _sum_over_shared_batch(transposed[factor.index(i)], call.operands[i])
         return results
     inexact = tuple(i for i, x in enumerate(cotangents) if jnp.issubdtype(x.dtype, jnp.inexact))
     cotangents_of = derivative_op("cotangent", call.op, len(operands), tuple(linear), inexact).primitive
@@ -108,21 +109,6 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
     given = jax_versions.unify_varying(*primals, *(cotangents[i] for i in inexact))
     for i, x in zip(linear, cotangents_of.bind(*given, **call.all_params), strict=True):
         results[i] = _sum_over_shared_batch(x, call.operands[i])
-    return results
-
-
-def _transpose_alone(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any], position: int) -> list[Any]:
-    """The transpose with respect to an operand in which the op alone is linear."""
-    transpose_of = call.linear_alone[position]
-
-    def transpose(*arrays: jax.Array) -> jax.Array:
-        own_type = call.own_operands[position]
-        return call.bound(transpose_of)(own_type, arrays[: len(cotangents)], *arrays[len(cotangents) :])
-
-    others = (x for i, x in enumerate(operands) if i != position)
-    transposed = _map_over_batch(call, transpose, *map(ad.instantiate_zeros, cotangents), *others)
-    results: list[Any] = [None] * len(operands)
-    results[position] = _sum_over_shared_batch(transposed, call.operands[position])
     return results
 
 

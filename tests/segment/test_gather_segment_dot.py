@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -155,10 +156,9 @@ def test_derivatives_of_higher_order(rng: np.random.Generator, form: str) -> Non
             gradient = jax.grad(lambda *arrays: (function(*arrays) ** 3).sum(), (0, 1))
             return jax.jacrev(gradient, (0, 1))(*arrays)
 
-        in_both_modes = {"plan": {"plan": segment_plan(segment_ids, 3, gather_ids, 4)}}.get(
-            form, {"gather_ids": gather_ids, "segment_ids": segment_ids}
-        )
-        twin = lambda *arrays: forward_mode.gather_segment_dot(*arrays, **in_both_modes)  # noqa: E731
+        ids = {"gather_ids": gather_ids, "segment_ids": segment_ids}
+        edges = {"plan": segment_plan(segment_ids, 3, gather_ids, 4)} if form == "plan" else ids
+        twin = functools.partial(forward_mode.gather_segment_dot, **edges)
         results = second(ends.call(form)), jax.jvp(twin, arrays, tangents)
         expected = second(plain), jax.jvp(plain, arrays, tangents)
         for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):

@@ -168,23 +168,23 @@ def _transpose(
     )
 
 
-def _transpose_alone(
-    aval: Any,
+def _transpose_data(
+    avals: Sequence[Any],
     d_outputs: Sequence[Array],
     cells: Array,
     gather_ids: Array,
     segment_ids: Array,
     *edge_order: Array,
     deterministic: bool,
-) -> Array:
+) -> Sequence[Array]:
     """The transpose with respect to the gathered rows: the weighted sum in the other direction."""
-    [d_data] = GATHER_SEGMENT_SUM(
+    return GATHER_SEGMENT_SUM(
         cells,
         as_gather_ids(segment_ids, cells.shape[0]),
         gather_ids,  # no gradient goes through those out of range
         d_outputs[0].astype(cells.dtype),
         *edge_order,
-        num_segments=aval.shape[0],
+        num_segments=avals[0].shape[0],
         has_weights=True,
         has_edge_order=bool(edge_order),
         deterministic=deterministic,
@@ -192,7 +192,6 @@ def _transpose_alone(
         clips_gather_ids=False,
         is_wide=False,
     )
-    return d_data
 
 
 GATHER_SEGMENT_DOT = Op(
@@ -220,7 +219,7 @@ GATHER_SEGMENT_DOT = Op(
     shard_program=functools.partial(sum_over_split_dim, "feature"),
     limit=lambda d_output, data, gather_ids, segment_ids, *_: limit_of_32_bits(segment_ids.shape[0], d_output.shape[0]),
     transpose=_transpose,
-    linear_alone={"data": _transpose_alone},
+    linear_alone={"data": _transpose_data},
 )
 
 

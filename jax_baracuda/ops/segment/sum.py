@@ -355,7 +355,7 @@ def _transpose_of_edges(
 
 
 def _transpose_weights(
-    aval: Any,
+    _: Sequence[Any],
     d_outputs: Sequence[Array],
     data: Array,
     gather_ids: Array,
@@ -363,17 +363,14 @@ def _transpose_weights(
     *edge_order: Array,
     clips_gather_ids: bool,
     deterministic: bool,
-) -> Array:
+) -> Sequence[Array]:
     """The transpose with respect to the weights: products of the ends of each edge."""
     from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT  # that module imports this one
 
     if not clips_gather_ids:
         segment_ids = jnp.where((gather_ids >= 0) & (gather_ids < data.shape[0]), segment_ids, -1)
     flags = {"is_wide": False, "has_edge_order": bool(edge_order), "deterministic": deterministic}
-    [d_weights] = GATHER_SEGMENT_DOT(
-        d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, *edge_order, **flags
-    )
-    return d_weights
+    return GATHER_SEGMENT_DOT(d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, *edge_order, **flags)
 
 
 def _are_narrow(traits: Traits) -> bool:
