@@ -1,7 +1,6 @@
-#include <cub/block/block_radix_sort.cuh>
-
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
+#include "ffi/segment/engine/few_rows.cuh"
 #include "ffi/segment/engine/order.cuh"
 
 namespace jax_baracuda::segment {
@@ -9,46 +8,23 @@ namespace {
 
 constexpr int kThreads = 256;
 
-constexpr int kOneBlockThreads = 1024;
-
-template <int kItems>
-using OneBlockSort = cub::BlockRadixSort<uint32_t, kOneBlockThreads, kItems, uint32_t>;
-
-// Sorts the rows of one batch element. Dropped rows come last, followed by the padding of the block.
-template <int kItems>
-__global__ void __launch_bounds__(kOneBlockThreads)
-    OneBlockOrderKernel(SegmentIds ids, bool ids_are_shared, uint32_t rows, int end_bit, int32_t* order,
-                        int32_t* sorted_ids) {
-  extern __shared__ uint4 shared[];
-  auto& storage = *reinterpret_cast<typename OneBlockSort<kItems>::TempStorage*>(shared);
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * rows;
-  uint32_t keys[kItems], numbers[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const uint32_t row = threadIdx.x * kItems + i;
-    const uint32_t segment = row < rows ? ids[(ids_are_shared ? 0 : first) + row] : kDropped;
-    keys[i] = segment == kDropped ? static_cast<uint32_t>(ids.segments) : segment;
-    numbers[i] = row;
+// Dropped rows count as one more segment, which comes last.
+__global__ void __launch_bounds__(kFewRowThreads)
+    FewRowOrderKernel(SegmentIds ids, bool ids_are_shared, FewRowSorter sorter, uint32_t own_segments,
+                      uint32_t blocks_per_batch, int64_t rows, int32_t* order, int32_t* sorted_ids) {
+  extern __shared__ uint4 shared_memory[];
+  const uint32_t b = blockIdx.x / blocks_per_batch;
+  const uint32_t first_segment = (blockIdx.x - b * blocks_per_batch) * own_segments;
+  const int64_t first_id = ids_are_shared ? 0 : b * rows;
+  const auto segment_of = [&](int row) { return min(ids[first_id + row], static_cast<uint32_t>(ids.segments)); };
+  const int before =
+      sorter.Sort</*kCountsRowsBefore=*/true>(reinterpret_cast<char*>(shared_memory), first_segment, segment_of);
+  const int64_t first_place = b * rows + before;
+  for (int i = threadIdx.x; i < sorter.count(); i += kFewRowThreads) {
+    const int row = sorter.Row(i);
+    order[first_place + i] = row;
+    sorted_ids[first_place + i] = static_cast<int32_t>(segment_of(row));
   }
-  OneBlockSort<kItems>(storage).SortBlockedToStriped(keys, numbers, 0, end_bit);
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const uint32_t place = threadIdx.x + i * kOneBlockThreads;
-    if (place >= rows) continue;
-    order[first + place] = static_cast<int32_t>(numbers[i]);
-    sorted_ids[first + place] = static_cast<int32_t>(keys[i]);
-  }
-}
-
-template <int kItems>
-CudaStatus OneBlockOrder(const Problem& problem, const SegmentIds& ids, int32_t* order, int32_t* sorted_ids,
-                         cudaStream_t stream) {
-  const auto kernel = OneBlockOrderKernel<kItems>;
-  JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
-  constexpr int kSharedBytes = sizeof(typename OneBlockSort<kItems>::TempStorage);
-  kernel<<<GridSize(problem.batch), kOneBlockThreads, kSharedBytes, stream>>>(
-      ids, problem.ids_are_shared, static_cast<uint32_t>(problem.rows), BitsUpTo(problem.segments), order, sorted_ids);
-  return JB_LAUNCH_STATUS(OneBlockOrderKernel);
 }
 
 constexpr int kRowsPerBlock = 16 * kThreads;
@@ -95,15 +71,21 @@ int64_t SegmentOrderScratchBytes(const Problem& problem, bool holds_order) {
   return sizes.total;
 }
 
-CudaStatus LaunchOneBlockOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
-                               int32_t* sorted_ids, cudaStream_t stream) {
-  const SegmentIds ids{segment_ids, ids_are_64_bit, problem.segments};
-  static_assert(kMaxOneBlockRows == 16 * kOneBlockThreads);
-  const int64_t items = CeilDivide(problem.rows, static_cast<int64_t>(kOneBlockThreads));
-  if (items <= 4) return OneBlockOrder<4>(problem, ids, order, sorted_ids, stream);
-  if (items <= 8) return OneBlockOrder<8>(problem, ids, order, sorted_ids, stream);
-  if (items <= 12) return OneBlockOrder<12>(problem, ids, order, sorted_ids, stream);
-  return OneBlockOrder<16>(problem, ids, order, sorted_ids, stream);
+bool FitsFewRowOrder(const Problem& problem) {
+  return problem.rows <= kMaxFewUnsortedRows && problem.batch * (problem.segments + 1) <= (int64_t{1} << 20);
+}
+
+CudaStatus LaunchFewRowOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
+                             int32_t* sorted_ids, cudaStream_t stream) {
+  const int64_t segments = problem.segments + 1;
+  const int own_segments = OwnSegments(segments, problem.batch);
+  const FewRowSorter sorter(static_cast<int>(problem.rows), own_segments);
+  const int64_t blocks_per_batch = CeilDivide(segments, int64_t{own_segments});
+  JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(FewRowOrderKernel));
+  FewRowOrderKernel<<<GridSize(problem.batch * blocks_per_batch), kFewRowThreads, sorter.Bytes(), stream>>>(
+      {segment_ids, ids_are_64_bit, problem.segments}, problem.ids_are_shared, sorter,
+      static_cast<uint32_t>(own_segments), static_cast<uint32_t>(blocks_per_batch), problem.rows, order, sorted_ids);
+  return JB_LAUNCH_STATUS(FewRowOrderKernel);
 }
 
 CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, char* scratch,
@@ -117,9 +99,9 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
   ScratchCarver carver(scratch);
   const auto take = [&] { return carver.Take<uint32_t>(rows); };
   if (order->segments == nullptr) *order = {take(), take()};
-  if (problem.batch == 1 && FitsOneBlock(problem)) {
-    return LaunchOneBlockOrder(problem, segment_ids, ids_are_64_bit, reinterpret_cast<int32_t*>(order->rows),
-                               reinterpret_cast<int32_t*>(order->segments), stream);
+  if (problem.batch == 1 && FitsFewRowOrder(problem)) {
+    return LaunchFewRowOrder(problem, segment_ids, ids_are_64_bit, reinterpret_cast<int32_t*>(order->rows),
+                             reinterpret_cast<int32_t*>(order->segments), stream);
   }
   const SegmentOrder other{take(), take()};
   return LaunchRadixSort(joined, *order, other, carver.Take<char>(0), stream);

@@ -11,16 +11,12 @@ inline bool OrderFits(const Problem& problem) {
   return problem.batch * problem.rows < (int64_t{1} << 31) && problem.batch * problem.segments < kDropped;
 }
 
-// Up to this many rows per batch element, one block per element sorts them in one launch.
-inline constexpr int64_t kMaxOneBlockRows = int64_t{1} << 14;
+// So few rows per batch element that one launch orders them, and so few segments that not too many blocks read all ids.
+bool FitsFewRowOrder(const Problem& problem);
 
-inline bool FitsOneBlock(const Problem& problem) {
-  return problem.rows <= kMaxOneBlockRows && problem.batch <= 0x7fffffff;
-}
-
-// Writes the same as LaunchRowOrder, for a problem that FitsOneBlock.
-CudaStatus LaunchOneBlockOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
-                               int32_t* sorted_ids, cudaStream_t stream);
+// Writes the same as LaunchRowOrder, for a problem that FitsFewRowOrder.
+CudaStatus LaunchFewRowOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
+                             int32_t* sorted_ids, cudaStream_t stream);
 
 // `holds_order`: whether the scratch also holds the resulting order.
 int64_t SegmentOrderScratchBytes(const Problem& problem, bool holds_order);

@@ -10,6 +10,7 @@
 #include "ffi/core/plan.h"
 #include "ffi/core/scratch.h"
 #include "ffi/core/strategies.h"
+#include "ffi/segment/engine/few_unsorted_rows.cuh"
 #include "ffi/segment/engine/fill.cuh"
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/private_table.cuh"
@@ -22,26 +23,33 @@
 namespace jax_baracuda::segment {
 
 enum class Strategy {
-  kNothing,        // no result
-  kFill,           // no rows
-  kPrivateTable,   // few segments: one table per thread
-  kSmallRows,      // few sorted rows, in one launch
-  kRuns,           // narrow sorted rows, whole rows per thread
-  kTiles,          // sorted rows, in tiles
-  kSmallTiles,     // tiles of few gathered rows, in one launch
-  kStagedTiles,    // tiles of rows too narrow for vector loads, staged in shared memory
-  kSortThenTiles,  // sorts the rows first, then tiles
+  kNothing,          // no result
+  kFill,             // no rows
+  kPrivateTable,     // few segments: one table per thread
+  kFewUnsortedRows,  // few unsorted rows, in one launch
+  kSmallRows,        // few sorted rows, in one launch
+  kRuns,             // narrow sorted rows, whole rows per thread
+  kTiles,            // sorted rows, in tiles
+  kSmallTiles,       // tiles of few gathered rows, in one launch
+  kStagedTiles,      // tiles of rows too narrow for vector loads, staged in shared memory
+  kSortThenTiles,    // sorts the rows first, then tiles
 };
 
-inline constexpr const char* kStrategyNames[] = {kNothing, "fill",        "private_table", "small_rows",     "runs",
-                                                 "tiles",  "small_tiles", "staged_tiles",  "sort_then_tiles"};
+inline constexpr const char* kStrategyNames[] = {kNothing,       "fill",           "private_table", "few_unsorted_rows",
+                                                 "small_rows",   "runs",           "tiles",         "small_tiles",
+                                                 "staged_tiles", "sort_then_tiles"};
 
 inline constexpr int64_t kSectorBytes = 32;
 
-// Sorted rows by runs or tiles; unsorted rows are sorted first.
+// Unsorted rows are sorted first, few of them within the reduction.
+inline Strategy ChooseUnsortedStrategy(const Problem& problem) {
+  return TakesFewUnsortedRows(problem) ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
+}
+
+// Sorted rows by runs or tiles.
 inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   if (problem.rows == 0) return Strategy::kFill;
-  if (!indices_are_sorted) return Strategy::kSortThenTiles;
+  if (!indices_are_sorted) return ChooseUnsortedStrategy(problem);
   if (TakesSmallRows(problem, element_bytes)) return Strategy::kSmallRows;
   if (TakesRuns(problem, element_bytes)) return Strategy::kRuns;
   return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
@@ -110,6 +118,7 @@ inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int6
   switch (strategy) {
     case Strategy::kNothing:
     case Strategy::kFill:
+    case Strategy::kFewUnsortedRows:
       return plan;
     case Strategy::kPrivateTable:
       sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
@@ -149,7 +158,7 @@ inline ReducePlan PlanPairs(const SegmentCall& call, int64_t state_bytes) {
   const int64_t element_bytes = ElementBytes(call.type);
   const Strategy strategy = problem.HasNoResult()                             ? Strategy::kNothing
                             : problem.rows == 0                               ? Strategy::kFill
-                            : !call.indices_are_sorted                        ? Strategy::kSortThenTiles
+                            : !call.indices_are_sorted                        ? ChooseUnsortedStrategy(problem)
                             : problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles
                                                                               : Strategy::kTiles;
   return MakeReducePlan(problem, strategy, element_bytes, state_bytes);
@@ -241,6 +250,9 @@ struct Reducer {
     a.batch_rows = problem.rows;
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
+    if constexpr (!kGathers) {
+      if (strategy == Strategy::kFewUnsortedRows) return FewUnsortedRows(a);
+    }
     if constexpr (kGathers) {
       if constexpr (!kTakesTilesAlone<Reduction>) {
         if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
@@ -309,6 +321,15 @@ struct Reducer {
     TileKernel<Reduction, Input, kVec, kSource><<<GridSize(blocks), threads, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(TileKernel);
     return LaunchMerge<kVec>(a);
+  }
+
+  CudaStatus FewUnsortedRows(const InputArguments<Reduction, Input>& a) const {
+    const FewUnsortedRowGrid few(problem);
+    const auto kernel = FewUnsortedRowKernel<Reduction, Input>;
+    JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
+    const uint32_t blocks = GridSize(problem.batch * few.blocks_per_batch * few.features.columns);
+    kernel<<<blocks, kFewRowThreads, FewUnsortedRowBytes<Reduction>(problem, few), stream>>>(a, few);
+    return JB_LAUNCH_STATUS(FewUnsortedRowKernel);
   }
 
   CudaStatus SmallRows(const TileArguments<Reduction>& a) const {

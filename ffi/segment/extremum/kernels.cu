@@ -9,38 +9,30 @@ namespace jax_baracuda::segment {
 namespace {
 
 enum class Algorithm {
-  kReduce,         // in registers (see reduce.cuh)
-  kTable,          // atomic maxima on a table in global memory
-  kFilteredTable,  // the same, but elements are first compared with lower bounds in shared memory
-  kSharedTable,    // one table per block in shared memory
+  kReduce,       // in registers (see reduce.cuh)
+  kTable,        // atomic maxima on a table in global memory
+  kSharedTable,  // one table per block in shared memory
 };
 
-inline constexpr const char* kTableNames[] = {"", "atomics", "filtered_atomics", "shared_table"};
+inline constexpr const char* kTableNames[] = {"", "atomics", "shared_table"};
 
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
 struct ExtremumPlan {
   Algorithm algorithm;
   ReducePlan reduce;      // of kReduce
-  int64_t shared_tables;  // of kSharedTable: blocks per batch element
+  int64_t shared_tables;  // of kSharedTable: blocks per batch element; otherwise 0
   Plan summary;
-};
 
-bool FiltersRows(const Problem& problem, int64_t key_bytes) {
-  const int64_t cells = problem.segments * problem.features;
-  const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
-  const bool has_many_rows =
-      problem.rows >= Tuning::kMinFilteredRows && problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
-  return key_bytes == sizeof(uint32_t) && problem.batch == 1 && problem.features <= 8 && outgrows_l1 &&
-         cells < (int64_t{1} << 31) && has_many_rows;
-}
+  // The only table of a batch element needs no table in global memory.
+  bool StaysShared() const { return shared_tables == 1; }
+};
 
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
 //   * Unsorted rows use a table per block in shared memory where it fits and pays, unless private tables do, too.
-//   * Unsorted rows that are narrow, or so few that a sort is launch-bound, use atomics on a table in global memory.
-//     One load per element, and an atomic if it raises its cell, cost less than sorting the ids. Elements are filtered
-//     if the table exceeds the L1 cache and has so many rows per cell that most of them come after a greater one.
+//   * Unsorted rows that are narrow or small, but too many for one launch, use atomics on a table in global memory. One
+//     load per element, and an atomic if it raises its cell, cost less than sorting the ids.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
 ExtremumPlan Choose(const ExtremumCall& call) {
   const Problem& problem = call.problem;
@@ -54,25 +46,25 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   const bool is_small = problem.batch * problem.rows * row_bytes <=
                             (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
                         (!FillsFirst(problem) || problem.batch * cells <= Tuning::kMaxFilledTableCells);
-  Algorithm algorithm = Algorithm::kReduce;
+  ExtremumPlan plan{};
   if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable) {
     if (shared_tables > 0 && !call.indices_are_sorted) {
-      algorithm = Algorithm::kSharedTable;
+      plan.algorithm = Algorithm::kSharedTable;
+      plan.shared_tables = shared_tables;
     } else if (strategy == Strategy::kSortThenTiles && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
-      algorithm = FiltersRows(problem, key_bytes) ? Algorithm::kFilteredTable : Algorithm::kTable;
+      plan.algorithm = Algorithm::kTable;
     }
   }
-  if (algorithm == Algorithm::kReduce) {
-    const ReducePlan reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
-    return {algorithm, reduce, 0, reduce.Summary()};
+  if (plan.algorithm == Algorithm::kReduce) {
+    plan.reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
+    plan.summary = plan.reduce.Summary();
+    return plan;
   }
   ScratchSizes sizes;
-  // If keys are as wide as values, the output itself is the table. The only table of a batch element stays in shared
-  // memory.
-  const bool stays_shared = algorithm == Algorithm::kSharedTable && shared_tables == 1;
-  if (key_bytes != element_bytes && !stays_shared) sizes.Add(problem.batch * cells * key_bytes);
-  if (algorithm == Algorithm::kFilteredTable) sizes.Add(kFloorBytes);
-  return {algorithm, {}, shared_tables, {NameOf(kTableNames, algorithm), sizes.total}};
+  // If keys are as wide as values, the output itself is the table.
+  if (key_bytes != element_bytes && !plan.StaysShared()) sizes.Add(problem.batch * cells * key_bytes);
+  plan.summary = {NameOf(kTableNames, plan.algorithm), sizes.total};
+  return plan;
 }
 
 template <typename T, bool kWithWinner>
@@ -82,8 +74,6 @@ struct TableLauncher {
   cudaStream_t stream;
 
   const Problem& problem = call.problem;
-  const Algorithm algorithm = plan.algorithm;
-  const bool stays_shared = algorithm == Algorithm::kSharedTable && plan.shared_tables == 1;
   const int64_t cells = problem.segments * problem.features;  // per batch element
 
   CudaStatus Launch() const {
@@ -99,21 +89,18 @@ struct TableLauncher {
     a.winner = call.winner;
     if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
       a.table = reinterpret_cast<TableKey<T>*>(a.output);
-    } else if (!stays_shared) {
+    } else if (!plan.StaysShared()) {
       a.table = carver.Take<TableKey<T>>(all_cells);
     }
     // A batch element is split into vectors as a whole, so only its start must be aligned.
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
-    if (!stays_shared) {
+    if (!plan.StaysShared()) {
       JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, all_cells * sizeof(TableKey<T>), stream));
     }
-    JB_RETURN_IF_CUDA_ERROR(algorithm == Algorithm::kFilteredTable
-                                ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
-                            : is_aligned ? TableMax<kWidest>(a)
-                                         : TableMax<1>(a));
-    if (!stays_shared) {
+    JB_RETURN_IF_CUDA_ERROR(is_aligned ? TableMax<kWidest>(a) : TableMax<1>(a));
+    if (!plan.StaysShared()) {
       DecodeTableKernel<T><<<GridSize(CeilDivide(all_cells, 256)), 256, 0, stream>>>(a, all_cells);
       JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     }
@@ -126,44 +113,6 @@ struct TableLauncher {
   }
 
  private:
-  // The first rows go directly to the table. The others are split into chunks. Each chunk is filtered by the lower
-  // bounds that the table has after the previous one.
-  template <int kVec>
-  CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
-    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
-      return JB_CUDA_STATUS(cudaErrorInvalidValue);
-    } else {
-      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), cells);
-      int multiprocessors = 0;
-      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-      const uint32_t blocks = kFilterBlocks * multiprocessors;
-      // Ends of the chunks, in 1/64 of the rows. The fraction of elements that pass the filter is inversely
-      // proportional to the number of rows before.
-      constexpr int kChunkEnds[] = {4, 10, 26, 64};
-      int64_t begin = 0;
-      for (const int chunk_end : kChunkEnds) {
-        // Chunks begin at multiples of 64 rows, to stay aligned.
-        const int64_t end = chunk_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * chunk_end;
-        TableArguments<T> chunk = a;
-        chunk.data = a.data + begin * problem.features;
-        chunk.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
-        chunk.problem.rows = end - begin;
-        if (begin == 0) {
-          JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(chunk));
-        } else {
-          constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
-          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
-          JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
-          chunk.blocks_per_batch = blocks;
-          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(chunk, floors);
-          JB_RETURN_IF_LAUNCH_ERROR(FilteredMaxKernel);
-        }
-        begin = end;
-      }
-      return {};
-    }
-  }
-
   template <int kVec>
   CudaStatus TableMax(const TableArguments<T>& a) const {
     return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(TableKey<T>));
@@ -179,7 +128,7 @@ struct TableLauncher {
 
   template <int kVec>
   CudaStatus OverRows(TableArguments<T> a, Kernel of_global_table, Kernel of_shared_table, int64_t cell_bytes) const {
-    const bool is_shared = algorithm == Algorithm::kSharedTable;
+    const bool is_shared = plan.algorithm == Algorithm::kSharedTable;
     constexpr int64_t kMaxBlocks = int64_t{1} << 20;  // several waves on any GPU
     const int threads = is_shared ? SharedTableThreads(problem, kVec, plan.shared_tables) : 256;
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);

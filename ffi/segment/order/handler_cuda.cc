@@ -7,7 +7,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 JB_CUDA_TARGET("segment_order", (HandleOrder<cudaStream_t, RunOnCuda<OrderCall>>),
-               (BindCall<Stream, 1, 2, OrderOptions>()), (CudaPlanOf<CallOf<OrderCall>>), kNothing, "one_block",
+               (BindCall<Stream, 1, 2, OrderOptions>()), (CudaPlanOf<CallOf<OrderCall>>), kNothing, "few_rows",
                "radix_sort");
 
 }  // namespace

@@ -16,7 +16,7 @@ Problem PartOf(Problem problem) {
 
 Plan OrderCall::CudaPlan() const {
   if (problem.batch == 0 || problem.rows == 0) return {kNothing};
-  if (FitsOneBlock(problem)) return {"one_block"};
+  if (FitsFewRowOrder(problem)) return {"few_rows"};
   const Problem part = PartOf(problem);
   return {"radix_sort", SegmentOrderScratchBytes(part, /*holds_order=*/part.batch > 1)};
 }
@@ -24,8 +24,8 @@ Plan OrderCall::CudaPlan() const {
 CudaStatus OrderCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.batch == 0 || problem.rows == 0) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (FitsOneBlock(problem)) {
-    return LaunchOneBlockOrder(problem, segment_ids, ids_are_64_bit, order, sorted_ids, stream);
+  if (FitsFewRowOrder(problem)) {
+    return LaunchFewRowOrder(problem, segment_ids, ids_are_64_bit, order, sorted_ids, stream);
   }
   const Problem part = PartOf(problem);
   if (scratch_bytes < SegmentOrderScratchBytes(part, /*holds_order=*/part.batch > 1)) {

@@ -1,0 +1,131 @@
+// Reduction of few unsorted rows in one launch.
+//
+// Each block sorts the rows of its own segments in shared memory (see few_rows.cuh). Groups of threads then take equal
+// shares of the sorted rows, so a hot segment keeps all groups of its block busy. The group in which a segment starts
+// merges the shares of the groups after it. The order of merges depends on shapes and ids only.
+#pragma once
+
+#include "ffi/segment/engine/few_rows.cuh"
+#include "ffi/segment/engine/tiles.cuh"
+
+namespace jax_baracuda::segment {
+
+// One feature per thread: neighbouring lanes read whole sectors, and loads of few rows are not what takes time.
+struct FewUnsortedRowGrid {
+  FeatureLanes features;
+  int groups, own_segments;
+  int64_t blocks_per_batch;
+
+  explicit FewUnsortedRowGrid(const Problem& problem)
+      : features(AssignFeatures(problem.features, kWarpThreads)),
+        groups(kFewRowThreads / features.lanes),
+        own_segments(OwnSegments(problem.segments, problem.batch * features.columns)),
+        blocks_per_batch(CeilDivide(problem.segments, int64_t{own_segments})) {}
+};
+
+inline bool TakesFewUnsortedRows(const Problem& problem) {
+  return problem.rows <= kMaxFewUnsortedRows &&
+         problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewRows &&
+         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewRows;
+}
+
+template <typename Reduction>
+int FewUnsortedRowBytes(const Problem& problem, const FewUnsortedRowGrid& grid) {
+  using Cells = typename Reduction::template Accumulator<1>;
+  const FewRowSorter sorter(static_cast<int>(problem.rows), grid.own_segments);
+  const int slot_bytes = kFewRowThreads * sizeof(Cells);
+  return sorter.Bytes() + std::max(slot_bytes - sorter.FreeBytes(), 0);
+}
+
+template <typename Reduction, typename Input>
+__global__ void __launch_bounds__(kFewRowThreads)
+    FewUnsortedRowKernel(const __grid_constant__ InputArguments<Reduction, Input> a,
+                         const __grid_constant__ FewUnsortedRowGrid grid) {
+  using T = typename Reduction::Element;
+  using Cells = typename Reduction::template Accumulator<1>;
+  constexpr int kInFlight = Reduction::kRowsInFlight;
+  extern __shared__ uint4 shared_memory[];
+  const uint32_t columns = grid.features.columns, lanes = grid.features.lanes;
+  const uint32_t block = blockIdx.x / columns, column_block = blockIdx.x - block * columns;
+  const uint32_t b = block / static_cast<uint32_t>(grid.blocks_per_batch);
+  const uint32_t block_of_batch = block - b * static_cast<uint32_t>(grid.blocks_per_batch);
+  const int64_t rows = a.problem.rows, features = a.problem.features;
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
+  const uint32_t first_own = block_of_batch * grid.own_segments;
+  const int own_segments = static_cast<int>(min(a.problem.segments - first_own, int64_t{grid.own_segments}));
+
+  // Sort may put its arrays further apart if they are as long as those of the other blocks.
+  FewRowSorter sorter(static_cast<int>(rows), grid.own_segments);
+  // Slots replace the lists of the sort, and may be longer.
+  Cells* const slots = reinterpret_cast<Cells*>(shared_memory);
+  const int slot_bytes = max(static_cast<int>(kFewRowThreads * sizeof(Cells)) - sorter.FreeBytes(), 0);
+  sorter.template Sort<false>(reinterpret_cast<char*>(shared_memory) + slot_bytes, first_own,
+                              [&](int row) { return a.ids[ids_offset + row]; });
+
+  const int group = threadIdx.x / lanes;
+  const int64_t column = static_cast<int64_t>(column_block) * lanes + (threadIdx.x - group * lanes);
+  const bool is_active = group < grid.groups && column < features;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments + first_own;
+  const T* const data = a.data + (a.problem.data_is_shared ? 0 : b * rows * features) + column;
+
+  // Shares of fewer rows would not load faster, and leave more slots to merge.
+  const int total = sorter.count();
+  const int share = max(static_cast<int>(CeilDivide(total, grid.groups)), kInFlight);
+  const int begin = min(group * share, total), end = min(begin + share, total);
+  Cells cells;
+  cells.Start();
+  int segment = 0, segment_end = 0;
+  bool enters = false;  // the current segment started in the share of an earlier group
+  if (is_active && begin < end) {
+    segment = sorter.SegmentOf(begin);
+    segment_end = sorter.Start(segment + 1);
+    enters = sorter.Start(segment) < begin;
+    for (int first = begin; first < end; first += kInFlight) {
+      typename Input::template Row<1> coming[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int row = sorter.Row(min(first + u, end - 1));
+        coming[u].number = row;
+        coming[u].values = LoadPacked<1>(data + row * features);
+        if constexpr (kHasPairs<Input>) {
+          const int64_t second_row = a.input.second_is_shared ? row : b * rows + row;
+          coming[u].second_values = LoadPacked<1>(a.input.second + second_row * features + column);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (first + u >= end) break;
+        if (first + u == segment_end) {
+          if (enters) {
+            slots[threadIdx.x] = cells;
+          } else {
+            cells.Store(a.outputs, first_segment + segment, features, column);
+          }
+          enters = false;
+          cells.Start();
+          do segment_end = sorter.Start(++segment + 1);
+          while (segment_end == first + u);
+        }
+        coming[u].AddTo(cells, a.outputs);
+      }
+    }
+    if (enters) slots[threadIdx.x] = cells;
+  }
+  __syncthreads();
+  if (!is_active) return;
+  if (begin < end && !enters) {
+    for (int next = group + 1; next * share < segment_end; ++next) {
+      cells.Merge(slots[threadIdx.x + (next - group) * lanes], a.outputs);
+    }
+    cells.Store(a.outputs, first_segment + segment, features, column);
+  }
+  Cells nothing;
+  nothing.Start();
+  for (int empty = group; empty < own_segments; empty += grid.groups) {
+    if (sorter.Start(empty) == sorter.Start(empty + 1)) {
+      nothing.Store(a.outputs, first_segment + empty, features, column);
+    }
+  }
+}
+
+}  // namespace jax_baracuda::segment
