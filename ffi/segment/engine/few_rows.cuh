@@ -1,170 +1,126 @@
-// Sorts few rows by segment in one launch, without communication between blocks.
+// Reduction of few unsorted rows in one launch.
 //
-// A block owns a range of neighbouring segments. It reads all ids, keeps the rows of its segments, and sorts those in
-// shared memory. Each warp reads a range of rows in order, so that the sort is stable.
+// Each block sorts the rows of its own segments in shared memory (see sort_few_rows.cuh). Groups of threads then take
+// equal shares of the sorted rows, so a hot segment keeps all groups of its block busy. The group in which a segment
+// starts merges the shares of the groups after it. The order of merges depends on shapes and ids only.
 #pragma once
 
-#include <algorithm>
-
-#include "ffi/core/warp.cuh"
-#include "ffi/segment/engine/device.cuh"
-#include "ffi/segment/engine/tuning.h"
+#include "ffi/segment/engine/sort_few_rows.cuh"
+#include "ffi/segment/engine/tiles.cuh"
 
 namespace jax_baracuda::segment {
 
-inline constexpr int kFewRowThreads = 512;
-inline constexpr int kFewRowWarps = kFewRowThreads / kWarpThreads;
-inline constexpr int64_t kMaxFewUnsortedRows = int64_t{1} << 14;  // numbers of rows have 16 bits in shared memory
-inline constexpr int64_t kMaxOwnSegments = kFewRowThreads;        // one thread adds up the counts of each
+// Few lanes per row, so that many groups share the rows of a hot segment.
+inline constexpr int kMaxFewRowLanes = 8;
+inline constexpr int kFewRowsInFlight = 4;
 
-// Segments per block, such that the blocks of all `parts` (batch elements and column blocks) fill the GPU.
-inline int OwnSegments(int64_t segments, int64_t parts) {
-  const int64_t blocks = std::max(Tuning::kMultiprocessors / std::max(parts, int64_t{1}), int64_t{1});
-  return static_cast<int>(std::clamp(CeilDivide(segments, blocks), int64_t{1}, kMaxOwnSegments));
+struct FewRowGrid {
+  FeatureLanes features;
+  int groups, own_segments;
+  int64_t blocks_per_batch;
+
+  FewRowGrid(const Problem& problem, int vector)
+      : features(AssignFeatures(problem.features / vector, kMaxFewRowLanes)),
+        groups(kFewRowThreads / features.lanes),
+        own_segments(OwnSegments(problem.segments, problem.batch * features.columns)),
+        blocks_per_batch(CeilDivide(problem.segments, int64_t{own_segments})) {}
+};
+
+template <typename Reduction, int kVec>
+int FewRowBytes(const Problem& problem, const FewRowGrid& grid) {
+  using Cells = typename Reduction::template Accumulator<kVec>;
+  const FewRowSorter sorter(static_cast<int>(problem.rows), grid.own_segments);
+  const int slot_bytes = kFewRowThreads * sizeof(Cells);
+  return sorter.Bytes() + std::max(slot_bytes - sorter.FreeBytes(), 0);
 }
 
-// Sorts the rows of the segments [first_segment, first_segment + own_segments) of one batch element.
-class FewRowSorter {
- public:
-  __host__ __device__ FewRowSorter(int rows, int own_segments) : rows_(rows), own_segments_(own_segments) {}
+template <typename Reduction, typename Input, int kVec>
+__global__ void __launch_bounds__(kFewRowThreads)
+    FewRowKernel(const __grid_constant__ InputArguments<Reduction, Input> a, const __grid_constant__ FewRowGrid grid) {
+  using T = typename Reduction::Element;
+  using Cells = typename Reduction::template Accumulator<kVec>;
+  constexpr int kInFlight = kFewRowsInFlight;
+  extern __shared__ uint4 shared_memory[];
+  const uint32_t columns = grid.features.columns, lanes = grid.features.lanes;
+  const uint32_t block = blockIdx.x / columns, column_block = blockIdx.x - block * columns;
+  const uint32_t b = block / static_cast<uint32_t>(grid.blocks_per_batch);
+  const uint32_t block_of_batch = block - b * static_cast<uint32_t>(grid.blocks_per_batch);
+  const int64_t rows = a.problem.rows, features = a.problem.features;
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
+  const uint32_t first_own = block_of_batch * grid.own_segments;
+  const int own_segments = static_cast<int>(min(a.problem.segments - first_own, int64_t{grid.own_segments}));
 
-  __host__ __device__ int Bytes() const {
-    return RoundUp(ListBytes(), 16) + RoundUp(2 * rows_, 16) + RoundUp(2 * (own_segments_ + 1), 16) + CountBytes();
-  }
+  FewRowSorter sorter(static_cast<int>(rows), grid.own_segments);
+  // Slots replace the lists of the sort, and may be longer.
+  Cells* const slots = reinterpret_cast<Cells*>(shared_memory);
+  const int slot_bytes = max(static_cast<int>(kFewRowThreads * sizeof(Cells)) - sorter.FreeBytes(), 0);
+  sorter.template Sort<false>(reinterpret_cast<char*>(shared_memory) + slot_bytes, first_own,
+                              [&](int row) { return a.ids[ids_offset + row]; });
 
-  // The part of the shared memory that is free again after Sort: from its start on.
-  __host__ __device__ int FreeBytes() const { return static_cast<int>(RoundUp(ListBytes(), 16)); }
+  const int group = threadIdx.x / lanes;
+  const int64_t column = (static_cast<int64_t>(column_block) * lanes + (threadIdx.x - group * lanes)) * kVec;
+  const bool is_active = group < grid.groups && column < features;
+  const int64_t first_segment = a.first_segment + b * a.problem.segments + first_own;
+  const T* const data = a.data + (a.problem.data_is_shared ? 0 : b * rows * features) + column;
 
-  // Called by all threads. segment_of(row) is the segment of a row below `rows`. Returns the number of rows whose
-  // segment is below `first_segment`, if `kCountsRowsBefore`.
-  template <bool kCountsRowsBefore, typename SegmentOf>
-  __device__ __forceinline__ int Sort(char* shared, uint32_t first_segment, const SegmentOf& segment_of) {
-    uint16_t* const lists = reinterpret_cast<uint16_t*>(shared);
-    sorted_ = reinterpret_cast<uint16_t*>(shared + RoundUp(ListBytes(), 16));
-    starts_ = sorted_ + RoundUp(rows_, 8);
-    uint16_t* const counts = starts_ + RoundUp(own_segments_ + 1, 8);  // [warps, own_segments]
-    const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-    const uint32_t lanes_before = (1u << lane) - 1;
-    const uint32_t own_segments = own_segments_;
-    uint16_t* const list = lists + warp * WarpRows();
-    uint16_t* const own_counts = counts + warp * own_segments_;
-    for (int i = lane; i < own_segments_; i += kWarpThreads) own_counts[i] = 0;
-
-    // The rows of the block's segments, and how many rows come before.
-    constexpr int kInFlight = 8;
-    int kept = 0, before = 0;
-    const int end = min((warp + 1) * WarpRows(), rows_);
-    for (int first = warp * WarpRows(); first < end; first += kInFlight * kWarpThreads) {
-      uint32_t segments[kInFlight];
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) segments[u] = segment_of(min(first + u * kWarpThreads + lane, rows_ - 1));
+  // Shares of fewer rows would not load faster, and leave more slots to merge.
+  const int total = sorter.count();
+  const int share = max(static_cast<int>(CeilDivide(total, grid.groups)), kInFlight);
+  const int begin = min(group * share, total), end = min(begin + share, total);
+  Cells cells;
+  cells.Start();
+  int segment = 0, segment_end = 0;
+  bool enters = false;  // the current segment started in the share of an earlier group
+  if (is_active && begin < end) {
+    segment = sorter.SegmentOf(begin);
+    segment_end = sorter.Start(segment + 1);
+    enters = sorter.Start(segment) < begin;
+    for (int first = begin; first < end; first += kInFlight) {
+      typename Input::template Row<kVec> coming[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        const int row = first + u * kWarpThreads + lane;
-        const bool is_own = row < end && segments[u] - first_segment < own_segments;
-        const uint32_t own_lanes = __ballot_sync(kFullWarp, is_own);
-        if (is_own) list[kept + __popc(own_lanes & lanes_before)] = static_cast<uint16_t>(row);
-        kept += __popc(own_lanes);
-        if (kCountsRowsBefore) before += __popc(__ballot_sync(kFullWarp, row < end && segments[u] < first_segment));
-      }
-    }
-    __syncwarp();
-
-    // Calls body(row, place, peers) for the rows of the list. `place` counts the rows of the same segment; `peers` are
-    // those in the same step.
-    const auto for_each = [&](const auto& body) {
-      for (int first = 0; first < kept; first += kWarpThreads) {
-        const bool exists = first + lane < kept;
-        const uint32_t existing = __ballot_sync(kFullWarp, exists);
-        if (exists) {
-          const uint16_t row = list[first + lane];
-          const uint32_t segment = segment_of(row) - first_segment;
-          const uint32_t peers = __match_any_sync(existing, segment);
-          const int rank = __popc(peers & lanes_before);
-          const uint16_t count = own_counts[segment];
-          body(row, count + rank);
-          __syncwarp(existing);
-          if (rank == 0) own_counts[segment] = static_cast<uint16_t>(count + __popc(peers));
+        const int row = sorter.Row(min(first + u, end - 1));
+        coming[u].number = row;
+        coming[u].values = LoadPacked<kVec>(data + row * features);
+        if constexpr (kHasPairs<Input>) {
+          const int64_t second_row = a.input.second_is_shared ? row : b * rows + row;
+          coming[u].second_values = LoadPacked<kVec>(a.input.second + second_row * features + column);
         }
-        __syncwarp();
       }
-    };
-    for_each([](uint16_t, int) {});
-    __syncthreads();
-    ScanCounts(counts);
-    for_each([&](uint16_t row, int place) { sorted_[place] = row; });
-    __shared__ int before_of_warps[kFewRowWarps];
-    if (kCountsRowsBefore && lane == 0) before_of_warps[warp] = before;
-    __syncthreads();
-    if (!kCountsRowsBefore) return 0;
-    int total = 0;
-    for (const int of_warp : before_of_warps) total += of_warp;
-    return total;
-  }
-
-  __device__ __forceinline__ int count() const { return starts_[own_segments_]; }
-  __device__ __forceinline__ int Row(int place) const { return sorted_[place]; }
-  // The first place of a segment, numbered within the block.
-  __device__ __forceinline__ int Start(int segment) const { return starts_[segment]; }
-
-  // The segment of a place below count(), numbered within the block.
-  __device__ __forceinline__ int SegmentOf(int place) const {
-    int begin = 0, end = own_segments_;  // the last segment that starts at most here is in [begin, end)
-    while (end - begin > 1) {
-      const int middle = (begin + end) / 2;
-      if (starts_[middle] <= place) {
-        begin = middle;
-      } else {
-        end = middle;
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (first + u >= end) break;
+        if (first + u == segment_end) {
+          if (enters) {
+            slots[threadIdx.x] = cells;
+          } else {
+            cells.Store(a.outputs, first_segment + segment, features, column);
+          }
+          enters = false;
+          cells.Start();
+          do segment_end = sorter.Start(++segment + 1);
+          while (segment_end == first + u);
+        }
+        coming[u].AddTo(cells, a.outputs);
       }
     }
-    return begin;
+    if (enters) slots[threadIdx.x] = cells;
   }
-
- private:
-  // Rows per warp, whole steps of a warp.
-  __host__ __device__ int WarpRows() const {
-    return static_cast<int>(RoundUp(CeilDivide(rows_, kFewRowWarps), kWarpThreads));
+  __syncthreads();
+  if (!is_active) return;
+  if (begin < end && !enters) {
+    for (int next = group + 1; next * share < segment_end; ++next) {
+      cells.Merge(slots[threadIdx.x + (next - group) * lanes], a.outputs);
+    }
+    cells.Store(a.outputs, first_segment + segment, features, column);
   }
-  __host__ __device__ int ListBytes() const { return 2 * kFewRowWarps * WarpRows(); }
-  __host__ __device__ int CountBytes() const { return 2 * kFewRowWarps * own_segments_; }
-
-  // Replaces the counts of each warp and segment by the places of their first rows, and writes `starts_`.
-  __device__ __forceinline__ void ScanCounts(uint16_t* counts) {
-    __shared__ int of_warps[kFewRowWarps];
-    const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-    const int segment = threadIdx.x;
-    int total = 0;
-    if (segment < own_segments_) {
-#pragma unroll
-      for (int w = 0; w < kFewRowWarps; ++w) total += counts[w * own_segments_ + segment];
+  Cells nothing;
+  nothing.Start();
+  for (int empty = group; empty < own_segments; empty += grid.groups) {
+    if (sorter.Start(empty) == sorter.Start(empty + 1)) {
+      nothing.Store(a.outputs, first_segment + empty, features, column);
     }
-    int sum = total;  // of this segment and those before it in the warp
-#pragma unroll
-    for (int step = 1; step < kWarpThreads; step *= 2) {
-      const int other = __shfl_up_sync(kFullWarp, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == kWarpThreads - 1) of_warps[warp] = sum;
-    __syncthreads();
-    int place = sum - total;
-    for (int w = 0; w < warp; ++w) place += of_warps[w];
-    if (segment < own_segments_) {
-      starts_[segment] = static_cast<uint16_t>(place);
-      if (segment == own_segments_ - 1) starts_[own_segments_] = static_cast<uint16_t>(place + total);
-#pragma unroll
-      for (int w = 0; w < kFewRowWarps; ++w) {
-        uint16_t& of_warp = counts[w * own_segments_ + segment];
-        const int count = of_warp;
-        of_warp = static_cast<uint16_t>(place);
-        place += count;
-      }
-    }
-    __syncthreads();
   }
-
-  int rows_, own_segments_;
-  uint16_t *sorted_, *starts_;
-};
+}
 
 }  // namespace jax_baracuda::segment

@@ -1,7 +1,7 @@
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/scratch.h"
-#include "ffi/segment/engine/few_rows.cuh"
 #include "ffi/segment/engine/order.cuh"
+#include "ffi/segment/engine/sort_few_rows.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -71,10 +71,6 @@ int64_t SegmentOrderScratchBytes(const Problem& problem, bool holds_order) {
   return sizes.total;
 }
 
-bool FitsFewRowOrder(const Problem& problem) {
-  return problem.rows <= kMaxFewUnsortedRows && problem.batch * (problem.segments + 1) <= (int64_t{1} << 20);
-}
-
 CudaStatus LaunchFewRowOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
                              int32_t* sorted_ids, cudaStream_t stream) {
   const int64_t segments = problem.segments + 1;
@@ -99,7 +95,7 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
   ScratchCarver carver(scratch);
   const auto take = [&] { return carver.Take<uint32_t>(rows); };
   if (order->segments == nullptr) *order = {take(), take()};
-  if (problem.batch == 1 && FitsFewRowOrder(problem)) {
+  if (problem.batch == 1 && problem.HasFewRows()) {
     return LaunchFewRowOrder(problem, segment_ids, ids_are_64_bit, reinterpret_cast<int32_t*>(order->rows),
                              reinterpret_cast<int32_t*>(order->segments), stream);
   }

@@ -11,10 +11,7 @@ inline bool OrderFits(const Problem& problem) {
   return problem.batch * problem.rows < (int64_t{1} << 31) && problem.batch * problem.segments < kDropped;
 }
 
-// So few rows per batch element that one launch orders them, and so few segments that not too many blocks read all ids.
-bool FitsFewRowOrder(const Problem& problem);
-
-// Writes the same as LaunchRowOrder, for a problem that FitsFewRowOrder.
+// Writes the same as LaunchRowOrder, for a problem that HasFewRows.
 CudaStatus LaunchFewRowOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
                              int32_t* sorted_ids, cudaStream_t stream);
 

@@ -10,7 +10,7 @@
 #include "ffi/core/plan.h"
 #include "ffi/core/scratch.h"
 #include "ffi/core/strategies.h"
-#include "ffi/segment/engine/few_unsorted_rows.cuh"
+#include "ffi/segment/engine/few_rows.cuh"
 #include "ffi/segment/engine/fill.cuh"
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/private_table.cuh"
@@ -23,27 +23,26 @@
 namespace jax_baracuda::segment {
 
 enum class Strategy {
-  kNothing,          // no result
-  kFill,             // no rows
-  kPrivateTable,     // few segments: one table per thread
-  kFewUnsortedRows,  // few unsorted rows, in one launch
-  kSmallRows,        // few sorted rows, in one launch
-  kRuns,             // narrow sorted rows, whole rows per thread
-  kTiles,            // sorted rows, in tiles
-  kSmallTiles,       // tiles of few gathered rows, in one launch
-  kStagedTiles,      // tiles of rows too narrow for vector loads, staged in shared memory
-  kSortThenTiles,    // sorts the rows first, then tiles
+  kNothing,        // no result
+  kFill,           // no rows
+  kPrivateTable,   // few segments: one table per thread
+  kFewRows,        // few unsorted rows, in one launch
+  kSmallRows,      // few sorted rows, in one launch
+  kRuns,           // narrow sorted rows, whole rows per thread
+  kTiles,          // sorted rows, in tiles
+  kSmallTiles,     // tiles of few gathered rows, in one launch
+  kStagedTiles,    // tiles of rows too narrow for vector loads, staged in shared memory
+  kSortThenTiles,  // sorts the rows first, then tiles
 };
 
-inline constexpr const char* kStrategyNames[] = {kNothing,       "fill",           "private_table", "few_unsorted_rows",
-                                                 "small_rows",   "runs",           "tiles",         "small_tiles",
-                                                 "staged_tiles", "sort_then_tiles"};
+inline constexpr const char* kStrategyNames[] = {kNothing, "fill",  "private_table", "few_rows",     "small_rows",
+                                                 "runs",   "tiles", "small_tiles",   "staged_tiles", "sort_then_tiles"};
 
 inline constexpr int64_t kSectorBytes = 32;
 
 // Unsorted rows are sorted first, few of them within the reduction.
 inline Strategy ChooseUnsortedStrategy(const Problem& problem) {
-  return TakesFewUnsortedRows(problem) ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
+  return problem.HasFewRows() ? Strategy::kFewRows : Strategy::kSortThenTiles;
 }
 
 // Sorted rows by runs or tiles.
@@ -118,7 +117,7 @@ inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int6
   switch (strategy) {
     case Strategy::kNothing:
     case Strategy::kFill:
-    case Strategy::kFewUnsortedRows:
+    case Strategy::kFewRows:
       return plan;
     case Strategy::kPrivateTable:
       sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
@@ -250,14 +249,14 @@ struct Reducer {
     a.batch_rows = problem.rows;
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
-    if constexpr (!kGathers) {
-      if (strategy == Strategy::kFewUnsortedRows) return FewUnsortedRows(a);
-    }
     if constexpr (kGathers) {
       if constexpr (!kTakesTilesAlone<Reduction>) {
         if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
       }
-    } else if constexpr (kIsPlain) {
+    } else {
+      if (strategy == Strategy::kFewRows) return FewRows(part, a);
+    }
+    if constexpr (kIsPlain) {
       if (strategy == Strategy::kSmallRows) return SmallRows(a);
     }
     a.merge_counters = carver.Take<uint32_t>(2);
@@ -323,13 +322,17 @@ struct Reducer {
     return LaunchMerge<kVec>(a);
   }
 
-  CudaStatus FewUnsortedRows(const InputArguments<Reduction, Input>& a) const {
-    const FewUnsortedRowGrid few(problem);
-    const auto kernel = FewUnsortedRowKernel<Reduction, Input>;
-    JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
-    const uint32_t blocks = GridSize(problem.batch * few.blocks_per_batch * few.features.columns);
-    kernel<<<blocks, kFewRowThreads, FewUnsortedRowBytes<Reduction>(problem, few), stream>>>(a, few);
-    return JB_LAUNCH_STATUS(FewUnsortedRowKernel);
+  CudaStatus FewRows(const Problem& part, InputArguments<Reduction, Input> a) const {
+    a.problem = part;
+    return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      const FewRowGrid few(part, kVec);
+      const auto kernel = FewRowKernel<Reduction, Input, kVec>;
+      JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
+      const uint32_t blocks = GridSize(part.batch * few.blocks_per_batch * few.features.columns);
+      kernel<<<blocks, kFewRowThreads, FewRowBytes<Reduction, kVec>(part, few), stream>>>(a, few);
+      return JB_LAUNCH_STATUS(FewRowKernel);
+    });
   }
 
   CudaStatus SmallRows(const TileArguments<Reduction>& a) const {

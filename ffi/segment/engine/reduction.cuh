@@ -30,7 +30,7 @@ inline constexpr bool kTakesPrivateTable = true;
 template <typename Reduction>
 inline constexpr bool kStoresCellsAlone = true;
 
-// Whether tiles alone reduce gathered rows, and whether all rows are whole vectors of the widest kind; true avoids
+// Whether only tiles reduce gathered rows, and whether all rows are whole vectors of the widest kind; true avoids
 // compiling the other kernels.
 template <typename Reduction>
 inline constexpr bool kTakesTilesAlone = false;

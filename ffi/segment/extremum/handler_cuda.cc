@@ -20,7 +20,7 @@ constexpr auto kPlanArg = CudaPlanOf<CallOf<ArgCall>>;
 #define JB_TABLE_STRATEGIES "shared_table", "atomics"
 // With winners there are no private tables; the shared table replaces them.
 #define JB_WITH_WINNER_STRATEGIES                                                                          \
-  kNothing, "fill", "few_unsorted_rows", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", \
+  kNothing, "fill", "few_rows", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", \
       JB_TABLE_STRATEGIES
 
 JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false>), JB_BIND_REDUCTION, kPlan, kNothing,

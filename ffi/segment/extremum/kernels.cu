@@ -31,8 +31,8 @@ struct ExtremumPlan {
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
 //   * Unsorted rows use a table per block in shared memory where it fits and pays, unless private tables do, too.
-//   * Unsorted rows that are narrow or small, but too many for one launch, use atomics on a table in global memory. One
-//     load per element, and an atomic if it raises its cell, cost less than sorting the ids.
+//   * Unsorted rows that are narrow or few use atomics on a table in global memory. One load per element, and an atomic
+//     if it raises its cell, cost less than sorting the ids. Winners take more launches, so few rows are sorted.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
 ExtremumPlan Choose(const ExtremumCall& call) {
   const Problem& problem = call.problem;
@@ -46,12 +46,13 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   const bool is_small = problem.batch * problem.rows * row_bytes <=
                             (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
                         (!FillsFirst(problem) || problem.batch * cells <= Tuning::kMaxFilledTableCells);
+  const bool is_unsorted = strategy == Strategy::kSortThenTiles || (strategy == Strategy::kFewRows && !with_winner);
   ExtremumPlan plan{};
   if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable) {
     if (shared_tables > 0 && !call.indices_are_sorted) {
       plan.algorithm = Algorithm::kSharedTable;
       plan.shared_tables = shared_tables;
-    } else if (strategy == Strategy::kSortThenTiles && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
+    } else if (is_unsorted && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
       plan.algorithm = Algorithm::kTable;
     }
   }

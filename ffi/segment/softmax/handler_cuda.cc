@@ -12,7 +12,7 @@ JB_CUDA_TARGET("segment_softmax", (HandleSoftmax<cudaStream_t, kRun>), (BindCall
                (CudaPlanOf<SoftmaxCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_softmax_backward", (HandleSoftmaxBackward<cudaStream_t, kRun>),
                (BindCall<Stream, 3, 1, SoftmaxOptions>()), (CudaPlanOf<SoftmaxCallOf<true>>), kNothing, "fill", "tiles",
-               "staged_tiles", "few_unsorted_rows", "sort_then_tiles");
+               "staged_tiles", "few_rows", "sort_then_tiles");
 
 }  // namespace
 }  // namespace jax_baracuda::segment
