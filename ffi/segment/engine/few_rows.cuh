@@ -1,8 +1,8 @@
 // Reduction of few unsorted rows in one launch.
 //
 // Each block sorts the rows of its own segments in shared memory (see sort_few_rows.cuh). Groups of threads then take
-// equal shares of the sorted rows, so a hot segment keeps all groups of its block busy. The group in which a segment
-// starts merges the shares of the groups after it. The order of merges depends on shapes and ids only.
+// equal shares of the sorted rows, so a hot segment keeps all groups of its block busy. The parts of a segment in later
+// shares are merged as a tree. The order of merges depends on shapes and ids only.
 #pragma once
 
 #include "ffi/segment/engine/sort_few_rows.cuh"
@@ -71,10 +71,18 @@ __global__ void __launch_bounds__(kFewRowThreads)
   cells.Start();
   int segment = 0, segment_end = 0;
   bool enters = false;  // the current segment started in the share of an earlier group
+  // The segment that enters the share enters so many shares; this one is number `part` of them.
+  int parts = 0, part = 0;
   if (is_active && begin < end) {
     segment = sorter.SegmentOf(begin);
     segment_end = sorter.Start(segment + 1);
-    enters = sorter.Start(segment) < begin;
+    const int segment_start = sorter.Start(segment);
+    enters = segment_start < begin;
+    if (enters) {
+      const int first_entered = segment_start / share + 1;
+      part = group - first_entered;
+      parts = static_cast<int>(CeilDivide(segment_end, share)) - first_entered;
+    }
     for (int first = begin; first < end; first += kInFlight) {
       typename Input::template Row<kVec> coming[kInFlight];
 #pragma unroll
@@ -106,12 +114,17 @@ __global__ void __launch_bounds__(kFewRowThreads)
     }
     if (enters) slots[threadIdx.x] = cells;
   }
-  __syncthreads();
+#pragma unroll 1
+  for (int step = 1; __syncthreads_or(step < parts); step *= 2) {
+    if (part % (2 * step) == 0 && part + step < parts) {
+      Cells merged = slots[threadIdx.x];
+      merged.Merge(slots[threadIdx.x + step * lanes], a.outputs);
+      slots[threadIdx.x] = merged;
+    }
+  }
   if (!is_active) return;
   if (begin < end && !enters) {
-    for (int next = group + 1; next * share < segment_end; ++next) {
-      cells.Merge(slots[threadIdx.x + (next - group) * lanes], a.outputs);
-    }
+    if (segment_end > end) cells.Merge(slots[threadIdx.x + lanes], a.outputs);
     cells.Store(a.outputs, first_segment + segment, features, column);
   }
   Cells nothing;
