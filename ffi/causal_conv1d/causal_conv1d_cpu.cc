@@ -101,15 +101,17 @@ JB_INLINE C Silu(C z) {
   return z / (C{1} + ExpOrZero(-z));
 }
 
-// Multiplies dz by the derivative of silu at z.
-template <typename C>
-JB_CPU_CLONES void MultiplyBySiluGradient(const C* z, int64_t count, C* dz) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < count; ++i) {
-    const C exponential = ExpOrZero(-z[i]), sigmoid = C{1} / (C{1} + exponential);
-    const C of_negative = z[i] < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
-    dz[i] *= sigmoid * (C{1} + z[i] * of_negative);
-  }
+// Replaces z by its cotangent.
+template <typename T, typename C>
+JB_CPU_CLONES void SiluGradient(const T* dy, int64_t count, C* z) {
+  ForEachPart(dy, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < part; ++i) {
+      const C number = z[begin + i], exponential = ExpOrZero(-number), sigmoid = C{1} / (C{1} + exponential);
+      const C of_negative = number < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
+      z[begin + i] = static_cast<C>(numbers[i]) * (sigmoid * (C{1} + number * of_negative));
+    }
+  });
 }
 
 // Calls body with the length, as a compile-time constant if it is that of the usual filters and states.
@@ -215,9 +217,13 @@ JB_CPU_CLONES void SumProducts(View<const C> in, const C* dz, int64_t times, int
     for (int k = 0; k <= kWidth; ++k) {
       C lanes[kLanes];
       std::memcpy(lanes, &products[k], sizeof(Vector));
-      double* const to = sums.From(k).data;
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        to[kOverTimes ? 0 : first + lane] += static_cast<double>(lanes[lane]);
+      if constexpr (kOverTimes) {
+        for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+          for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[half + lane];
+        }
+      }
+      double* const to = sums.From(k).data + (kOverTimes ? 0 : first);
+      for (int64_t lane = 0; lane < (kOverTimes ? 1 : kLanes); ++lane) to[lane] += static_cast<double>(lanes[lane]);
     }
   };
   constexpr int64_t kLanes = Lanes<C>::kCount;
@@ -409,6 +415,17 @@ class Convolution {
     Correlate(place, in, filter, filter.From(problem_.width).data, /*is_transposed=*/false, silu, time, times, z);
   }
 
+  // Replaces z of a tile without gaps by its cotangent. The buffer has the size of the tile.
+  void SiluGradientOf(const T* dy, int64_t times, int64_t channels, C* buffer, C* z) const {
+    if (is_transposed_) {
+      Load(dy, times, channels, buffer);
+      return SiluGradient(buffer, times * channels, z);
+    }
+    ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
+      SiluGradient(dy + in_array, count, z + in_tile);
+    });
+  }
+
   // dx of `times` times from `time` on, without the contribution of the final state. `dz` begins at `time` too. After
   // the end of the sequence it has zeros, up to the end of the last window.
   void Transpose(Place place, const C* dz, int64_t time, int64_t times, View<C> dx) const {
@@ -598,10 +615,12 @@ class Backward {
       const int64_t wanted = std::min(times + reach, problem_.length - time), missing = wanted - known;
       const View<const C> in = convolution_.Inputs(place, time - reach, time + wanted, inputs_);
       C* const next = dz_ + known * channels;
-      convolution_.Load(convolution_.At(call_.dy, place, time + known), missing, channels, next);
+      const T* const dy = convolution_.At(call_.dy, place, time + known);
       if (problem_.silu) {
-        convolution_.Forward(place, in.From(known), /*silu=*/false, time + known, missing, {dx_, channels});
-        MultiplyBySiluGradient(dx_, missing * channels, next);
+        convolution_.Forward(place, in.From(known), /*silu=*/false, time + known, missing, {next, channels});
+        convolution_.SiluGradientOf(dy, missing, channels, dx_, next);
+      } else {
+        convolution_.Load(dy, missing, channels, next);
       }
       std::fill(dz_ + wanted * channels, dz_ + (times + reach) * channels, C{0});
       convolution_.SumProducts(place, in, dz_, time, times, sums);
@@ -655,7 +674,7 @@ class Backward {
   Lines<C> memory_;
   C* inputs_ = nullptr;
   C* dz_ = nullptr;
-  C* dx_ = nullptr;  // also a buffer for z
+  C* dx_ = nullptr;  // also a buffer for dy
 };
 
 // Computes dweight and dbias from the partial sums [part, batch, width + 1, channels].
