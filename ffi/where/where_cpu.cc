@@ -75,7 +75,7 @@ JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restric
 }
 
 // Rows narrower than this are added several at once, so that vector instructions are full.
-constexpr int64_t kAtOnce = 64;
+constexpr int64_t kAtOnce = 128;
 
 // Adds `outer` contiguous arrays [rows, inner], over their rows, to sums[outer, inner].
 template <typename T>
@@ -84,8 +84,9 @@ JB_CPU_CLONES void AddArrays(const T* values, int64_t outer, int64_t rows, int64
   const int64_t elements = rows * inner, rows_at_once = std::clamp<int64_t>(kAtOnce / inner, 1, rows);
   const int64_t width = rows_at_once * inner;
   for (int64_t i = 0; i < outer; ++i, values += elements, sums += inner) {
-    C at_once[kAtOnce] = {};
+    C at_once[kAtOnce];
     C* const to = rows_at_once > 1 ? at_once : sums;
+    if (rows_at_once > 1) WriteZeros(at_once, width);
     for (int64_t first = 0; first < elements; first += width) {
       AddNumbers(values + first, std::min(width, elements - first), to);
     }
