@@ -261,7 +261,7 @@ inline int64_t FirstOther(const uint8_t* bytes, int64_t count, uint8_t value) {
   return i;
 }
 
-// Uninitialised memory, aligned to a cache line.
+// Uninitialised memory, aligned to a cache line. Vectors that cross lines are up to 1.5 times slower.
 template <typename C>
 class Lines {
  public:
@@ -293,8 +293,8 @@ class Convolution {
   Convolution(const ConvolutionCall& call, Strategy strategy)
       : call_(call),
         problem_(call.problem),
-        is_transposed_(strategy == Strategy::kTransposedRows),
-        over_times_(!problem_.channels_last && !is_transposed_) {}
+        transposes_tiles_(strategy == Strategy::kTransposedRows),
+        over_times_(!problem_.channels_last && !transposes_tiles_) {}
 
   // Converts the parameters to the compute type: `width` rows of weights, then a row of biases. Each row has all
   // channels. Returns false if the allocation fails.
@@ -363,7 +363,7 @@ class Convolution {
 
   // Copies part of an array of x's shape to a tile without gaps.
   void Load(const T* from, int64_t times, int64_t channels, C* tile) const {
-    if (is_transposed_) return LoadRows(from, problem_.length, times, channels, tile);
+    if (transposes_tiles_) return LoadRows(from, problem_.length, times, channels, tile);
     ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
       Widen(from + in_array, count, tile + in_tile);
     });
@@ -372,7 +372,7 @@ class Convolution {
   // The tile in which to compute part of a result: in place if possible, otherwise the buffer.
   View<C> ResultTile(T* to, int64_t channels, C* buffer) const {
     if constexpr (std::is_same_v<T, C>) {
-      if (!is_transposed_) return {to, time_stride()};
+      if (!transposes_tiles_) return {to, time_stride()};
     }
     return {buffer, channels};
   }
@@ -380,7 +380,7 @@ class Convolution {
   // Stores such a tile, unless it is in place.
   void Store(View<const C> tile, int64_t times, int64_t channels, T* to) const {
     if (static_cast<const void*>(tile.data) == to) return;
-    if (!is_transposed_) {
+    if (!transposes_tiles_) {
       return ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
         Narrow(tile.data + in_tile, count, to + in_array);
       });
@@ -392,7 +392,7 @@ class Convolution {
   // The inputs of times [begin, end): in place, or copied to the buffer.
   View<const C> Inputs(Place place, int64_t begin, int64_t end, C* buffer) const {
     if constexpr (std::is_same_v<T, C>) {
-      if (begin >= 0 && !is_transposed_) return {At(call_.x, place, begin), time_stride()};
+      if (begin >= 0 && !transposes_tiles_) return {At(call_.x, place, begin), time_stride()};
     }
     C* to = buffer;
     if (begin < 0) {
@@ -417,7 +417,7 @@ class Convolution {
 
   // Replaces z of a tile without gaps by its cotangent. The buffer has the size of the tile.
   void SiluGradientOf(const T* dy, int64_t times, int64_t channels, C* buffer, C* z) const {
-    if (is_transposed_) {
+    if (transposes_tiles_) {
       Load(dy, times, channels, buffer);
       return SiluGradient(buffer, times * channels, z);
     }
@@ -538,7 +538,7 @@ class Convolution {
 
   const ConvolutionCall& call_;
   const Problem& problem_;
-  const bool is_transposed_;  // whether tiles are transposed relative to arrays of x's shape
+  const bool transposes_tiles_;  // relative to arrays of x's shape
   const bool over_times_;
   Lines<C> filters_;
   int64_t filter_stride_ = 0;
