@@ -1,7 +1,7 @@
 // The CPU kernels of causal_conv1d, its gradient and its update.
 //
-// Work is split into tiles that fit the L1 and L2 caches. A tile holds numbers of the compute type as [times, channels].
-// The strategies differ in the tiles:
+// Work is split into tiles that fit the L1 and L2 caches. A tile holds numbers of the compute type as [times,
+// channels]. The strategies differ in the tiles:
 //   rows: many times of one channel. Loops are vectorised over the times.
 //   channels_last: a few times of many channels. Loops are vectorised over the channels.
 //   transposed_rows: the same for short rows. Tiles are transposed when they are loaded and stored.
@@ -378,7 +378,7 @@ class Convolution {
   }
 
   // Stores such a tile, unless it is in place.
-  void Store(View<const C> tile, int64_t times, int64_t channels, T* to) const {
+  void Store(View<C> tile, int64_t times, int64_t channels, T* to) const {
     if (static_cast<const void*>(tile.data) == to) return;
     if (!transposes_tiles_) {
       return ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
@@ -487,8 +487,8 @@ class Convolution {
   }
 
   // Calls body(t, taps) for those of the `times` times from `time` on whose window reaches into another sequence. Bit k
-  // of `taps` is set if tap k counts. The window of t has the inputs t - reach() to t or, transposed, the gradients t to
-  // t + reach().
+  // of `taps` is set if tap k counts. The window of t has the inputs t - reach() to t; of a transposed correlation, the
+  // gradients t to t + reach().
   template <typename Body>
   void ForEachBorder(Place place, bool is_transposed, int64_t time, int64_t times, const Body& body) const {
     const uint8_t* const masks = Masks(place, time);
@@ -579,7 +579,7 @@ bool Run(ffi::ThreadPool& pool, const ForwardCall& call, const Convolution<T>& c
       T* const y = convolution.At(static_cast<T*>(call.y), /*is_shared=*/false, place, time);
       const View<C> out = convolution.ResultTile(y, place.channels, memory.get() + window * tile_channels);
       convolution.Forward(place, in, problem.silu, time, times, out);
-      convolution.Store({out.data, out.stride}, times, place.channels, y);
+      convolution.Store(out, times, place.channels, y);
     }
   });
   return has_memory;
@@ -628,7 +628,7 @@ class Backward {
       const View<C> dx = convolution_.ResultTile(to, channels, dx_);
       convolution_.Transpose(place, dz_, time, times, dx);
       AddFinalState(place, time, times, dx);
-      convolution_.Store({dx.data, dx.stride}, times, channels, to);
+      convolution_.Store(dx, times, channels, to);
       if (time == 0) WriteInitialState(place, wanted);
       known = std::max<int64_t>(wanted - times, 0);
       std::copy_n(dz_ + times * channels, known * channels, dz_);

@@ -226,8 +226,8 @@ constexpr int64_t kMaxParts = 64;               // limits parts * tiles * outer
 constexpr int64_t kMinElementsOfPart = 32'768;  // of a tile
 constexpr int64_t kRowsOfSum = 256;             // rows added up in the compute type before they are added in double
 
-// The cotangents, number 0 for a and number 1 for b. One that is summed has a sum per column of each array [rows, inner]
-// of dy.
+// The cotangents, number 0 for a and number 1 for b. A summed one has a sum per column of each array [rows, inner] of
+// dy.
 template <typename T>
 class Sums {
  public:
