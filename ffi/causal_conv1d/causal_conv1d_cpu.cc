@@ -770,7 +770,7 @@ bool Run(ffi::ThreadPool& pool, const UpdateCall& call, const Convolution<T>& co
                     place.channels, static_cast<T*>(call.new_state) + row * length);
       };
       if (inputs == 1 && convolution.channel_stride() == 1) {
-        constexpr std::integral_constant<int64_t, 1> kOne;
+        constexpr std::integral_constant<int64_t, 1> kOne{};
         WithLength(length, [&](auto known_length) { shift(known_length, kOne, kOne); });
       } else {
         shift(length, inputs, convolution.channel_stride());
