@@ -22,6 +22,16 @@ void AddWidened(const Float16* from, int64_t count, float* sums);
 void Narrow(const float* from, int64_t count, Float16* to);
 void Narrow(const float* from, int64_t count, BFloat16* to);
 
+// Other types are their own compute type.
+template <typename C>
+void Widen(const C* from, int64_t count, C* to) {
+  std::copy_n(from, count, to);
+}
+template <typename C>
+void Narrow(const C* from, int64_t count, C* to) {
+  std::copy_n(from, count, to);
+}
+
 // Whether converting whole arrays of this type is faster than converting single elements.
 template <typename T>
 inline constexpr bool kIsWidenedAtOnce = std::is_same_v<T, Float16>;

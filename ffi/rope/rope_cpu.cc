@@ -39,24 +39,20 @@ Strategy ChooseStrategy(const Problem& problem, int64_t all_heads) {
   return problem.heads_first && problem.length > 1 ? Strategy::kPositionsOfHead : Strategy::kHeadsOfPosition;
 }
 
-// The cosines, then the sines, of one position. kAreNear: all angles are within the limit of IsNear.
-template <typename T, bool kAreNear>
-JB_INLINE void ComputeRotations(double position, const double* frequencies, int64_t pairs, Rotation<AngleType<T>> scale,
-                                ComputeType<T>* cos_sin) {
+// The cosines, then the sines, of one position. `angles` is a buffer. `are_near`: all angles are within the limit of
+// IsNear.
+template <typename T>
+JB_CPU_CLONES void ComputeRotations(double position, const double* frequencies, int64_t pairs, bool are_near,
+                                    Rotation<AngleType<T>> scale, double* angles, ComputeType<T>* cos_sin) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < pairs; ++i) angles[i] = position * frequencies[i];
+  for (int64_t i = 0; !are_near && i < pairs; ++i) angles[i] = Nearer<T>(angles[i]);
   JB_VECTORIZE
   for (int64_t i = 0; i < pairs; ++i) {
-    double angle = position * frequencies[i];
-    if constexpr (!kAreNear) angle = Nearer<T>(angle);
-    const Rotation<ComputeType<T>> rotation = Scaled<T>(RotationByNear<T>(angle), scale);
+    const Rotation<ComputeType<T>> rotation = Scaled<T>(RotationByNear<T>(angles[i]), scale);
     cos_sin[i] = rotation.cos;
     cos_sin[pairs + i] = rotation.sin;
   }
-}
-
-template <typename T>
-JB_CPU_CLONES void ComputeNearRotations(double position, const double* frequencies, int64_t pairs,
-                                        Rotation<AngleType<T>> scale, ComputeType<T>* cos_sin) {
-  ComputeRotations<T, /*kAreNear=*/true>(position, frequencies, pairs, scale, cos_sin);
 }
 
 // The sines and cosines of a block of positions.
@@ -69,9 +65,10 @@ class Table {
       : call_(call),
         pairs_(call.problem.pairs),
         frequencies_(Allocate<double>(pairs_)),
+        angles_(Allocate<double>(pairs_)),
         numbers_(Allocate<C>(2 * max_length * pairs_)) {}
 
-  bool has_memory() const { return frequencies_ != nullptr && numbers_ != nullptr; }
+  bool has_memory() const { return frequencies_ != nullptr && angles_ != nullptr && numbers_ != nullptr; }
 
   // For positions [begin, begin + length) of an example.
   void Compute(int64_t example, int64_t begin, int64_t length) {
@@ -87,9 +84,8 @@ class Table {
                                   ? static_cast<double>(static_cast<const int64_t*>(positions.data)[first + i])
                                   : static_cast<double>(static_cast<const int32_t*>(positions.data)[first + i]);
       const bool are_near = IsNear<T>(position * largest_frequency_);  // false for NaN
-      (are_near ? ComputeNearRotations<T> : ComputeRotations<T, false>)(position, frequencies_.get(), pairs_,
-                                                                        ScaleOf<T>(call_),
-                                                                        numbers_.get() + i * stride());
+      ComputeRotations<T>(position, frequencies_.get(), pairs_, are_near, ScaleOf<T>(call_), angles_.get(),
+                          numbers_.get() + i * stride());
     }
   }
 
@@ -113,7 +109,7 @@ class Table {
 
   const Call& call_;
   const int64_t pairs_;
-  const std::unique_ptr<double[]> frequencies_;
+  const std::unique_ptr<double[]> frequencies_, angles_;
   const std::unique_ptr<C[]> numbers_;
   double largest_frequency_ = 0;
   int64_t loaded_row_ = -1;

@@ -1,7 +1,8 @@
 // The CPU kernels of where and its gradient.
 //
-// Work is split into blocks that fit the L1 cache. Repeated operands are expanded block by block, so that one
-// vectorised loop handles all of them.
+// Work is split into blocks that fit the L1 cache. The strategies:
+//   blocks: a block of the operands is selected or split by one vectorised loop. Repeated operands are expanded first.
+//   sums: the same for the gradient of repeated operands; blocks of a cotangent that is summed are added up.
 
 #include <algorithm>
 #include <cstdint>
@@ -9,9 +10,9 @@
 #include <memory>
 #include <type_traits>
 
-#include "ffi/core/bit_cast.h"
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
+#include "ffi/core/float16_cpu.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
@@ -28,26 +29,16 @@ constexpr int64_t kBlockBytes = 8192;
 template <typename T>
 constexpr int64_t kBlockElements = kBlockBytes / static_cast<int64_t>(sizeof(T));
 
-enum class Strategy {
-  kNothing,
-  kDense,      // all operands have the shape of the result
-  kBroadcast,  // some operand is expanded
-  kSums,
-};
+enum class Strategy { kNothing, kBlocks, kSums };
 
-constexpr const char* kStrategyNames[] = {"nothing", "dense", "broadcast", "sums"};
-constexpr int kSelectStrategies = 3;  // the first three: those of where
+constexpr const char* kStrategyNames[] = {"nothing", "blocks", "sums"};
+constexpr int kSelectStrategies = 2;  // the first two: those of where
 
-Strategy ChooseStrategy(const SelectCall& call) {
-  if (call.size == 0) return Strategy::kNothing;
-  const bool are_dense = call.a.repetition.IsDense() && call.b.repetition.IsDense() && call.cond.repetition.IsDense();
-  return are_dense ? Strategy::kDense : Strategy::kBroadcast;
-}
+Strategy ChooseStrategy(const SelectCall& call) { return call.size == 0 ? Strategy::kNothing : Strategy::kBlocks; }
 
 Strategy ChooseStrategy(const SplitCall& call) {
   if (call.num_sums() > 0) return call.sum.results() == 0 ? Strategy::kNothing : Strategy::kSums;
-  if (call.size == 0) return Strategy::kNothing;
-  return call.cond.repetition.IsDense() ? Strategy::kDense : Strategy::kBroadcast;
+  return call.size == 0 ? Strategy::kNothing : Strategy::kBlocks;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -83,73 +74,28 @@ JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restric
   }
 }
 
-// Adds dy[i], if it is chosen, to sums[i]. The rest (0 if dy[i] is chosen, otherwise dy[i]) is added to other_sums[i]
-// if kBothSummed, and otherwise stored to other[i].
-template <typename T, bool kBothSummed>
-JB_INLINE void AddElements(const uint8_t* __restrict cond, bool inverted, const T* __restrict dy, int64_t count,
-                           ComputeType<T>* __restrict sums, ComputeType<T>* __restrict other_sums,
-                           T* __restrict other) {
-  using C = ComputeType<T>;
-  using Bits = BitsOf<T>;
-  JB_VECTORIZE
-  for (int64_t i = 0; i < count; ++i) {
-    const Bits value = BitCast<Bits>(dy[i]);
-    const bool is_chosen = (cond[i] != 0) != inverted;
-    sums[i] += static_cast<C>(BitCast<T>(Selected(is_chosen, value, Bits{})));
-    const Bits rest = Selected(is_chosen, Bits{}, value);
-    if constexpr (kBothSummed) {
-      other_sums[i] += static_cast<C>(BitCast<T>(rest));
-    } else {
-      std::memcpy(other + i, &rest, sizeof(rest));
-    }
-  }
-}
+// Rows narrower than this are added several at once, so that vector instructions are full.
+constexpr int64_t kAtOnce = 128;
 
-// Narrow rows are added several at once, so that vector instructions are full. Longer arrays use more numbers at once.
-constexpr int64_t kMinAtOnce = 16, kMaxAtOnce = 256;
-
-// Adds `outer` contiguous arrays [rows, inner], over their rows, to sums[outer, inner]; likewise other_sums.
-template <typename T, bool kBothSummed>
-JB_CPU_CLONES void AddArrays(const uint8_t* cond, bool inverted, const T* dy, int64_t outer, int64_t rows,
-                             int64_t inner, ComputeType<T>* sums, ComputeType<T>* other_sums, T* other) {
+// Adds `outer` contiguous arrays [rows, inner], over their rows, to sums[outer, inner].
+template <typename T>
+JB_CPU_CLONES void AddArrays(const T* values, int64_t outer, int64_t rows, int64_t inner, ComputeType<T>* sums) {
   using C = ComputeType<T>;
-  const int64_t elements = rows * inner, wanted = std::clamp(elements / 8, kMinAtOnce, kMaxAtOnce);
-  const int64_t rows_at_once = elements < kMinAtOnce ? 1 : std::clamp<int64_t>(wanted / inner, 1, rows);
-  const auto add = [&](auto width, C* to, C* other_to) __attribute__((always_inline)) {
+  const int64_t elements = rows * inner, rows_at_once = std::clamp<int64_t>(kAtOnce / inner, 1, rows);
+  const int64_t width = rows_at_once * inner;
+  for (int64_t i = 0; i < outer; ++i, values += elements, sums += inner) {
+    C at_once[kAtOnce];
+    C* const to = rows_at_once > 1 ? at_once : sums;
+    if (rows_at_once > 1) WriteZeros(at_once, width);
     for (int64_t first = 0; first < elements; first += width) {
-      AddElements<T, kBothSummed>(cond + first, inverted, dy + first, std::min<int64_t>(width, elements - first), to,
-                                  other_to, kBothSummed ? nullptr : other + first);
+      AddNumbers(values + first, std::min(width, elements - first), to);
     }
-  };
-  for (int64_t i = 0; i < outer; ++i) {
-    if (rows_at_once > 1) {
-      C at_once[2][kMaxAtOnce];
-      const int64_t width = rows_at_once * inner;
-      for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) std::fill_n(at_once[k], width, C{0});
-      add(width, at_once[0], at_once[1]);
-      for (int k = 0; k < (kBothSummed ? 2 : 1); ++k) {
-        for (int64_t left = rows_at_once; left > 1;) {
-          const int64_t half = (left + 1) / 2;
-          for (int64_t column = 0; column < (left - half) * inner; ++column) {
-            at_once[k][column] += at_once[k][half * inner + column];
-          }
-          left = half;
-        }
-        for (int64_t column = 0; column < inner; ++column) (k == 0 ? sums : other_sums)[column] += at_once[k][column];
-      }
-    } else if (inner == 1) {
-      add(std::integral_constant<int64_t, 1>{}, sums, other_sums);
-    } else {
-      add(inner, sums, other_sums);
+    if (rows_at_once == 1) continue;
+    for (int64_t left = rows_at_once, half; left > 1; left = half) {
+      half = (left + 1) / 2;
+      for (int64_t column = 0; column < (left - half) * inner; ++column) to[column] += to[half * inner + column];
     }
-    cond += elements;
-    dy += elements;
-    sums += inner;
-    if (kBothSummed) {
-      other_sums += inner;
-    } else {
-      other += elements;
-    }
+    for (int64_t column = 0; column < inner; ++column) sums[column] += to[column];
   }
 }
 
@@ -280,6 +226,8 @@ constexpr int64_t kMaxParts = 64;               // limits parts * tiles * outer
 constexpr int64_t kMinElementsOfPart = 32'768;  // of a tile
 constexpr int64_t kRowsOfSum = 256;             // rows added up in the compute type before they are added in double
 
+// The cotangents, number 0 for a and number 1 for b. A summed one has a sum per column of each array [rows, inner] of
+// dy.
 template <typename T>
 class Sums {
  public:
@@ -288,121 +236,118 @@ class Sums {
   explicit Sums(const SplitCall& call)
       : call_(call),
         sum_(call.sum),
-        both_are_summed_(call.num_sums() == 2),
-        first_sums_(static_cast<C*>(call.a_is_summed ? call.da : call.db)),
-        second_sums_(both_are_summed_ ? static_cast<C*>(call.db) : nullptr),
-        other_(static_cast<T*>(both_are_summed_   ? nullptr
-                               : call.a_is_summed ? call.db
-                                                  : call.da)),
+        is_summed_{call.a_is_summed, call.b_is_summed},
+        results_{call.da, call.db},
         bytes_(call.size * static_cast<int64_t>(sizeof(T))) {}
 
   // Returns false if an allocation fails.
   bool Run(ffi::ThreadPool& pool) {
-    if (!both_are_summed_) AdviseHugePages(other_, bytes_);
-    if (sum_.rows * sum_.inner > kBlockElements<T>) return RunParts(pool);
-    RunBlocks(pool);
+    for (int k = 0; k < 2; ++k) {
+      if (!is_summed_[k]) AdviseHugePages(results_[k], bytes_);
+    }
+    if (sum_.rows * sum_.inner > kBlockElements<T>) return RunLong(pool);
+    RunShort(pool);
     return true;
   }
 
  private:
-  // Adds arrays of dy from element `first` on. `flags` are their elements of the condition.
-  void Add(const uint8_t* flags, int64_t first, int64_t outer, int64_t rows, int64_t inner, C* sums,
-           C* other_sums) const {
-    const T* const dy = static_cast<const T*>(call_.dy) + first;
-    if (both_are_summed_) {
-      AddArrays<T, true>(flags, false, dy, outer, rows, inner, sums, other_sums, nullptr);
-    } else {
-      AddArrays<T, false>(flags, !call_.a_is_summed, dy, outer, rows, inner, sums, nullptr, other_ + first);
+  C* SumsOf(int k) const { return static_cast<C*>(results_[k]); }
+
+  // Splits a block: `outer` arrays [rows, inner] of dy from element `first` on. sums[k] is [outer, inner].
+  void AddBlock(int64_t first, int64_t outer, int64_t rows, int64_t inner, Blocks<uint8_t>* cond,
+                C* const (&sums)[2]) const {
+    using Number = std::conditional_t<sizeof(T) == sizeof(uint16_t), uint16_t, T>;  // loops over structs are slow
+    T buffers[2][kBlockElements<T>];
+    T* split[2];
+    for (int k = 0; k < 2; ++k) split[k] = is_summed_[k] ? buffers[k] : static_cast<T*>(results_[k]) + first;
+    const int64_t count = outer * rows * inner;
+    SplitBlock(cond->At(first, count), static_cast<const Number*>(call_.dy) + first, count,
+               reinterpret_cast<Number*>(split[0]), reinterpret_cast<Number*>(split[1]));
+    for (int k = 0; k < 2; ++k) {
+      if (is_summed_[k]) AddArrays(split[k], outer, rows, inner, sums[k]);
     }
   }
 
   // For arrays so short that one or more fit in a block.
-  void RunBlocks(ffi::ThreadPool& pool) {
+  void RunShort(ffi::ThreadPool& pool) const {
     const int64_t elements = sum_.rows * sum_.inner, at_once = kBlockElements<T> / std::max<int64_t>(1, elements);
     ForEachRange(pool, sum_.outer, 2 * bytes_, [&](int64_t begin, int64_t end) {
       Blocks<uint8_t> cond(call_.cond);
       for (int64_t outer = begin; outer < end; outer += at_once) {
-        const int64_t count = std::min(at_once, end - outer), first = outer * elements, result = outer * sum_.inner;
-        C* const other_sums = both_are_summed_ ? second_sums_ + result : nullptr;
-        WriteZeros(first_sums_ + result, count * sum_.inner);
-        if (both_are_summed_) WriteZeros(other_sums, count * sum_.inner);
-        if (elements == 0) continue;
-        Add(cond.At(first, count * elements), first, count, sum_.rows, sum_.inner, first_sums_ + result, other_sums);
+        const int64_t count = std::min(at_once, end - outer);
+        C* const sums[2] = {SumsOf(0) + outer * sum_.inner, SumsOf(1) + outer * sum_.inner};
+        for (int k = 0; k < 2; ++k) {
+          if (is_summed_[k]) WriteZeros(sums[k], count * sum_.inner);
+        }
+        if (elements > 0) AddBlock(outer * elements, count, sum_.rows, sum_.inner, &cond, sums);
       }
     });
   }
 
   // For longer arrays, cut into tiles of columns and parts of rows.
-  bool RunParts(ffi::ThreadPool& pool) {
+  bool RunLong(ffi::ThreadPool& pool) {
     tiles_ = CeilDivide(sum_.inner, kTile);
     rows_at_once_ = tiles_ > 1 ? 1 : kBlockElements<T> / sum_.inner;
-    const int64_t all_results = call_.num_sums() * sum_.results();
     const int64_t wanted_parts = std::clamp<int64_t>(sum_.rows * std::min(sum_.inner, kTile) / kMinElementsOfPart, 1,
                                                      CeilDivide(kMaxParts, sum_.outer * tiles_));
     rows_of_part_ = RoundUp(CeilDivide(sum_.rows, wanted_parts), rows_at_once_);
     parts_ = CeilDivide(sum_.rows, rows_of_part_);
+    const int64_t all_results = 2 * sum_.results();
     const std::unique_ptr<double[]> partials = Allocate<double>(parts_ == 1 ? 0 : parts_ * all_results);
     if (partials == nullptr) return false;
     ForEachRange(pool, sum_.outer * tiles_ * parts_, 2 * bytes_, [&](int64_t begin, int64_t end) {
       Blocks<uint8_t> cond(call_.cond);
       for (int64_t unit = begin; unit < end; ++unit) {
         const int64_t part = unit % parts_;
-        AddPart(unit / parts_ / tiles_, unit / parts_ % tiles_, part, partials.get() + part * all_results, &cond);
+        AddPart(unit / parts_ / tiles_, unit / parts_ % tiles_, part, &cond, partials.get() + part * all_results);
       }
     });
     if (parts_ == 1) return true;
     ForEachRange(pool, all_results, parts_ * all_results * 8, [&](int64_t begin, int64_t end) {
-      for (int64_t result = begin; result < end; ++result) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int k = i < sum_.results() ? 0 : 1;
+        if (!is_summed_[k]) continue;
         double total = 0;
-        for (int64_t part = 0; part < parts_; ++part) total += partials[part * all_results + result];
-        Write(result, total);
+        for (int64_t part = 0; part < parts_; ++part) total += partials[part * all_results + i];
+        SumsOf(k)[i - k * sum_.results()] = static_cast<C>(total);
       }
     });
     return true;
   }
 
-  void AddPart(int64_t outer, int64_t tile, int64_t part, double* partials, Blocks<uint8_t>* cond) {
+  // Writes the sums of a part to `partials`, or to the results if there is only one part.
+  void AddPart(int64_t outer, int64_t tile, int64_t part, Blocks<uint8_t>* cond, double* partials) const {
     const int64_t first_column = ChunkBegin(sum_.inner, tiles_, tile);
     const int64_t columns = ChunkBegin(sum_.inner, tiles_, tile + 1) - first_column;
     const int64_t end = std::min(sum_.rows, (part + 1) * rows_of_part_);
-    C sums[2][kTile];
-    double totals[2][kTile];
-    for (int k = 0; k < call_.num_sums(); ++k) WriteZeros(totals[k], columns);
+    double totals[2][kTile] = {};
     for (int64_t row = part * rows_of_part_; row < end;) {
+      C numbers[2][kTile] = {};
+      C* const sums[2] = {numbers[0], numbers[1]};
       const int64_t end_of_sum = std::min(end, row + std::max(rows_at_once_, kRowsOfSum));
-      for (int k = 0; k < call_.num_sums(); ++k) WriteZeros(sums[k], columns);
-      for (; row < end_of_sum; row += rows_at_once_) {
-        const int64_t rows = std::min(rows_at_once_, end_of_sum - row);
-        const int64_t first = (outer * sum_.rows + row) * sum_.inner + first_column;
-        Add(cond->At(first, rows * columns), first, /*outer=*/1, rows, columns, sums[0], sums[1]);
+      for (int64_t rows; row < end_of_sum; row += rows) {
+        rows = std::min(rows_at_once_, end_of_sum - row);
+        AddBlock((outer * sum_.rows + row) * sum_.inner + first_column, /*outer=*/1, rows, columns, cond, sums);
       }
-      row = end_of_sum;
-      for (int k = 0; k < call_.num_sums(); ++k) {
-        for (int64_t i = 0; i < columns; ++i) totals[k][i] += sums[k][i];
+      for (int k = 0; k < 2; ++k) {
+        for (int64_t i = 0; i < columns; ++i) totals[k][i] += static_cast<double>(numbers[k][i]);
       }
     }
-    for (int k = 0; k < call_.num_sums(); ++k) {
-      const int64_t first_result = (k * sum_.outer + outer) * sum_.inner + first_column;
-      for (int64_t i = 0; i < columns; ++i) {
-        if (parts_ == 1) {
-          Write(first_result + i, totals[k][i]);
-        } else {
-          partials[first_result + i] = totals[k][i];
-        }
+    for (int k = 0; k < 2; ++k) {
+      if (!is_summed_[k]) continue;
+      const int64_t first = outer * sum_.inner + first_column;
+      if (parts_ == 1) {
+        std::transform(totals[k], totals[k] + columns, SumsOf(k) + first, [](double x) { return static_cast<C>(x); });
+      } else {
+        std::copy_n(totals[k], columns, partials + k * sum_.results() + first);
       }
     }
-  }
-
-  void Write(int64_t result, double total) const {
-    const int64_t results = sum_.results();
-    (result < results ? first_sums_[result] : second_sums_[result - results]) = static_cast<C>(total);
   }
 
   const SplitCall& call_;
   const Sum& sum_;
-  const bool both_are_summed_;
-  C *const first_sums_, *const second_sums_;
-  T* const other_;
+  const bool is_summed_[2];
+  void* const results_[2];
   const int64_t bytes_;
   int64_t tiles_ = 1, rows_at_once_ = 1, rows_of_part_ = 1, parts_ = 1;
 };
