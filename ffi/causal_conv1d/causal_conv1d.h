@@ -14,7 +14,7 @@
 namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kMaxWidth = 8;
-// Each width up to this one has its own CUDA kernels. Larger widths are rare and share kernels with a run-time width.
+// Each width up to this one has its own kernels. Larger widths are rare and share kernels with a run-time width.
 inline constexpr int kMaxConstantWidth = 4;
 
 // x, dy, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] with channels_last.

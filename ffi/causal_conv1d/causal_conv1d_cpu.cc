@@ -1,14 +1,9 @@
 // The CPU kernels of causal_conv1d, its gradient and its update.
 //
-// Work is split into tiles that fit the L1 and L2 caches. A tile holds numbers of the compute type as [times,
-// channels]. The strategies differ in the tiles:
-//   rows: many times of one channel. Loops are vectorised over the times.
-//   channels_last: a few times of many channels. Loops are vectorised over the channels.
-//   transposed_rows: the same for short rows. Tiles are transposed when they are loaded and stored.
-//
-// The convolution and its transpose are the same correlation over a window of times. A tile is first computed as if all
-// its inputs belonged to one sequence. The few times whose windows reach into another sequence (borders) are then
-// computed again, tap by tap.
+// Work is split into tiles that fit the L1 and L2 caches: many times of one channel or, with channels last, a few times
+// of a block of channels. A tile holds numbers of the compute type as [times, channels]. Loops are vectorised over the
+// times of a channel (kOverTimes) or over the channels of a time. The convolution and its transpose are the same
+// correlation over a window of times.
 
 #include <algorithm>
 #include <atomic>
@@ -41,19 +36,23 @@ constexpr int64_t kTimes = 16;             // tiles of several channels
 constexpr int64_t kMaxChannels = 2048;
 constexpr int64_t kMinChannels = 128;  // if there are more threads than tiles
 
-// Sequences shorter than this are vectorised over channels.
+// Sequences shorter than this are vectorised over channels, and their tiles transposed when they are loaded and stored.
 constexpr int64_t kLongTimes = 48;
+
+// Masks are checked in blocks of this many times. A block with all bits set takes the fast path.
+constexpr int64_t kBlockTimesOfChannel = 64, kBlockTimes = 1;
 
 // Chunks of the sums over examples and times. They depend only on shapes, so that the results are the same for any
 // number of threads.
-constexpr int64_t kTilesOfChunk = 16;
+constexpr int64_t kChunkTimesOfChannel = 8 * kTimesOfChannel;
+constexpr int64_t kChunkTimes = 16 * kTimes;
 constexpr int64_t kMaxParts = 128;  // limits parts * batch size * channels in units of the smallest tile
 
 enum class Strategy {
-  kNothing,  // no inputs: only states and parameter gradients are written
-  kRows,
-  kTransposedRows,
-  kChannelsLast,
+  kNothing,         // no inputs: only states and parameter gradients are written
+  kRows,            // tiles of one channel
+  kTransposedRows,  // tiles of several channels, transposed
+  kChannelsLast,    // tiles of several channels
 };
 
 constexpr const char* kStrategyNames[] = {"nothing", "rows", "transposed_rows", "channels_last"};
@@ -80,6 +79,102 @@ Strategy Choose(const Problem& problem, int64_t element_bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels.
 
+template <typename C>
+JB_INLINE C Silu(C z) {
+  return z / (C{1} + ExpOrZero(-z));
+}
+
+// Runs of consecutive elements in memory. In a tile, the runs follow each other without gaps.
+struct Runs {
+  int64_t count;
+  int64_t length;
+  int64_t stride;  // from run to run, in memory
+};
+
+template <typename T, typename C>
+JB_CPU_CLONES void LoadRuns(const T* from, Runs runs, C* to) {
+  for (int64_t run = 0; run < runs.count; ++run, from += runs.stride, to += runs.length) {
+    if constexpr (kIsWidenedAtOnce<T>) {
+      Widen(from, runs.length, to);
+    } else {
+      JB_VECTORIZE
+      for (int64_t i = 0; i < runs.length; ++i) to[i] = static_cast<C>(from[i]);
+    }
+  }
+}
+
+template <typename T, typename C>
+JB_CPU_CLONES void StoreRuns(const C* from, Runs runs, T* to) {
+  for (int64_t run = 0; run < runs.count; ++run, from += runs.length, to += runs.stride) {
+    if constexpr (kIsWidenedAtOnce<T>) {
+      Narrow(from, runs.length, to);
+    } else {
+      JB_VECTORIZE
+      for (int64_t i = 0; i < runs.length; ++i) Store(from[i], to + i);
+    }
+  }
+}
+
+// Replaces z by its cotangent.
+template <typename T, typename C>
+JB_CPU_CLONES void SiluGradient(const T* dy, Runs runs, C* z) {
+  for (int64_t run = 0; run < runs.count; ++run, dy += runs.stride, z += runs.length) {
+    ForEachPart(dy, runs.length, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+      C* const part = z + begin;
+      JB_VECTORIZE
+      for (int64_t i = 0; i < count; ++i) {
+        const C exponential = ExpOrZero(-part[i]), sigmoid = C{1} / (C{1} + exponential);
+        const C of_negative = part[i] < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
+        part[i] = static_cast<C>(numbers[i]) * (sigmoid * (C{1} + part[i] * of_negative));
+      }
+    });
+  }
+}
+
+// Transposes numbers [begin, begin + times) of each channel's row to [times, channels]. Rows have kLength numbers, or
+// `length` if kLength is 0.
+template <int kLength, typename T, typename C>
+JB_CPU_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
+  const int64_t stride = kLength == 0 ? length : kLength;
+  for (int64_t time = 0; time < times; ++time, to += channels) {
+    const T* const from = rows + begin + time;
+    JB_VECTORIZE
+    for (int64_t c = 0; c < channels; ++c) to[c] = static_cast<C>(from[c * stride]);
+  }
+}
+
+// Transposes a tile to the first `times` numbers of rows of `length` numbers. kLength is 0, or equal to both.
+template <int kLength, typename T, typename C>
+JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, int64_t channels, T* rows) {
+  const int64_t stride = kLength == 0 ? length : kLength, count = kLength == 0 ? times : kLength;
+  JB_VECTORIZE
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t time = 0; time < count; ++time) Store(from[time * channels + c], rows + c * stride + time);
+  }
+}
+
+// Appends one input per channel to states of kLength inputs (`length` if kLength is 0), and drops the oldest.
+// `new_states` may alias `old_states`.
+template <int kLength, typename T>
+JB_CPU_CLONES void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channels, T* new_states) {
+  const int64_t count = kLength == 0 ? length : kLength;
+  JB_VECTORIZE
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t i = 1; i < count; ++i) new_states[c * count + i - 1] = old_states[c * count + i];
+    new_states[c * count + count - 1] = x[c];
+  }
+}
+
+// Calls body with the length as a compile-time constant if it is small, otherwise with 0.
+template <typename Body>
+void WithLength(int64_t length, const Body& body) {
+  if (length >= 1 && length <= kMaxConstantWidth) {
+    DispatchWidth(static_cast<int>(length), body);
+  } else {
+    body(std::integral_constant<int, 0>{});
+  }
+}
+
 // Numbers [times, channels] with `stride` numbers from one time to the next.
 template <typename C>
 struct View {
@@ -88,68 +183,6 @@ struct View {
 
   View From(int64_t time) const { return {data + time * stride, stride}; }
 };
-
-// The numbers of one 64-byte vector register, or of several shorter ones.
-template <typename C>
-struct Lanes {
-  static constexpr int64_t kCount = kLineBytes / sizeof(C);
-  typedef C Type __attribute__((vector_size(kLineBytes)));
-};
-
-template <typename C>
-JB_INLINE C Silu(C z) {
-  return z / (C{1} + ExpOrZero(-z));
-}
-
-// Replaces z by its cotangent.
-template <typename T, typename C>
-JB_CPU_CLONES void SiluGradient(const T* dy, int64_t count, C* z) {
-  ForEachPart(dy, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < part; ++i) {
-      const C number = z[begin + i], exponential = ExpOrZero(-number), sigmoid = C{1} / (C{1} + exponential);
-      const C of_negative = number < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
-      z[begin + i] = static_cast<C>(numbers[i]) * (sigmoid * (C{1} + number * of_negative));
-    }
-  });
-}
-
-// Calls body with the length, as a compile-time constant if it is that of the usual filters and states.
-template <typename Body>
-void WithLength(int64_t length, const Body& body) {
-  if (!DispatchConstant<1, 2, 3, 4>(length, body)) body(length);
-}
-
-// Transposes the first `times` numbers of each channel's row of `length` numbers to [times, channels].
-template <typename Length, typename T, typename C>
-JB_CPU_CLONES void LoadColumns(const T* rows, Length length, int64_t times, int64_t channels, C* to) {
-  for (int64_t time = 0; time < times; ++time, ++rows, to += channels) {
-    JB_VECTORIZE
-    for (int64_t c = 0; c < channels; ++c) to[c] = static_cast<C>(rows[c * length]);
-  }
-}
-
-// The reverse.
-template <typename Length, typename T, typename C>
-JB_CPU_CLONES void StoreColumns(const C* from, Length length, Length times, int64_t channels, T* rows) {
-  JB_VECTORIZE
-  for (int64_t c = 0; c < channels; ++c) {
-    for (int64_t time = 0; time < times; ++time) Store(from[time * channels + c], rows + c * length + time);
-  }
-}
-
-// Writes the newest `length` inputs of each old state followed by x. x has `inputs` numbers per channel, at most
-// `length`. `new_states` may alias `old_states`.
-template <typename Length, typename Inputs, typename T>
-JB_CPU_CLONES void ShiftStates(const T* old_states, Length length, const T* x, Inputs inputs, Inputs channel_stride,
-                               int64_t time_stride, int64_t channels, T* new_states) {
-  JB_VECTORIZE
-  for (int64_t c = 0; c < channels; ++c) {
-    T* const to = new_states + c * length;
-    for (int64_t i = inputs; i < length; ++i) to[i - inputs] = old_states[c * length + i];
-    for (int64_t i = 0; i < inputs; ++i) to[length - inputs + i] = x[c * channel_stride + i * time_stride];
-  }
-}
 
 // out[t, c] = biases[c] + sum over k < kWidth of weights[k, c] * in[t + k, c], or its silu.
 template <int kWidth, bool kOverTimes, bool kSilu, typename C>
@@ -172,34 +205,65 @@ JB_CPU_CLONES void Correlate(const C* __restrict in, int64_t in_stride, const C*
       }
     }
   };
+  constexpr int kMaxRows = kOverTimes ? 1 : 4;  // several times together reuse loaded inputs and weights
   if constexpr (kOverTimes) return run(std::integral_constant<int, 1>{}, 0);
-  constexpr int kMaxRows = 4;  // several times together reuse loaded inputs and weights
   int64_t t = 0;
   for (; t + kMaxRows <= times; t += kMaxRows) run(std::integral_constant<int, kMaxRows>{}, t);
   for (; t < times; ++t) run(std::integral_constant<int, 1>{}, t);
 }
 
-// The same for one time and those taps whose bits are set.
-template <typename C>
-JB_CPU_CLONES void CorrelateTaps(int taps, View<const C> in, View<const C> weights, const C* biases, bool silu,
-                                 int64_t channels, C* out) {
-  JB_VECTORIZE
-  for (int64_t c = 0; c < channels; ++c) out[c] = biases[c];
-  for (int k = 0; taps >> k != 0; ++k) {
-    if ((taps >> k & 1) == 0) continue;
-    const C *const from = in.From(k).data, *const weights_of_tap = weights.From(k).data;
-    JB_VECTORIZE
-    for (int64_t c = 0; c < channels; ++c) out[c] += weights_of_tap[c] * from[c];
+// The masks of `count` times, from the first one of a correlation on. Without data, all bits are set. Tap k counts if
+// bit width - 1 - k of the time's mask is set; if transposed, bit k of the mask k times later.
+struct Masks {
+  const uint8_t* data;
+  int64_t count;
+  bool is_transposed;
+
+  Masks From(int64_t time) const { return {data + time, count - time, is_transposed}; }
+};
+
+// Adds one tap, for the times whose mask has the bit set. Times after the last mask get nothing.
+template <bool kOverTimes, typename C>
+JB_CPU_CLONES void AddTap(const C* __restrict in, int64_t in_stride, const C* __restrict weights, const uint8_t* masks,
+                          int64_t num_masks, int bit, int64_t times, int64_t channels, C* __restrict out,
+                          int64_t out_stride) {
+  if constexpr (kOverTimes) {
+    const C weight = *weights;
+    if (masks == nullptr) {
+      JB_VECTORIZE
+      for (int64_t t = 0; t < times; ++t) out[t] += weight * in[t];
+    } else {
+      const int64_t count = std::min(times, num_masks);
+      JB_VECTORIZE
+      for (int64_t t = 0; t < count; ++t) out[t] += (masks[t] >> bit & 1) != 0 ? weight * in[t] : C{0};
+    }
+  } else {
+    for (int64_t t = 0; t < times; ++t, in += in_stride, out += out_stride) {
+      if (masks != nullptr && (t >= num_masks || (masks[t] >> bit & 1) == 0)) continue;
+      JB_VECTORIZE
+      for (int64_t c = 0; c < channels; ++c) out[c] += weights[c] * in[c];
+    }
   }
-  if (!silu) return;
-  JB_VECTORIZE
-  for (int64_t c = 0; c < channels; ++c) out[c] = Silu(out[c]);
 }
 
-// Adds the sum over t of dz[t, c] * in[t + k, c] to sums[k, c], and the sum of dz to sums[kWidth, c]. dz has no gaps.
-// The order of the sums is fixed.
+template <typename C>
+JB_CPU_CLONES void ApplySilu(C* z, int64_t count) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) z[i] = Silu(z[i]);
+}
+
+// The numbers of one 64-byte vector register, or of several shorter ones.
+template <typename C>
+struct Lanes {
+  static constexpr int64_t kCount = kLineBytes / sizeof(C);
+  typedef C Type __attribute__((vector_size(kLineBytes)));
+};
+
+// Adds the sum over t of dz[t, c] * in[t + k, c] to sums[k, c], and the sum of dz to sums_of_dz[c] unless that is
+// nullptr. dz has no gaps. The order of the sums is fixed.
 template <int kWidth, bool kOverTimes, typename C>
-JB_CPU_CLONES void SumProducts(View<const C> in, const C* dz, int64_t times, int64_t channels, View<double> sums) {
+JB_CPU_CLONES void SumProducts(View<const C> in, const C* dz, int64_t times, int64_t channels, View<double> sums,
+                               double* sums_of_dz) {
   // Adds up `count` vectors of products. The first vector begins at a number of the first time.
   const auto add = [&](auto tag, int64_t first, int64_t count) __attribute__((always_inline)) {
     using Vector = typename decltype(tag)::type;
@@ -215,15 +279,21 @@ JB_CPU_CLONES void SumProducts(View<const C> in, const C* dz, int64_t times, int
       }
     }
     for (int k = 0; k <= kWidth; ++k) {
-      C lanes[kLanes];
-      std::memcpy(lanes, &products[k], sizeof(Vector));
+      if (k == kWidth && sums_of_dz == nullptr) return;
+      double* const to = k < kWidth ? sums.data + k * sums.stride : sums_of_dz;
       if constexpr (kOverTimes) {
-        for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-          for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[half + lane];
+        double total = 0;
+        if constexpr (kLanes == 1) {
+          total = static_cast<double>(products[k]);
+        } else {
+          for (int64_t lane = 0; lane < kLanes; ++lane) total += static_cast<double>(products[k][lane]);
         }
+        *to += total;
+      } else {
+        C numbers[kLanes];
+        std::memcpy(numbers, &products[k], sizeof(Vector));
+        for (int64_t lane = 0; lane < kLanes; ++lane) to[first + lane] += static_cast<double>(numbers[lane]);
       }
-      double* const to = sums.From(k).data + (kOverTimes ? 0 : first);
-      for (int64_t lane = 0; lane < (kOverTimes ? 1 : kLanes); ++lane) to[lane] += static_cast<double>(lanes[lane]);
     }
   };
   constexpr int64_t kLanes = Lanes<C>::kCount;
@@ -237,44 +307,58 @@ JB_CPU_CLONES void SumProducts(View<const C> in, const C* dz, int64_t times, int
   }
 }
 
-// The same for one time and those taps whose bits are set. The sums of dz are in row `width`.
-template <typename C>
-JB_CPU_CLONES void SumTaps(int taps, View<const C> in, const C* dz, int width, int64_t channels, View<double> sums) {
-  for (int k = 0; k <= width; ++k) {
-    if (k < width && (taps >> k & 1) == 0) continue;
-    const C* const from = in.From(k).data;
-    double* const to = sums.From(k).data;
-    JB_VECTORIZE
-    for (int64_t c = 0; c < channels; ++c) to[c] += static_cast<double>(k < width ? dz[c] * from[c] : dz[c]);
+// Adds the sums of products of one tap, for the times whose mask has the bit set; if !kOfTap, the sums of dz.
+template <bool kOverTimes, bool kOfTap, typename C>
+JB_CPU_CLONES void SumTap(const C* in, int64_t in_stride, const C* dz, const uint8_t* masks, int bit, int64_t times,
+                          int64_t channels, double* sums) {
+  if constexpr (kOverTimes) {
+    constexpr int64_t kLanes = Lanes<C>::kCount;
+    C lanes[kLanes] = {};
+    const auto add = [&](int64_t begin, auto count) __attribute__((always_inline)) {
+      const int64_t size = count;
+      JB_VECTORIZE
+      for (int64_t i = 0; i < size; ++i) {
+        const int64_t t = begin + i;
+        lanes[i] += !kOfTap ? dz[t] : (masks[t] >> bit & 1) != 0 ? dz[t] * in[t] : C{0};
+      }
+    };
+    int64_t begin = 0;
+    for (; begin + kLanes <= times; begin += kLanes) add(begin, std::integral_constant<int64_t, kLanes>{});
+    add(begin, times - begin);
+    double total = 0;
+    for (const C lane : lanes) total += static_cast<double>(lane);
+    *sums += total;
+  } else {
+    for (int64_t t = 0; t < times; ++t, in += in_stride, dz += channels) {
+      if (kOfTap && (masks[t] >> bit & 1) == 0) continue;
+      JB_VECTORIZE
+      for (int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(kOfTap ? dz[c] * in[c] : dz[c]);
+    }
   }
 }
 
-// The index of the first byte that is not `value`, or `count`.
-inline int64_t FirstOther(const uint8_t* bytes, int64_t count, uint8_t value) {
-  const uint64_t values = value * uint64_t{0x0101010101010101};
-  int64_t i = 0;
-  for (uint64_t word; i + 8 <= count; i += 8) {
-    std::memcpy(&word, bytes + i, sizeof(word));
-    if (word != values) break;
-  }
-  while (i < count && bytes[i] == value) ++i;
-  return i;
+JB_CPU_CLONES bool AllEqual(const uint8_t* bytes, int64_t count, int value) {
+  int differences = 0;
+  for (int64_t i = 0; i < count; ++i) differences |= bytes[i] ^ value;
+  return differences == 0;
 }
 
-// Uninitialised memory, aligned to a cache line. Vectors that cross lines are up to 1.5 times slower.
+// Uninitialised memory, aligned to a cache line.
 template <typename C>
 class Lines {
  public:
   // Returns false if the allocation fails.
   bool Allocate(int64_t count) {
     memory_ = jax_baracuda::Allocate<C>(count + Lanes<C>::kCount);
+    begin_ = AlignUp(memory_.get(), kLineBytes);
     return memory_ != nullptr;
   }
 
-  C* get() const { return AlignUp(memory_.get(), kLineBytes); }
+  C* get() const { return begin_; }
 
  private:
   std::unique_ptr<C[]> memory_;
+  C* begin_ = nullptr;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -293,8 +377,8 @@ class Convolution {
   Convolution(const ConvolutionCall& call, Strategy strategy)
       : call_(call),
         problem_(call.problem),
-        transposes_tiles_(strategy == Strategy::kTransposedRows),
-        over_times_(!problem_.channels_last && !transposes_tiles_) {}
+        is_transposed_(strategy == Strategy::kTransposedRows),
+        over_times_(!problem_.channels_last && !is_transposed_) {}
 
   // Converts the parameters to the compute type: `width` rows of weights, then a row of biases. Each row has all
   // channels. Returns false if the allocation fails.
@@ -327,16 +411,14 @@ class Convolution {
   }
 
   int64_t reach() const { return problem_.width - 1; }
-
-  // Strides of arrays of x's shape.
-  int64_t time_stride() const { return problem_.channels_last ? problem_.channels : 1; }
-  int64_t channel_stride() const { return problem_.channels_last ? 1 : problem_.length; }
+  int64_t time_stride() const { return problem_.channels_last ? problem_.channels : 1; }  // in arrays of x's shape
 
   // The address of the place's first channel at a time, in an array of x's shape.
   template <typename Number>
   Number* At(Number* array, bool is_shared, Place place, int64_t time) const {
-    return array + Example(is_shared, place) * problem_.channels * problem_.length + place.channel * channel_stride() +
-           time * time_stride();
+    const int64_t example = Example(is_shared, place);
+    return array + (problem_.channels_last ? (example * problem_.length + time) * problem_.channels + place.channel
+                                           : (example * problem_.channels + place.channel) * problem_.length + time);
   }
   const T* At(const Operand& operand, Place place, int64_t time) const {
     return At(static_cast<const T*>(operand.data), operand.is_shared, place, time);
@@ -347,13 +429,17 @@ class Convolution {
   Number* StateAt(Number* states, bool is_shared, Place place, int64_t length) const {
     return states + (Example(is_shared, place) * problem_.channels + place.channel) * length;
   }
-  const T* StateAt(const Operand& operand, Place place, int64_t length) const {
-    return StateAt(static_cast<const T*>(operand.data), operand.is_shared, place, length);
+
+  // The masks from `time` on; nullptr if there are none.
+  const uint8_t* SameSequence(Place place, int64_t time) const {
+    const auto* const masks = static_cast<const uint8_t*>(call_.same_sequence.data);
+    if (masks == nullptr) return nullptr;
+    return masks + Example(call_.same_sequence.is_shared, place) * problem_.length + time;
   }
 
   bool IsSameSequence(Place place, int64_t time, int64_t bit) const {
-    const uint8_t* const masks = Masks(place, time);
-    return masks == nullptr || (*masks >> bit & 1) != 0;
+    const uint8_t* const mask = SameSequence(place, time);
+    return mask == nullptr || (*mask >> bit & 1) != 0;
   }
 
   // Row k has the weights of tap k, row `width` the biases, from the place's first channel on.
@@ -361,96 +447,97 @@ class Convolution {
     return {filters_.get() + place.batch * filter_stride_ + place.channel, problem_.channels};
   }
 
-  // Copies part of an array of x's shape to a tile without gaps.
-  void Load(const T* from, int64_t times, int64_t channels, C* tile) const {
-    if (transposes_tiles_) return LoadRows(from, problem_.length, times, channels, tile);
-    ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
-      Widen(from + in_array, count, tile + in_tile);
-    });
+  // Part of an array of x's shape as a tile: in place if possible; otherwise nullptr.
+  template <typename Number>
+  auto InPlace(Number* array) const {
+    if constexpr (std::is_same_v<T, C>) {
+      return View<Number>{is_transposed_ ? nullptr : array, time_stride()};
+    } else {
+      return View<std::conditional_t<std::is_const_v<Number>, const C, C>>{nullptr, 0};
+    }
   }
 
-  // The tile in which to compute part of a result: in place if possible, otherwise the buffer.
-  View<C> ResultTile(T* to, int64_t channels, C* buffer) const {
-    if constexpr (std::is_same_v<T, C>) {
-      if (!transposes_tiles_) return {to, time_stride()};
-    }
+  // `times` times of an array of x's shape as a tile, from its first element on: in place, or copied to the buffer.
+  View<const C> Load(const T* from, int64_t times, int64_t channels, C* buffer) const {
+    if (const View<const C> in_place = InPlace(from); in_place.data != nullptr) return in_place;
+    Copy(from, times, channels, buffer);
     return {buffer, channels};
   }
 
-  // Stores such a tile, unless it is in place.
-  void Store(View<C> tile, int64_t times, int64_t channels, T* to) const {
-    if (static_cast<const void*>(tile.data) == to) return;
-    if (!transposes_tiles_) {
-      return ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
-        Narrow(tile.data + in_tile, count, to + in_array);
-      });
-    }
-    if (times < problem_.length) return StoreColumns(tile.data, problem_.length, times, channels, to);
-    WithLength(times, [&](auto length) { StoreColumns(tile.data, length, length, channels, to); });
+  void Copy(const T* from, int64_t times, int64_t channels, C* tile) const {
+    if (is_transposed_) return LoadRows(from, problem_.length, 0, times, channels, tile);
+    LoadRuns(from, RunsOf(times, channels), tile);
   }
 
-  // The inputs of times [begin, end): in place, or copied to the buffer.
+  void Store(const C* tile, int64_t times, int64_t channels, T* to) const {
+    if (!is_transposed_) return StoreRuns(tile, RunsOf(times, channels), to);
+    WithLength(times == problem_.length ? times : 0,
+               [&](auto length) { StoreColumns<length>(tile, problem_.length, times, channels, to); });
+  }
+
+  // The inputs of times [begin, end).
   View<const C> Inputs(Place place, int64_t begin, int64_t end, C* buffer) const {
-    if constexpr (std::is_same_v<T, C>) {
-      if (begin >= 0 && !transposes_tiles_) return {At(call_.x, place, begin), time_stride()};
+    if (begin >= 0) return Load(At(call_.x, place, begin), end - begin, place.channels, buffer);
+    if (call_.initial_state.data == nullptr) {
+      std::fill_n(buffer, -begin * place.channels, C{0});
+    } else {
+      const int64_t length = call_.state_length;
+      const T* const state =
+          StateAt(static_cast<const T*>(call_.initial_state.data), call_.initial_state.is_shared, place, length);
+      LoadRows(state, length, length + begin, -begin, place.channels, buffer);
     }
-    C* to = buffer;
-    if (begin < 0) {
-      if (call_.initial_state.data == nullptr) {
-        std::fill_n(to, -begin * place.channels, C{0});
-      } else {
-        const int64_t length = call_.state_length;
-        LoadRows(StateAt(call_.initial_state, place, length) + length + begin, length, -begin, place.channels, to);
-      }
-      to -= begin * place.channels;
-      begin = 0;
-    }
-    if (end > begin) Load(At(call_.x, place, begin), end - begin, place.channels, to);
+    if (end > 0) Copy(At(call_.x, place, 0), end, place.channels, buffer - begin * place.channels);
     return {buffer, place.channels};
   }
 
   // z, or its silu, of `times` times from `time` on. `in` begins at the first input of the first window.
   void Forward(Place place, View<const C> in, bool silu, int64_t time, int64_t times, View<C> z) const {
     const View<const C> filter = Filter(place);
-    Correlate(place, in, filter, filter.From(problem_.width).data, /*is_transposed=*/false, silu, time, times, z);
+    Correlate(in, filter, filter.From(problem_.width).data, {SameSequence(place, time), times, false}, silu, times,
+              place.channels, z);
   }
 
-  // Replaces z of a tile without gaps by its cotangent. The buffer has the size of the tile.
+  // Replaces z of a tile by its cotangent. The buffer has the size of the tile.
   void SiluGradientOf(const T* dy, int64_t times, int64_t channels, C* buffer, C* z) const {
-    if (transposes_tiles_) {
-      Load(dy, times, channels, buffer);
-      return SiluGradient(buffer, times * channels, z);
-    }
-    ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
-      SiluGradient(dy + in_array, count, z + in_tile);
-    });
+    if (!is_transposed_) return SiluGradient(dy, RunsOf(times, channels), z);
+    Copy(dy, times, channels, buffer);
+    SiluGradient(buffer, Runs{1, times * channels, 0}, z);
   }
 
-  // dx of `times` times from `time` on, without the contribution of the final state. `dz` begins at `time` too. After
-  // the end of the sequence it has zeros, up to the end of the last window.
-  void Transpose(Place place, const C* dz, int64_t time, int64_t times, View<C> dx) const {
+  // dx of `times` times from `time` on, without the contribution of the final state. `dz` begins at `time` too: it has
+  // `gradients` times, then zeros up to the end of the last window.
+  void Transpose(Place place, const C* dz, int64_t time, int64_t gradients, int64_t times, View<C> dx) const {
     static constexpr C kZeros[kMaxChannels] = {};
     const View<const C> reversed{Filter(place).From(reach()).data, -problem_.channels};
-    Correlate(place, {dz, place.channels}, reversed, kZeros, /*is_transposed=*/true, /*silu=*/false, time, times, dx);
+    Correlate({dz, place.channels}, reversed, kZeros, {SameSequence(place, time), gradients, true}, /*silu=*/false,
+              times, place.channels, dx);
   }
 
   // Adds to the sums for the weights and the bias: one row of all channels per tap, then one for the bias.
   void SumProducts(Place place, View<const C> in, const C* dz, int64_t time, int64_t times, double* sums) const {
+    const uint8_t* const masks = SameSequence(place, time);
     const View<double> rows{sums + place.channel, problem_.channels};
-    int64_t begin = 0;
-    const auto sum_until = [&](int64_t end) {
-      if (begin == end) return;
-      WithWidth([&](auto width, auto over_times) {
-        causal_conv1d::SumProducts<width, over_times>(in.From(begin), dz + begin * place.channels, end - begin,
-                                                      place.channels, rows);
+    ForEachRun({masks, times, false}, times, [&](int64_t begin, int64_t end, bool has_masks) {
+      const View<const C> first = in.From(begin);
+      const C* const first_dz = dz + begin * place.channels;
+      double* const sums_of_dz = rows.From(problem_.width).data;
+      OverTimes([&](auto over_times) {
+        if (has_masks) {
+          const auto sum = [&](auto of_tap, int k, double* to) {
+            SumTap<over_times, of_tap>(first.From(k).data, first.stride, first_dz, masks + begin, reach() - k,
+                                       end - begin, place.channels, to);
+          };
+          for (int k = 0; k < problem_.width; ++k) sum(std::true_type{}, k, rows.From(k).data);
+          return sum(std::false_type{}, 0, sums_of_dz);
+        }
+        for (int tap = 0; tap < problem_.width; tap += kMaxConstantWidth) {
+          DispatchWidth(std::min(problem_.width - tap, kMaxConstantWidth), [&](auto width) {
+            causal_conv1d::SumProducts<width, over_times>(first.From(tap), first_dz, end - begin, place.channels,
+                                                          rows.From(tap), tap == 0 ? sums_of_dz : nullptr);
+          });
+        }
       });
-    };
-    ForEachBorder(place, /*is_transposed=*/false, time, times, [&](int64_t t, int taps) {
-      sum_until(t);
-      SumTaps(taps, in.From(t), dz + t * place.channels, problem_.width, place.channels, rows);
-      begin = t + 1;
     });
-    sum_until(times);
   }
 
  private:
@@ -458,75 +545,85 @@ class Convolution {
     return (is_shared ? 0 : place.batch) * problem_.examples + place.example;
   }
 
-  // The masks of same_sequence from `time` on; nullptr if there are none.
-  const uint8_t* Masks(Place place, int64_t time) const {
-    const auto* const masks = static_cast<const uint8_t*>(call_.same_sequence.data);
-    return masks == nullptr ? nullptr : masks + Example(call_.same_sequence.is_shared, place) * problem_.length + time;
-  }
-
-  // Calls body with the width and over_times() as compile-time constants.
+  // Calls body(std::bool_constant<kOverTimes>{}).
   template <typename Body>
-  void WithWidth(const Body& body) const {
-    DispatchConstant<1, 2, 3, 4, 5, 6, 7, 8>(problem_.width, [&](auto width) {
-      over_times_ ? body(width, std::true_type{}) : body(width, std::false_type{});
-    });
+  void OverTimes(const Body& body) const {
+    over_times_ ? body(std::true_type{}) : body(std::false_type{});
   }
 
-  void Correlate(Place place, View<const C> in, View<const C> weights, const C* biases, bool is_transposed, bool silu,
-                 int64_t time, int64_t times, View<C> out) const {
-    WithWidth([&](auto width, auto over_times) {
-      const auto correlate = [&](auto with_silu) {
-        causal_conv1d::Correlate<width, over_times, with_silu>(in.data, in.stride, weights.data, weights.stride, biases,
-                                                               times, place.channels, out.data, out.stride);
-      };
-      silu ? correlate(std::true_type{}) : correlate(std::false_type{});
-    });
-    ForEachBorder(place, is_transposed, time, times, [&](int64_t t, int taps) {
-      CorrelateTaps(taps, in.From(t), weights, biases, silu, place.channels, out.From(t).data);
-    });
-  }
-
-  // Calls body(t, taps) for those of the `times` times from `time` on whose window reaches into another sequence. Bit k
-  // of `taps` is set if tap k counts. The window of t has the inputs t - reach() to t; of a transposed correlation, the
-  // gradients t to t + reach().
-  template <typename Body>
-  void ForEachBorder(Place place, bool is_transposed, int64_t time, int64_t times, const Body& body) const {
-    const uint8_t* const masks = Masks(place, time);
-    if (masks == nullptr) return;
-    const int64_t ahead = is_transposed ? reach() : 0, end = std::min(times + ahead, problem_.length - time);
-    const auto all_bits = static_cast<uint8_t>((1 << problem_.width) - 1);
-    for (int64_t t = 0; t < times;) {
-      const int64_t border = t + FirstOther(masks + t, end - t, all_bits);
-      if (border == end) return;
-      for (t = std::max(t, border - ahead); t <= std::min(border, times - 1); ++t) {
-        int taps = 0;
-        for (int k = 0; k < problem_.width; ++k) {
-          const int64_t i = is_transposed ? t + k : t, bit = is_transposed ? k : reach() - k;
-          if (i < end && (masks[i] >> bit & 1) != 0) taps |= 1 << k;
+  void Correlate(View<const C> in, View<const C> weights, const C* biases, const Masks& masks, bool silu, int64_t times,
+                 int64_t channels, View<C> out) const {
+    ForEachRun(masks, times, [&](int64_t begin, int64_t end, bool has_masks) {
+      OverTimes([&](auto over_times) {
+        const auto add_taps = [&](int first_tap, const Masks& of_run) {
+          for (int k = first_tap; k < problem_.width; ++k) {
+            const int later = of_run.is_transposed ? k : 0, bit = of_run.is_transposed ? k : problem_.width - 1 - k;
+            const uint8_t* const of_tap = of_run.data == nullptr ? nullptr : of_run.data + later;
+            AddTap<over_times>(in.From(begin + k).data, in.stride, weights.From(k).data, of_tap, of_run.count - later,
+                               bit, end - begin, channels, out.From(begin).data, out.stride);
+          }
+          if (!silu) return;
+          const int64_t rows = over_times ? 1 : end - begin, columns = over_times ? end - begin : channels;
+          for (int64_t row = 0; row < rows; ++row) ApplySilu(out.From(begin + row).data, columns);
+        };
+        if (has_masks) {
+          if (over_times) {
+            std::fill(out.From(begin).data, out.From(end).data, *biases);
+          } else {
+            for (int64_t t = begin; t < end; ++t) std::copy_n(biases, channels, out.From(t).data);
+          }
+          return add_taps(0, masks.From(begin));
         }
-        body(t, taps);
-      }
+        const bool is_wide = problem_.width > kMaxConstantWidth;
+        DispatchWidth(std::min(problem_.width, kMaxConstantWidth), [&](auto width) {
+          const auto run = [&](auto with_silu) {
+            causal_conv1d::Correlate<width, over_times, with_silu>(in.From(begin).data, in.stride, weights.data,
+                                                                   weights.stride, biases, end - begin, channels,
+                                                                   out.From(begin).data, out.stride);
+          };
+          silu && !is_wide ? run(std::true_type{}) : run(std::false_type{});
+        });
+        if (is_wide) add_taps(kMaxConstantWidth, {nullptr, 0, false});
+      });
+    });
+  }
+
+  // Calls body(begin, end, has_masks) for runs of times. Runs without masks have all taps in one sequence.
+  template <typename Body>
+  void ForEachRun(const Masks& masks, int64_t times, const Body& body) const {
+    const auto is_whole = [&](int64_t begin, int64_t end) {
+      const int64_t end_mask = masks.is_transposed ? std::min(end + reach(), masks.count) : end;
+      return AllEqual(masks.data + begin, end_mask - begin, (1 << problem_.width) - 1);
+    };
+    if (masks.data == nullptr || is_whole(0, times)) return body(int64_t{0}, times, false);
+    const int64_t step = over_times_ ? kBlockTimesOfChannel : kBlockTimes;
+    bool next_has_masks = !is_whole(0, std::min(step, times));
+    for (int64_t begin = 0, end = 0; begin < times; begin = end) {
+      const bool has_masks = next_has_masks;
+      do {
+        end = std::min(end + step, times);
+        if (end < times) next_has_masks = !is_whole(end, std::min(end + step, times));
+      } while (end < times && next_has_masks == has_masks);
+      body(begin, end, has_masks);
     }
   }
 
-  // Calls body(in_array, in_tile, count) for runs of consecutive elements of part of an array of x's shape, with the
-  // offsets of each run.
-  template <typename Body>
-  void ForEachRun(int64_t times, int64_t channels, const Body& body) const {
-    if (over_times_ || channels == problem_.channels) return body(0, 0, times * channels);
-    for (int64_t t = 0; t < times; ++t) body(t * problem_.channels, t * channels, channels);
+  Runs RunsOf(int64_t times, int64_t channels) const {
+    if (channels == problem_.channels || over_times_) return {1, times * channels, 0};
+    return {times, channels, problem_.channels};
   }
 
-  // LoadColumns, with a constant length if possible.
+  // Transposes numbers [begin, begin + times) of each channel's row of `length` numbers to [times, channels].
   template <typename Number>
-  static void LoadRows(const Number* rows, int64_t length, int64_t times, int64_t channels, C* to) {
-    WithLength(length, [&](auto constant) { LoadColumns(rows, constant, times, channels, to); });
+  static void LoadRows(const Number* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
+    WithLength(length,
+               [&](auto constant_length) { LoadColumns<constant_length>(rows, length, begin, times, channels, to); });
   }
 
   // `count` numbers per channel as `count` rows; zeros if the operand is absent.
   void LoadParameter(const Parameter& parameter, int64_t batch, int64_t count, C* to) const {
     const int64_t first = parameter.is_shared ? 0 : batch * problem_.channels * count;
-    const auto load = [&](const auto* numbers) { LoadRows(numbers + first, count, count, problem_.channels, to); };
+    const auto load = [&](const auto* numbers) { LoadRows(numbers + first, count, 0, count, problem_.channels, to); };
     if (parameter.data == nullptr) {
       std::fill_n(to, count * problem_.channels, C{0});
     } else if (parameter.type == call_.type) {
@@ -538,7 +635,7 @@ class Convolution {
 
   const ConvolutionCall& call_;
   const Problem& problem_;
-  const bool transposes_tiles_;  // relative to arrays of x's shape
+  const bool is_transposed_;  // whether tiles are transposed relative to arrays of x's shape
   const bool over_times_;
   Lines<C> filters_;
   int64_t filter_stride_ = 0;
@@ -577,9 +674,11 @@ bool Run(ffi::ThreadPool& pool, const ForwardCall& call, const Convolution<T>& c
                         std::min(tile_channels, problem.channels - channel)};
       const auto in = convolution.Inputs(place, time - convolution.reach(), time + times, memory.get());
       T* const y = convolution.At(static_cast<T*>(call.y), /*is_shared=*/false, place, time);
-      const View<C> out = convolution.ResultTile(y, place.channels, memory.get() + window * tile_channels);
+      View<C> out = convolution.InPlace(y);
+      const bool is_in_place = out.data != nullptr;
+      if (!is_in_place) out = {memory.get() + window * tile_channels, place.channels};
       convolution.Forward(place, in, problem.silu, time, times, out);
-      convolution.Store(out, times, place.channels, y);
+      if (!is_in_place) convolution.Store(out.data, times, place.channels, y);
     }
   });
   return has_memory;
@@ -620,15 +719,17 @@ class Backward {
         convolution_.Forward(place, in.From(known), /*silu=*/false, time + known, missing, {next, channels});
         convolution_.SiluGradientOf(dy, missing, channels, dx_, next);
       } else {
-        convolution_.Load(dy, missing, channels, next);
+        convolution_.Copy(dy, missing, channels, next);
       }
       std::fill(dz_ + wanted * channels, dz_ + (times + reach) * channels, C{0});
       convolution_.SumProducts(place, in, dz_, time, times, sums);
       T* const to = convolution_.At(static_cast<T*>(call_.dx), /*is_shared=*/false, place, time);
-      const View<C> dx = convolution_.ResultTile(to, channels, dx_);
-      convolution_.Transpose(place, dz_, time, times, dx);
+      View<C> dx = convolution_.InPlace(to);
+      const bool is_in_place = dx.data != nullptr;
+      if (!is_in_place) dx = {dx_, channels};
+      convolution_.Transpose(place, dz_, time, wanted, times, dx);
       AddFinalState(place, time, times, dx);
-      convolution_.Store(dx, times, channels, to);
+      if (!is_in_place) convolution_.Store(dx_, times, channels, to);
       if (time == 0) WriteInitialState(place, wanted);
       known = std::max<int64_t>(wanted - times, 0);
       std::copy_n(dz_ + times * channels, known * channels, dz_);
@@ -658,7 +759,8 @@ class Backward {
     const int64_t reach = convolution_.reach(), i = time - (problem_.length - reach);
     if (call_.d_final_state.data == nullptr || i < 0) return C{0};
     if (problem_.length > 0 && !convolution_.IsSameSequence(place, problem_.length - 1, reach - 1 - i)) return C{0};
-    return static_cast<C>(convolution_.StateAt(call_.d_final_state, place, reach)[c * reach + i]);
+    const auto* const states = static_cast<const T*>(call_.d_final_state.data);
+    return static_cast<C>(convolution_.StateAt(states, call_.d_final_state.is_shared, place, reach)[c * reach + i]);
   }
 
   void AddFinalState(Place place, int64_t time, int64_t times, View<C> dx) const {
@@ -706,7 +808,7 @@ bool Run(ffi::ThreadPool& pool, const BackwardCall& call, const Convolution<T>& 
   AdviseHugePages(call.dx, bytes);
   // A chunk is a range of times of an example. Chunks are grouped into parts. Each part has its own sums, and its
   // chunks are added in order. The split of channels among threads does not affect the sums.
-  const int64_t chunk_times = kTilesOfChunk * convolution.tile_times();
+  const int64_t chunk_times = convolution.over_times() ? kChunkTimesOfChannel : kChunkTimes;
   const int64_t chunks_of_example = std::max<int64_t>(1, CeilDivide(problem.length, chunk_times));
   const int64_t chunks = problem.examples * chunks_of_example;
   const int64_t units = CeilDivide(problem.channels, convolution.over_times() ? 1 : kMinChannels);
@@ -754,28 +856,28 @@ bool Run(ffi::ThreadPool& pool, const BackwardCall& call, const Convolution<T>& 
 template <typename T>
 bool Run(ffi::ThreadPool& pool, const UpdateCall& call, const Convolution<T>& convolution) {
   if (!Run(pool, static_cast<const ForwardCall&>(call), convolution)) return false;
-  // The new state is written last, because it may be in the memory of the old state.
+  // The new state: the last `length` inputs of the old state followed by x. It is written last, because it may be in the
+  // memory of the old state.
   const Problem& problem = call.problem;
-  const int64_t length = call.state_length, inputs = std::min(length, problem.length);
+  const int64_t length = call.state_length, kept = std::max<int64_t>(0, length - problem.length);
   const int64_t rows = problem.batch * problem.examples * problem.channels;
-  ForEachRange(pool, rows, rows * length * static_cast<int64_t>(sizeof(T)), [&](int64_t row, int64_t end) {
-    while (row < end) {
+  const bool shifts = problem.length == 1 && problem.channels_last && length >= 1 && length <= kMaxWidth;
+  ForEachRange(pool, rows, rows * length * static_cast<int64_t>(sizeof(T)), [&](int64_t row_begin, int64_t row_end) {
+    for (int64_t row = row_begin; row < row_end;) {
       const int64_t example = row / problem.channels, channel = row % problem.channels;
-      const Place place{example / problem.examples, example % problem.examples, channel,
-                        std::min(problem.channels - channel, end - row)};
-      const T* const old_states = convolution.StateAt(call.initial_state, place, length);
-      const T* const x = convolution.At(call.x, place, problem.length - inputs);
-      const auto shift = [&](auto known_length, auto known_inputs, auto channel_stride) {
-        ShiftStates(old_states, known_length, x, known_inputs, channel_stride, convolution.time_stride(),
-                    place.channels, static_cast<T*>(call.new_state) + row * length);
-      };
-      if (inputs == 1 && convolution.channel_stride() == 1) {
-        constexpr std::integral_constant<int64_t, 1> kOne{};
-        WithLength(length, [&](auto known_length) { shift(known_length, kOne, kOne); });
+      const int64_t channels = shifts ? std::min(problem.channels - channel, row_end - row) : 1;
+      const Place place{example / problem.examples, example % problem.examples, channel, channels};
+      const T* const old = convolution.StateAt(static_cast<const T*>(call.initial_state.data),
+                                               call.initial_state.is_shared, place, length);
+      const T* const x = convolution.At(call.x, place, problem.length - (length - kept));
+      T* const to = static_cast<T*>(call.new_state) + row * length;
+      if (shifts) {
+        WithLength(length, [&](auto count) { ShiftStates<count>(old, length, x, channels, to); });
       } else {
-        shift(length, inputs, convolution.channel_stride());
+        std::memmove(static_cast<void*>(to), old + (length - kept), static_cast<size_t>(kept) * sizeof(T));
+        for (int64_t i = kept; i < length; ++i) to[i] = x[(i - kept) * convolution.time_stride()];
       }
-      row += place.channels;
+      row += channels;
     }
   });
   return true;
