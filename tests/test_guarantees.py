@@ -51,7 +51,7 @@ def sizes_of(example: Example) -> Mapping[str, int]:
 
 def with_flags(call: OpCall, flags: Mapping[str, bool]) -> OpCall:
     operands = list(call.operands)
-    names = list(call.resolve(call.op.operands))
+    names = list(call.operand_dims)
     if flags.get("indices_are_sorted"):
         ids = names.index("segment_ids")
         order = jnp.argsort(operands[ids], axis=-1)

@@ -49,7 +49,8 @@ class Op:
     name: str
     """The name of the primitive."""
     operands: NamedDimensions | Callable[..., NamedDimensions]
-    """By name and in order; callers may omit trailing ones. Or ``(**params)`` -> these."""
+    """By name and in order. Or ``(**params)`` -> these. A call may lack the `optional` ones: callers pass None or omit
+    trailing ones, and the functions of the definition get None."""
     results: NamedDimensions | Callable[..., NamedDimensions]
     """By name and in order. Or ``(**params)`` -> these."""
     reference: Callable[..., Sequence[jax.Array]]
@@ -60,6 +61,9 @@ class Op:
     """
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
+    optional: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param.
+    None: a trailing operand without such a param."""
     sizes: Callable[..., Mapping[str, int]] | None = None
     """``(**params)`` -> the sizes of result dimensions that no operand has."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
@@ -138,11 +142,16 @@ class Op:
                 raise ValueError(f"Op {target} is defined twice")
             OPS[target] = self
 
-    def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    def __call__(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
         """The results of the op, always a list."""
         if (selection := current_selection()) is not None:
             params["implementation"] = selection
-        return self.primitive.bind(*jax_versions.unify_varying(*operands), **params)
+        present, params = self._present(operands, params)
+        return self.primitive.bind(*jax_versions.unify_varying(*present), **params)
+
+    def of_arrays(self, arrays: Mapping[str, jax.Array], **params: Any) -> list[jax.Array]:
+        """The results for operands by name, among other arrays."""
+        return self(*(arrays.get(name) for name in self._names(params)), **params)
 
     def types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results for operands of these types."""
@@ -153,9 +162,34 @@ class Op:
         dtypes: frozenset[str] = resolved(self.dtypes, self.targets.get(target, {}))
         return dtypes
 
-    def kernel(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    def kernel(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for the shard programs of other ops."""
-        return self.kernel_primitive.bind(*operands, **{"implementation": KERNEL_IF_ANY, **params})
+        present, params = self._present(operands, params)
+        return self.kernel_primitive.bind(*present, **{"implementation": KERNEL_IF_ANY, **params})
+
+    def _names(self, params: Mapping[str, Any]) -> list[str]:
+        """The names of all operands, before it is known which of them a call has."""
+        return list(resolved(self.operands, {**dict.fromkeys(filter(None, self.optional.values()), False), **params}))
+
+    def _present(
+        self, operands: Sequence[jax.Array | None], params: dict[str, Any]
+    ) -> tuple[list[jax.Array], dict[str, Any]]:
+        """The operands that are not None, and the params that say which these are."""
+        if self.optional:
+            given = {name for name, x in zip(self._names(params), operands, strict=False) if x is not None}
+            params |= {flag: name in given for name, flag in self.optional.items() if flag is not None}
+        return [x for x in operands if x is not None], params
+
+    def operand_dims(self, params: Mapping[str, Any]) -> dict[str, Dimensions]:
+        """The dimensions of the operands that a call with these params has."""
+        operands: NamedDimensions = resolved(self.operands, params)
+        flags = ((name, self.optional.get(name)) for name in operands)
+        return {name: operands[name] for name, flag in flags if flag is None or params.get(flag)}
+
+    def by_name(self, operands: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
+        """The operands of the definition, given those that a call with these params has. The others are None."""
+        given = dict(zip(self.operand_dims(params), operands, strict=False))
+        return {name: given.get(name) for name in resolved(self.operands, params)}
 
     @functools.cached_property
     def primitive(self) -> Primitive:
@@ -313,13 +347,13 @@ class OpCall:
     @functools.cached_property
     def linear(self) -> list[int]:
         """The positions of the operands in which an op with a `transpose` is linear."""
-        names = list(self.resolve(self.op.operands))
+        names = list(self.operand_dims)
         return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
 
     @property
     def linear_alone(self) -> dict[int, Callable[..., Sequence[jax.Array]]]:
         """The transposes of an op that is linear in further operands, by position."""
-        names = list(self.resolve(self.op.operands))
+        names = list(self.operand_dims)
         return {names.index(name): transpose for name, transpose in self.op.linear_alone.items() if name in names}
 
     @functools.cached_property
@@ -348,6 +382,15 @@ class OpCall:
         """A function of the definition, given the params that it names."""
         return with_named(function, self.params)
 
+    def of_operands(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+        """A function of the definition, given the params and its first arguments, as one of the call's operands."""
+        return lambda *operands: self.bound(function)(*first, *self.op.by_name(operands, self.params).values())
+
+    @functools.cached_property
+    def operand_dims(self) -> dict[str, Dimensions]:
+        """The dimensions of the operands."""
+        return self.op.operand_dims(self.params)
+
     def resolve(self, field: Any) -> Any:
         """The value of a field of the definition: a field that is a function is called with the params."""
         return resolved(field, self.params)
@@ -360,7 +403,8 @@ class OpCall:
 
     def result_types(self) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results, with the batch dimensions."""
-        types = self.bound(self.op.result_types)(*self.own_operands) if self.op.result_types else self._named_types()
+        types_of = self.op.result_types
+        types = self.of_operands(types_of)(*self.own_operands) if types_of is not None else self._named_types()
         return [((*self.batch, *shape), dtype) for shape, dtype in types]
 
     def result_avals(self) -> list[Any]:
@@ -382,7 +426,7 @@ class OpCall:
         # When JAX differentiates a jitted function, its constants are NumPy arrays, which take no tracer as an index.
         operands = tuple(map(jnp.asarray, operands))
         mapped = mapped_dims(operands, self.num_batch_dims)
-        own_reference = self.bound(self.op.reference)
+        own_reference = self.of_operands(self.op.reference)
 
         def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(map_over_batch(own_reference, mapped, *operands))
@@ -397,10 +441,13 @@ class OpCall:
     def _named_types(self) -> list[ShapeAndDtype]:
         """The types of the results, with shapes derived from the named dimensions."""
         op, operands = self.op, self.own_operands
-        sizes = joint_sizes(self._with_names(op.operands, [x.shape for x in operands])) | self.resolve(op.sizes or {})
+        sizes = joint_sizes(self._with_names(self.operand_dims, [x.shape for x in operands]))
+        sizes |= self.resolve(op.sizes or {})
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
-        dtypes = self.bound(op.result_dtypes)(*operands) if op.result_dtypes else [operands[0].dtype] * len(results)
+        dtypes = (
+            self.of_operands(op.result_dtypes)(*operands) if op.result_dtypes else [operands[0].dtype] * len(results)
+        )
         return [
             (tuple(sizes[name] for d in names for name in (rest if d == "..." else (d,))), np.dtype(dtype))
             for names, dtype in zip(results, dtypes, strict=True)
@@ -419,7 +466,7 @@ class OpCall:
     def named_shapes(self) -> NamedShapes:
         """The named dimensions of the operands and results."""
         op, num_batch_dims = self.op, self.num_batch_dims
-        operands = self._with_names(op.operands, [x.shape for x in self.operands], num_batch_dims)
+        operands = self._with_names(self.operand_dims, [x.shape for x in self.operands], num_batch_dims)
         results = self._with_names(op.results, [shape for shape, _ in self.result_types()], num_batch_dims)
         sizes = joint_sizes(operands + results)
 
@@ -455,11 +502,11 @@ class OpCall:
         """The strategy and the scratch memory of the platform's kernel, for a call that it supports."""
         op = self.op
         assert op.plan_parameters is not None
-        parameters = dict(self.bound(op.plan_parameters)(*self.own_operands))
+        parameters = dict(self.of_operands(op.plan_parameters)(*self.own_operands))
         if not op.broadcasts:
             size = math.prod(self.batch)
             parameters["batch"] = size
-            for name, operand in zip(self.resolve(op.operands), self.operands, strict=False):
+            for name, operand in zip(self.operand_dims, self.operands, strict=False):
                 parameters[f"{name}_is_shared"] = size != 1 and is_shared(operand.shape, self.num_batch_dims)
         # A product of sizes overflows only for an array without elements, where 0 serves as well.
         fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
@@ -487,7 +534,7 @@ class OpCall:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
-        return self.bound(op.limit)(*self.own_operands) if op.limit is not None else None
+        return self.of_operands(op.limit)(*self.own_operands) if op.limit is not None else None
 
     def attributes(self) -> dict[str, Any]:
         """The params that the native handler takes."""

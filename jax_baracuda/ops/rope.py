@@ -379,23 +379,23 @@ def _rotate(
 
 def _reference(
     *operands: Array,
-    num_arrays: int,
     heads_first: bool,
     interleaved: bool,
     scale: float,
-    has_positions: bool,
     constant_angles: ConstantAngles | None,
-    **rotation: Any,
+    inverse: bool,
+    rotary_dim: int,
 ) -> list[Array]:
-    features, (frequencies, *positions) = operands[:num_arrays], operands[num_arrays:]
+    *features, frequencies, positions = operands
     length = features[0].shape[_sequence_axis(heads_first)]
     if constant_angles is not None:
         cos, sin = _constant_table(constant_angles, length, np.dtype(frequencies.dtype), scale, interleaved)()
     else:
-        [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None]]
+        positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
         cos, sin = _cos_and_sin_of_product(positions, frequencies)
         cos, sin = _table(jnp, scale * cos, scale * sin, interleaved)
-    return [_rotate(x, cos, sin, heads_first=heads_first, interleaved=interleaved, **rotation) for x in features]
+    rotation = {"inverse": inverse, "heads_first": heads_first, "interleaved": interleaved, "rotary_dim": rotary_dim}
+    return [_rotate(x, cos, sin, **rotation) for x in features]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -428,24 +428,24 @@ def _plan_parameters(
     }
 
 
-def _positions_limit(*operands: Any, has_positions: bool) -> str | None:
-    dtype = operands[-1].dtype.name
-    if not has_positions or dtype in ("int32", "int64"):
+def _positions_limit(*operands: Any) -> str | None:
+    positions = operands[-1]
+    if positions is None or positions.dtype.name in ("int32", "int64"):
         return None
-    return f"kernels take positions of int32 and int64, not of {dtype}"
+    return f"kernels take positions of int32 and int64, not of {positions.dtype.name}"
 
 
 def _shard_rotation(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, heads_first: bool, has_positions: bool
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array | None, heads_first: bool
 ) -> Sequence[Array]:
     """If the sequence is split, the positions of a shard continue those of the previous shard."""
     sequence_axes = axes.get("sequence", ())
-    if has_positions or not sequence_axes:
+    *others, positions = operands
+    if positions is not None or not sequence_axes:
         return kernel(*operands)
     length = operands[0].shape[_sequence_axis(heads_first)]
     start = (jax.lax.axis_index(sequence_axes) * length).astype(jnp.int32)
-    positions = start + jnp.arange(length, dtype=jnp.int32)
-    return kernel(*operands, positions[None], has_positions=True, constant_angles=None)
+    return kernel(*others, (start + jnp.arange(length, dtype=jnp.int32))[None], constant_angles=None)
 
 
 def _has_known_angles(traits: Traits) -> bool:
@@ -467,11 +467,12 @@ ROPE = Op(
         "rope_qk": {"num_arrays": 2, "inverse": False},
         "rope_qk_backward": {"num_arrays": 2, "inverse": True},
     },
-    operands=lambda *, num_arrays, heads_first, has_positions: {
+    operands=lambda *, num_arrays, heads_first: {
         **_features(num_arrays=num_arrays, heads_first=heads_first),
         "frequencies": ("part", "pair"),
-        **({"positions": ("example", "sequence")} if has_positions else {}),
+        "positions": ("example", "sequence"),
     },
+    optional={"positions": "has_positions"},
     results=_features,
     reference=_reference,
     dtypes=FLOATING_DTYPES,
@@ -521,13 +522,11 @@ class _Params(NamedTuple):
     interleaved: bool
     rotary_dim: int
     scale: float
-    has_positions: bool
     constant_angles: ConstantAngles | None
 
 
 def _call(params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
-    others = (frequencies,) if positions is None else (frequencies, positions)
-    return ROPE(*features, *others, **params._asdict())
+    return ROPE(*features, frequencies, positions, **params._asdict())
 
 
 def _forward(
@@ -603,7 +602,6 @@ def _canonicalize(
         interleaved=bool(interleaved),
         rotary_dim=rotary_dim,
         scale=scale,
-        has_positions=positions is not None,
         constant_angles=constant_angles,
     )
     return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}

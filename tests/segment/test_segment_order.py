@@ -105,7 +105,7 @@ def _program(op: Op, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
 
 
 def _named(call: OpCall) -> dict[str, Any]:
-    return dict(zip(call.resolve(call.op.operands), call.operands, strict=True))
+    return dict(zip(call.operand_dims, call.operands, strict=True))
 
 
 def _operand(rng: np.random.Generator, aval: Any, name: str) -> jax.Array:

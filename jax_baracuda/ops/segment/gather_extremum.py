@@ -25,10 +25,11 @@ from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
     GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS,
+    NO_PLAN,
+    PLAN_FIELDS,
     SHARED_BY_GRAPHS,
     first_gets_all,
     minimum_of,
-    operands_of_backward,
     shares_of_ties,
     unpermuted_ids,
 )
@@ -145,47 +146,45 @@ class GatherExtremumParams(GatherParams):
 
 
 def _primal(params: GatherExtremumParams, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
-    flags = {"has_winner": False, "has_edge_order": False}
-    return GATHER_SEGMENT_EXTREMUM(data, gather_ids, segment_ids, **params.of_reduction(), **flags)[0]
+    return GATHER_SEGMENT_EXTREMUM(data, gather_ids, segment_ids, **params.of_reduction(), has_winner=False)[0]
 
 
 def _forward(params: GatherExtremumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     name = "gather_segment_min" if params.minimum else "gather_segment_max"
     check_numbered(name, "edges", arrays["segment_ids"].shape[0])
-    names = [x for x in ("data", "gather_ids", "segment_ids", "edge_order") if x in arrays]
-    flags = {"has_winner": True, "has_edge_order": "edge_order" in names}
-    output, winner = GATHER_SEGMENT_EXTREMUM(*(arrays[x] for x in names), **params.of_reduction(), **flags)
+    names = ("data", "gather_ids", "segment_ids", "edge_order")
+    operands = map(arrays.get, names)
+    output, winner = GATHER_SEGMENT_EXTREMUM(*operands, **params.of_reduction(), has_winner=True)
     return output, {"winner": winner} if params.first_wins else {"winner": winner, "output": output}
 
 
 def _gradient(
     params: GatherExtremumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
 ) -> dict[str, Array]:
-    has_plan = "edge_order" in residuals
-    operands = dict(residuals)
-    if has_plan and num_joined > 0:
-        names = ("edge_order", "gather_ids", "segment_ids")  # plans of different batch elements cannot be merged
-        arrays = [operands[name] for name in names]
+    operands: dict[str, Array | None] = {**residuals}
+    ids = operands["gather_ids"], operands["segment_ids"]
+    order = operands.get("edge_order")
+    if order is not None and num_joined > 0:  # plans of different batch elements cannot be merged
+        arrays = order, *ids
         ids = map_over_batch(lambda order, *ids: unpermuted_ids(ids, order), mapped_dims(arrays, num_joined), *arrays)
-        operands |= dict(zip(names[1:], ids, strict=True))
-        has_plan = False
-    if not has_plan:
-        operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
-    operands["d_winner"] = d_output if params.first_wins else shares_of_ties(d_output, residuals["winner"])
-    flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
+        order = None
+    gather_ids, segment_ids = ids
+    if order is None:
+        segment_ids = as_gather_ids(segment_ids, params.num_segments)
+    d_winner = d_output if params.first_wins else shares_of_ties(d_output, residuals["winner"])
     # Winners are constant almost everywhere, so the gradient is linear in d_output alone.
-    operands |= {name: jax.lax.stop_gradient(operands[name]) for name in ("data", "output") if name in operands}
-    operands = {name: operands[name] for name in operands_of_backward(**flags)}
+    data_and_output = (operands.get(x) for x in ("data", "output"))
+    constants = (None if x is None else jax.lax.stop_gradient(x) for x in data_and_output)
+    plan = NO_PLAN if order is None else (operands[x] for x in PLAN_FIELDS)
     d_data = sum_over_graphs(
         GATHER_SEGMENT_EXTREMUM_BACKWARD,
         GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS,
         num_joined,
-        operands,
+        [d_winner, residuals["winner"], gather_ids, segment_ids, *plan, *constants],
         shared=SHARED_BY_GRAPHS,
         num_rows=params.num_rows,
         deterministic=params.deterministic,
         minimum=params.minimum,
-        **flags,
     )
     return {"data": d_data}
 
