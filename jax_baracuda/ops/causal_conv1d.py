@@ -12,7 +12,7 @@ derivative rules, canonicalisation of arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import map_together
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -150,7 +151,7 @@ def causal_conv1d(
     params, arrays = _canonicalize(
         "causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids
     )
-    return _convolution(params._replace(returns_state=bool(return_final_state)), **arrays)
+    return _convolution(Params(params, returns_state=bool(return_final_state)), **arrays)
 
 
 @selectable
@@ -741,20 +742,12 @@ CAUSAL_CONV1D_UPDATE = Op(
 # Derivative rules.
 
 
-class _Params(NamedTuple):
-    """The static arguments of a convolution."""
-
-    channels_last: bool
-    silu: bool
-    returns_state: bool = False
-
-
-def _call(op: Op, params: _Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
-    return op.of_arrays(arrays, channels_last=params.channels_last, silu=params.silu)
+def _call(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
+    return op.of_arrays(arrays, channels_last=params["channels_last"], silu=params["silu"])
 
 
 def _gradients(
-    params: _Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
+    params: Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
 ) -> dict[str, Array]:
     """The gradients of a convolution's arrays by name.
 
@@ -766,31 +759,31 @@ def _gradients(
     return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
-def _forward(params: _Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
+def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
     [y] = _call(CAUSAL_CONV1D, params, arrays)
-    if not params.returns_state:
+    if not params["returns_state"]:
         return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]
     state_length = arrays["weight"].shape[1] - 1
-    state = _final_state(*states, state_length=state_length, channels_last=params.channels_last)
+    state = _final_state(*states, state_length=state_length, channels_last=params["channels_last"])
     y, state = map_together((y, state), [array for array in arrays.values() if array is not None])
     return (y, state), arrays
 
 
-def _backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
-    d_output, d_final_state = cotangents if params.returns_state else (cotangents, None)
+def _backward(params: Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
+    d_output, d_final_state = cotangents if params["returns_state"] else (cotangents, None)
     return _gradients(params, arrays, d_output, d_final_state)
 
 
 _convolution = KernelVjp("causal_conv1d", _forward, _backward)
 
 
-def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
+def _update_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
     y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, arrays)
     return (y, new_state), arrays
 
 
-def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
+def _update_backward(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
     """The last W - 1 inputs of the new state are the convolution's final state; the others are older inputs."""
     x, state, weight = arrays["x"], arrays["state"], arrays["weight"]
     d_output, d_new_state = cotangents
@@ -808,13 +801,13 @@ def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[
     dx = gradients["x"]
     d_state = gradients.get("initial_state", jnp.zeros((*state.shape[:2], 0), state.dtype))
     if num_older > 0:
-        time = _time_axis(params.channels_last)
+        time = _time_axis(params["channels_last"])
         # The cotangents of the new state's older inputs, at their places in the concatenation of state and new inputs.
         nothing = [(0, 0)] * 2
         d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], state_length)])
         d_state = reshard_like(jnp.pad(d_state, [*nothing, (num_older, 0)]), jax.typeof(state))
         d_state += reshard_like(d_inputs[..., : state.shape[2]], jax.typeof(state))
-        older = _in_layout(d_inputs[..., state.shape[2] :], params.channels_last)
+        older = _in_layout(d_inputs[..., state.shape[2] :], params["channels_last"])
         dx = reshard_like(dx, jax.typeof(x)) + reshard_like(older, jax.typeof(x))
     return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
@@ -840,7 +833,7 @@ def _canonicalize(
     channels_last: bool,
     initial_state: ArrayLike | None,
     segment_ids: ArrayLike | None,
-) -> tuple[_Params, dict[str, Any]]:
+) -> tuple[Params, dict[str, Any]]:
     """Checks the arguments that all functions share. Returns the params, and the arrays of a convolution by name."""
     x, weight = as_array(name, "x", x), as_array(name, "weight", weight)
     channels_last = bool(channels_last)
@@ -887,7 +880,7 @@ def _canonicalize(
         "initial_state": initial_state,
         "same_sequence": same_sequence,
     }
-    return _Params(channels_last, silu=activation is not None), arrays
+    return Params(channels_last=channels_last, silu=activation is not None), arrays
 
 
 def _check_parameter_dtype(name: str, argument: str, parameter: Array, x: Array) -> None:

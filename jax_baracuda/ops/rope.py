@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -149,7 +150,7 @@ def rope_backward(
     params, arrays = _canonicalize(
         "rope_backward", {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    [dx] = _call(params._replace(inverse=True), **arrays)
+    [dx] = _call(Params(params, inverse=True), **arrays)
     return dx
 
 
@@ -232,7 +233,7 @@ def rope_qk_backward(
     params, arrays = _canonicalize(
         "rope_qk_backward", cotangents, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    dq, dk = _call(params._replace(inverse=True), **arrays)
+    dq, dk = _call(Params(params, inverse=True), **arrays)
     return dq, dk
 
 
@@ -513,30 +514,18 @@ ROPE = Op(
 # Derivative rules.
 
 
-class _Params(NamedTuple):
-    """The static arguments of a rotation, named like the params of the op."""
-
-    num_arrays: int
-    inverse: bool
-    heads_first: bool
-    interleaved: bool
-    rotary_dim: int
-    scale: float
-    constant_angles: ConstantAngles | None
-
-
-def _call(params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
-    return ROPE(*features, frequencies, positions, **params._asdict())
+def _call(params: Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
+    return ROPE(*features, frequencies, positions, **params)
 
 
 def _forward(
-    params: _Params, *, features: Sequence[Array], **others: Array | None
+    params: Params, *, features: Sequence[Array], **others: Array | None
 ) -> tuple[list[Array], dict[str, Array | None]]:
     return _call(params, features=features, **others), others
 
 
-def _backward(params: _Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
-    return {"features": _call(params._replace(inverse=True), features=cotangents, **others)}
+def _backward(params: Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
+    return {"features": _call(Params(params, inverse=True), features=cotangents, **others)}
 
 
 _rope = KernelVjp("rope", _forward, _backward)
@@ -556,7 +545,7 @@ def _canonicalize(
     rotary_dim: int | None,
     inv_freq: ArrayLike | None,
     scale: float,
-) -> tuple[_Params, dict[str, Any]]:
+) -> tuple[Params, dict[str, Any]]:
     """The params, and the arrays by name: `features` (a list), `frequencies`, and `positions` or None.
 
     Args:
@@ -595,7 +584,7 @@ def _canonicalize(
     constant_angles = None if positions is not None else _constant_angles(constants, length, dtype)
     if positions is not None:
         positions = _checked_positions(name, positions, examples, length, heads_first)
-    params = _Params(
+    params = Params(
         num_arrays=len(arrays),
         inverse=False,
         heads_first=heads_first,

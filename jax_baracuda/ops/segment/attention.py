@@ -11,7 +11,7 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges
-from jax_baracuda.ops.segment.edge_attention import AttentionParams, attend
+from jax_baracuda.ops.segment.edge_attention import attend, attention_params
 from jax_baracuda.ops.segment.gather_sum import by_heads, gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -78,6 +78,6 @@ def segment_attention(
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     bias, value = by_heads(name, "logits", logits, call)
     edges = call.edges if plan is None else call.edges | {"edge_gather_ids": plan.edge_gather_ids}
-    params = AttentionParams("given", call.num_segments, bool(indices_are_sorted) or plan is not None)
+    params = attention_params("given", call.num_segments, bool(indices_are_sorted) or plan is not None)
     output = attend(params, value=value, bias=bias.astype(accumulation_dtype(value.dtype)), **edges)
     return output.reshape(call.num_segments, *call.data.shape[1:])

@@ -31,19 +31,6 @@ COUNTS = ("segment",)
 ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
 
 
-@dataclasses.dataclass(frozen=True)
-class Params:
-    """The static arguments of a segment reduction, named like the params of the ops."""
-
-    num_segments: int
-    indices_are_sorted: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class SumParams(Params):
-    deterministic: bool
-
-
 def product_guarantee(dtype: str, platform: str) -> Guarantee:
     if jnp.issubdtype(dtype, jnp.floating):
         return accumulated(dtype, platform)

@@ -19,7 +19,7 @@ from jax import Array
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import Traits, on_cpu, on_gpu, unsorted
-from jax_baracuda._core.functions import resolved
+from jax_baracuda._core.functions import Params, resolved
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -463,44 +463,38 @@ GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
 # Derivative rule.
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionParams:
-    """The static arguments of attention over edges."""
-
-    score: Score
-    num_segments: int
-    indices_are_sorted: bool
-    scale: float = 1.0
-    negative_slope: float = 0.0
-
-
-def _call(
-    op: Op, params: AttentionParams, arrays: Mapping[str, Array], num_segments: int, *, is_sorted: bool
-) -> list[Array]:
+def _call(op: Op, params: Params, arrays: Mapping[str, Array], num_segments: int, *, is_sorted: bool) -> list[Array]:
     """Calls an op with those of the arrays that it takes."""
     if "bias" not in arrays:  # the order only tells whose bias to read
         arrays = {name: x for name, x in arrays.items() if name != "edge_order"}
+    return op.of_arrays(arrays, **params | {"num_segments": num_segments, "indices_are_sorted": is_sorted})
+
+
+def attention_params(
+    score: Score, num_segments: int, indices_are_sorted: bool, scale: float = 1.0, negative_slope: float = 0.0
+) -> Params:
+    """The static arguments of attention over edges."""
     # NumPy's numbers keep 64 bits in the attributes of a call.
-    numbers = {"scale": np.float64(params.scale), "negative_slope": np.float64(params.negative_slope)}
-    options = {"num_segments": num_segments, "indices_are_sorted": is_sorted, **numbers}
-    return op.of_arrays(arrays, score=params.score, **options)
+    numbers = {"scale": np.float64(scale), "negative_slope": np.float64(negative_slope)}
+    return Params(score=score, num_segments=num_segments, indices_are_sorted=indices_are_sorted, **numbers)
 
 
-def _forward(params: AttentionParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    is_sorted = params.indices_are_sorted
-    output, maxima, totals = _call(GRAPH_ATTENTION, params, arrays, params.num_segments, is_sorted=is_sorted)
+def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    is_sorted = params["indices_are_sorted"]
+    output, maxima, totals = _call(GRAPH_ATTENTION, params, arrays, params["num_segments"], is_sorted=is_sorted)
     return output, arrays | {"output": output, "maxima": maxima, "totals": totals}
 
 
-def _backward(params: AttentionParams, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
+def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     wide = residuals["maxima"].dtype
     means = (d_output.astype(wide) * residuals["output"].astype(wide)).sum(-1)
     arrays = {**residuals, "d_output": d_output, "means": means}
     d_arrays: dict[str, Array] = {}
-    if params.score != "given":
-        op, is_sorted = GRAPH_ATTENTION_BACKWARD_BY_SEGMENT, params.indices_are_sorted
-        names = _results_by_segment(score=params.score, has_bias="bias" in arrays)
-        d_arrays |= dict(zip(names, _call(op, params, arrays, params.num_segments, is_sorted=is_sorted), strict=True))
+    if params["score"] != "given":
+        op, num_segments = GRAPH_ATTENTION_BACKWARD_BY_SEGMENT, params["num_segments"]
+        names = _results_by_segment(score=params["score"], has_bias="bias" in arrays)
+        results = _call(op, params, arrays, num_segments, is_sorted=params["indices_are_sorted"])
+        d_arrays |= dict(zip(names, results, strict=True))
 
     has_plan = "edge_order" in arrays
     if has_plan:
@@ -512,17 +506,17 @@ def _backward(params: AttentionParams, residuals: Mapping[str, Array], d_output:
     else:
         gather_ids = arrays["gather_ids"]
         edges = {
-            "gather_ids": as_gather_ids(arrays["segment_ids"], params.num_segments),
+            "gather_ids": as_gather_ids(arrays["segment_ids"], params["num_segments"]),
             "segment_ids": gather_ids,
             "edge_gather_ids": gather_ids,
         }
     arrays |= edges
-    if params.score == "given":
+    if params["score"] == "given":
         arrays["rows_of_edges"] = arrays["edge_gather_ids"]
-    num_rows = arrays["value" if params.score == "given" else "key"].shape[0]
+    num_rows = arrays["value" if params["score"] == "given" else "key"].shape[0]
     results = _call(GRAPH_ATTENTION_BACKWARD_BY_ROW, params, arrays, num_rows, is_sorted=has_plan)
-    d_arrays |= dict(zip(_RESULTS_BY_ROW[params.score], results, strict=True))
-    if params.score == "additive":
+    d_arrays |= dict(zip(_RESULTS_BY_ROW[params["score"]], results, strict=True))
+    if params["score"] == "additive":
         d_arrays["d_score_weights"] = d_arrays["d_score_weights"].sum(0)
     return {name.removeprefix("d_"): x for name, x in d_arrays.items()}
 

@@ -7,7 +7,6 @@ plan gathers its rows in the plan's order.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -35,7 +34,7 @@ from jax_baracuda._core.dispatch import (
     unsorted,
 )
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
@@ -67,7 +66,6 @@ from jax_baracuda.ops.segment.definitions import (
     ORDERED_DTYPES,
     ROUNDED_ONCE,
     ROWS,
-    Params,
     gradient_op,
     index_of_first_row,
     limit_of_32_bits,
@@ -309,9 +307,9 @@ def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     if call.bucket_size is not None and call.ids.shape[0] == 0:
         raise ValueError(f"{call.name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
     call = call.sorted_by_plan(unless=FLOATING_DTYPES)
-    params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
+    params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
-    over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(minimum, cells)
+    over_buckets = None if params["first_wins"] else lambda cells, axis: _over_buckets(minimum, cells)
     return call.reduce(_rules[minimum], params, over_buckets)
 
 
@@ -319,7 +317,7 @@ def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: T
     call = canonicalize_primal(segments, data, d_output)
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
-    params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
+    params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     return call.gradient(_rules[minimum], params, d_output)
 
 
@@ -983,39 +981,29 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS = op_of_graphs(
 # Derivative rules of rows.
 
 
-@dataclasses.dataclass(frozen=True)
-class ExtremumParams(Params):
-    first_wins: bool
-    minimum: bool
-
-
-def _reduced(
-    params: ExtremumParams, data: Array, ids: Array, plan: Mapping[str, Array], has_winner: bool
-) -> list[Array]:
+def _reduced(params: Params, data: Array, ids: Array, plan: Mapping[str, Array], has_winner: bool) -> list[Array]:
     if not plan:
-        return SEGMENT_EXTREMUM(data, ids, **vars(params), has_winner=has_winner)
+        return SEGMENT_EXTREMUM(data, ids, **params, has_winner=has_winner)
     order = plan["order"]
-    flags = vars(params) | {"indices_are_sorted": True, "has_winner": has_winner}
+    flags = params | {"indices_are_sorted": True, "has_winner": has_winner}
     return GATHER_SEGMENT_EXTREMUM(data, order, plan["sorted_ids"], order if has_winner else None, **flags)
 
 
-def _primal(params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
+def _primal(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
     return _reduced(params, data, segment_ids, plan, has_winner=False)[0]
 
 
-def _forward(
-    params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    check_numbered("segment_min" if params.minimum else "segment_max", "rows", segment_ids.shape[0])
+def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, ...]]:
+    check_numbered("segment_min" if params["minimum"] else "segment_max", "rows", segment_ids.shape[0])
     output, winner = _reduced(params, data, segment_ids, plan, has_winner=True)
-    return output, (winner, segment_ids) if params.first_wins else (winner, segment_ids, data, output)
+    return output, (winner, segment_ids) if params["first_wins"] else (winner, segment_ids, data, output)
 
 
-def _gradient(params: ExtremumParams, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
+def _gradient(params: Params, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
     winner, ids, *data_and_output = residuals
     # Winners are constant almost everywhere, so the gradient is linear in d_output alone.
     constants = map(jax.lax.stop_gradient, data_and_output)
-    flags = {"indices_are_sorted": params.indices_are_sorted, "minimum": params.minimum}
+    flags = {"indices_are_sorted": params["indices_are_sorted"], "minimum": params["minimum"]}
     [d_data] = SEGMENT_EXTREMUM_BACKWARD(d_output, winner, ids, *constants, **flags)
     return {"data": d_data}
 

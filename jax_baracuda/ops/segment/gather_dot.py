@@ -14,10 +14,11 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, with_whole_dims
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import GatherParams, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
@@ -107,7 +108,7 @@ def gather_segment_dot(
         raise ValueError(
             f"{name}: the plan is for {call.num_segments} segments, got segment_data.shape = {segment_data.shape}"
         )
-    params = call.params(GatherParams, indices_are_sorted, deterministic)
+    params = call.params(indices_are_sorted, deterministic)
     heads = data.shape[1:-1]
     output = _gathered_dot(params, data=_of_heads(data), segment_data=_of_heads(segment_data), **call.edges)
     return output.reshape(output.shape[0], *heads)
@@ -210,28 +211,28 @@ GATHER_SEGMENT_DOT = Op(
 # Derivative rule.
 
 
-def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     names = ("segment_data", "data", "gather_ids", "segment_ids", "edge_order")
-    flags = {"is_wide": False, "deterministic": params.deterministic}
+    flags = {"is_wide": False, "deterministic": params["deterministic"]}
     return GATHER_SEGMENT_DOT(*map(arrays.get, names), **flags)[0], arrays
 
 
-def _backward(params: GatherParams, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
+def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     """Weighted sums over the edges of each row and of each segment."""
     gather_ids, segment_ids = residuals["gather_ids"], residuals["segment_ids"]
     has_plan = "transposed_order" in residuals
     if has_plan:
         transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
     else:
-        transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
+        transposed = as_gather_ids(segment_ids, params["num_segments"]), gather_ids
     d_data = gathered_sum(
         residuals["segment_data"],
         *transposed,
         d_output,
         residuals.get("transposed_order"),
-        num_segments=params.num_rows,
+        num_segments=params["num_rows"],
         indices_are_sorted=has_plan,
-        deterministic=params.deterministic,
+        deterministic=params["deterministic"],
         clips_gather_ids=False,
     )
     d_segment_data = gathered_sum(
@@ -240,9 +241,9 @@ def _backward(params: GatherParams, residuals: Mapping[str, Array], d_output: Ar
         segment_ids,
         d_output,
         residuals.get("edge_order"),
-        num_segments=params.num_segments,
-        indices_are_sorted=params.indices_are_sorted,
-        deterministic=params.deterministic,
+        num_segments=params["num_segments"],
+        indices_are_sorted=params["indices_are_sorted"],
+        deterministic=params["deterministic"],
     )
     return {"data": d_data, "segment_data": d_segment_data}
 

@@ -6,7 +6,6 @@ that its edges won. If tied edges share a cell, the gradient finds them by compa
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +17,9 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import GatherParams, Mode, TieBreak, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import Mode, TieBreak, canonicalize_edges
 from jax_baracuda.ops.segment.edges import as_gather_ids, sum_over_graphs
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
@@ -93,7 +93,7 @@ def gather_segment_max(
     name = "gather_segment_max"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     options = {"first_wins": first_gets_all(name, tie_break), "minimum": False}
-    params = call.params(GatherExtremumParams, indices_are_sorted, deterministic, **options)
+    params = call.params(indices_are_sorted, deterministic, **options)
     return _gather_segment_max(params, data=call.data, **call.edges)
 
 
@@ -126,7 +126,7 @@ def gather_segment_min(
     name = "gather_segment_min"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     options = {"first_wins": first_gets_all(name, tie_break), "minimum": True}
-    params = call.params(GatherExtremumParams, indices_are_sorted, deterministic, **options)
+    params = call.params(indices_are_sorted, deterministic, **options)
     return _gather_segment_min(params, data=call.data, **call.edges)
 
 
@@ -134,33 +134,24 @@ def gather_segment_min(
 # Derivative rules.
 
 
-@dataclasses.dataclass(frozen=True)
-class GatherExtremumParams(GatherParams):
-    first_wins: bool
-    minimum: bool
-
-    def of_reduction(self) -> dict[str, Any]:
-        """The params that the reductions take."""
-        names = ("num_segments", "indices_are_sorted", "first_wins", "minimum")
-        return {name: getattr(self, name) for name in names}
+def _params_of_reduction(params: Params) -> dict[str, Any]:
+    return {name: params[name] for name in ("num_segments", "indices_are_sorted", "first_wins", "minimum")}
 
 
-def _primal(params: GatherExtremumParams, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
-    return GATHER_SEGMENT_EXTREMUM(data, gather_ids, segment_ids, **params.of_reduction(), has_winner=False)[0]
+def _primal(params: Params, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
+    return GATHER_SEGMENT_EXTREMUM(data, gather_ids, segment_ids, **_params_of_reduction(params), has_winner=False)[0]
 
 
-def _forward(params: GatherExtremumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    name = "gather_segment_min" if params.minimum else "gather_segment_max"
+def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    name = "gather_segment_min" if params["minimum"] else "gather_segment_max"
     check_numbered(name, "edges", arrays["segment_ids"].shape[0])
     names = ("data", "gather_ids", "segment_ids", "edge_order")
     operands = map(arrays.get, names)
-    output, winner = GATHER_SEGMENT_EXTREMUM(*operands, **params.of_reduction(), has_winner=True)
-    return output, {"winner": winner} if params.first_wins else {"winner": winner, "output": output}
+    output, winner = GATHER_SEGMENT_EXTREMUM(*operands, **_params_of_reduction(params), has_winner=True)
+    return output, {"winner": winner} if params["first_wins"] else {"winner": winner, "output": output}
 
 
-def _gradient(
-    params: GatherExtremumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
-) -> dict[str, Array]:
+def _gradient(params: Params, num_joined: int, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     operands: dict[str, Array | None] = {**residuals}
     ids = operands["gather_ids"], operands["segment_ids"]
     order = operands.get("edge_order")
@@ -170,8 +161,8 @@ def _gradient(
         order = None
     gather_ids, segment_ids = ids
     if order is None:
-        segment_ids = as_gather_ids(segment_ids, params.num_segments)
-    d_winner = d_output if params.first_wins else shares_of_ties(d_output, residuals["winner"])
+        segment_ids = as_gather_ids(segment_ids, params["num_segments"])
+    d_winner = d_output if params["first_wins"] else shares_of_ties(d_output, residuals["winner"])
     # Winners are constant almost everywhere, so the gradient is linear in d_output alone.
     data_and_output = (operands.get(x) for x in ("data", "output"))
     constants = (None if x is None else jax.lax.stop_gradient(x) for x in data_and_output)
@@ -182,9 +173,9 @@ def _gradient(
         num_joined,
         [d_winner, residuals["winner"], gather_ids, segment_ids, *plan, *constants],
         shared=SHARED_BY_GRAPHS,
-        num_rows=params.num_rows,
-        deterministic=params.deterministic,
-        minimum=params.minimum,
+        num_rows=params["num_rows"],
+        deterministic=params["deterministic"],
+        minimum=params["minimum"],
     )
     return {"data": d_data}
 
@@ -196,7 +187,7 @@ _gather_segment_max, _gather_segment_min = (
         _gradient,
         primal=_primal,
         shared="data",
-        keeps_shared=lambda params, _: not params.first_wins,
+        keeps_shared=lambda params, _: not params["first_wins"],
     )
     for name in ("gather_segment_max", "gather_segment_min")
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -14,8 +13,9 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.edges import as_gather_ids
 from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT
 from jax_baracuda.ops.segment.ids import check_numbered
@@ -95,7 +95,7 @@ def gather_segment_sum(
     """
     name = "gather_segment_sum"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=False)
+    params = call.params(indices_are_sorted, deterministic, is_mean=False)
     return _reduce(name, _sum_rules, call, params, weights)
 
 
@@ -141,11 +141,11 @@ def gather_segment_mean(
     name = "gather_segment_mean"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     check_numbered(name, "edges", call.edges["segment_ids"].shape[0])
-    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=True)
+    params = call.params(indices_are_sorted, deterministic, is_mean=True)
     return _reduce(name, _mean_rules, call, params, weights)
 
 
-def _reduce(name: str, rules: BatchedVjp, call: EdgeCall, params: GatherSumParams, weights: ArrayLike | None) -> Array:
+def _reduce(name: str, rules: BatchedVjp, call: EdgeCall, params: Params, weights: ArrayLike | None) -> Array:
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
         return rules(params, data=call.data, **call.edges)
@@ -173,31 +173,24 @@ def by_heads(name: str, argument: str, weights: Array, call: EdgeCall) -> tuple[
 # Derivative rule.
 
 
-@dataclasses.dataclass(frozen=True)
-class GatherSumParams(GatherParams):
-    is_mean: bool
-
-
-def _divided(params: GatherSumParams, cells: Array, segment_ids: Array) -> Array:
+def _divided(params: Params, cells: Array, segment_ids: Array) -> Array:
     """Cells divided by the numbers of their edges."""
-    return divided_by_counts(cells, count_rows(segment_ids, params.num_segments, params.indices_are_sorted))
+    return divided_by_counts(cells, count_rows(segment_ids, params["num_segments"], params["indices_are_sorted"]))
 
 
-def _forward(params: GatherSumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    flags = {name: getattr(params, name) for name in ("num_segments", "indices_are_sorted", "deterministic")}
+def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    flags = {name: params[name] for name in ("num_segments", "indices_are_sorted", "deterministic")}
     edges = arrays["gather_ids"], arrays["segment_ids"], arrays.get("weights"), arrays.get("edge_order")
-    total = gathered_sum(arrays["data"], *edges, is_wide=params.is_mean, **flags)
-    if params.is_mean:
+    total = gathered_sum(arrays["data"], *edges, is_wide=params["is_mean"], **flags)
+    if params["is_mean"]:
         total = _divided(params, total, arrays["segment_ids"]).astype(arrays["data"].dtype)
     return total, {}
 
 
-def _backward(
-    params: GatherSumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
-) -> dict[str, Array]:
+def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
     gather_ids, segment_ids, weights = (residuals.get(name) for name in ("gather_ids", "segment_ids", "weights"))
-    if params.is_mean:
+    if params["is_mean"]:
 
         def gradient_of_division(d_output: Array, segment_ids: Array) -> Array:
             wide = d_output.astype(accumulation_dtype(d_output.dtype))
@@ -209,15 +202,15 @@ def _backward(
     if has_plan:
         transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
     else:
-        transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
+        transposed = as_gather_ids(segment_ids, params["num_segments"]), gather_ids
     d_data = gathered_sum(
         d_output,
         *transposed,
         weights,
         residuals.get("transposed_order"),
-        num_segments=params.num_rows,
+        num_segments=params["num_rows"],
         indices_are_sorted=has_plan and num_joined == 0,  # plans of different batch elements cannot be merged
-        deterministic=params.deterministic,
+        deterministic=params["deterministic"],
         clips_gather_ids=False,
         num_graph_dims=num_joined,
     )
@@ -226,7 +219,7 @@ def _backward(
     data = residuals["data"]
 
     def gradient_of_weights(d_output: Array, *edges: Array | None) -> Array:
-        flags = {"is_wide": False, "deterministic": params.deterministic}
+        flags = {"is_wide": False, "deterministic": params["deterministic"]}
         return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
 
     operands = d_output, gather_ids, segment_ids, residuals.get("edge_order")

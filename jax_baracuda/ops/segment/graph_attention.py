@@ -16,7 +16,7 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
-from jax_baracuda.ops.segment.edge_attention import AttentionParams, attend, padded_heads
+from jax_baracuda.ops.segment.edge_attention import attend, attention_params, padded_heads
 from jax_baracuda.ops.segment.gather_sum import gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -109,7 +109,7 @@ def graph_dot_product_attention(
     arrays = {"query": query, "key": key, "value": value} | _bias(name, bias, query, call)
     width = max(query.shape[2], value.shape[2])
     arrays |= {x: padded_heads(arrays[x], width) for x in ("query", "key", "value")}
-    params = AttentionParams("dot_product", call.num_segments, _is_sorted(indices_are_sorted, call), scale=scale)
+    params = attention_params("dot_product", call.num_segments, _is_sorted(indices_are_sorted, call), scale=scale)
     return attend(params, **arrays, **call.edges)[..., : value.shape[2]]
 
 
@@ -192,7 +192,7 @@ def graph_additive_attention(
     arrays = {"query": query, "key": key, "score_weights": score_weights.astype(query.dtype)}
     arrays |= _bias(name, bias, query, call)
     is_sorted = _is_sorted(indices_are_sorted, call)
-    params = AttentionParams("additive", call.num_segments, is_sorted, negative_slope=negative_slope)
+    params = attention_params("additive", call.num_segments, is_sorted, negative_slope=negative_slope)
     return attend(params, **arrays, **call.edges)
 
 

@@ -29,6 +29,7 @@ from jax_baracuda._core.dispatch import (
     unsorted,
 )
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
@@ -46,7 +47,6 @@ from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
     WIDE_DTYPES,
-    SumParams,
     gradient_op,
     of_split_segments,
     plan_parameters,
@@ -141,7 +141,7 @@ def segment_sum(
     name = "segment_sum"
     segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
     call = canonicalize(segments, data, out_sharding, bucket_size).sorted_by_plan(unless=FLOATING_DTYPES)
-    return reduce_numbers(call, _segment_sum, call.params(SumParams, deterministic=bool(deterministic)), jnp.sum)
+    return reduce_numbers(call, _segment_sum, call.params(deterministic=bool(deterministic)), jnp.sum)
 
 
 @selectable
@@ -531,12 +531,12 @@ def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int,
 
 def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministic: bool = False) -> dict[str, Any]:
     """The params of the transpose of a gradient. Public gradients do not know how the segments were summed."""
-    return vars(SumParams(num_segments, indices_are_sorted, deterministic))
+    return {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
 
 
-def gradient_params(params: SumParams) -> dict[str, Any]:
+def gradient_params(params: Params) -> dict[str, Any]:
     """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
-    return {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
+    return {name: params[name] for name in ("indices_are_sorted", "deterministic")}
 
 
 def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
@@ -546,13 +546,13 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
     )[0]
 
 
-def _forward(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
+def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
     if plan:
-        return sum_by_plan(data, **plan, num_segments=params.num_segments), segment_ids
-    return SEGMENT_SUM(data, segment_ids, **vars(params))[0], segment_ids
+        return sum_by_plan(data, **plan, num_segments=params["num_segments"]), segment_ids
+    return SEGMENT_SUM(data, segment_ids, **params)[0], segment_ids
 
 
-def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[str, Array]:
+def _backward(params: Params, segment_ids: Array, d_output: Array) -> dict[str, Array]:
     [d_data] = SEGMENT_SUM_BACKWARD(d_output, segment_ids, **gradient_params(params))
     return {"data": d_data}
 
