@@ -162,18 +162,12 @@ MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
 
 def uncontended(traits: Traits) -> bool:
     """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
-    return traits.sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * _segments(traits)
+    sizes = traits.sizes
+    return sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * sizes["batch"] * sizes["segment"]
 
 
 def mostly_empty_segments(traits: Traits) -> bool:
-    return traits.sizes["rows"] <= _segments(traits)
-
-
-def _segments(traits: Traits) -> int:
-    """The number of segments in the whole batch. No array of a softmax has segments, only its params."""
-    segments = traits.sizes.get("segment", traits.params.get("num_segments"))
-    assert segments is not None
-    return traits.sizes["batch"] * segments
+    return traits.sizes["rows"] <= traits.sizes["batch"] * traits.sizes["segment"]
 
 
 def param(name: str, value: Any) -> Condition:

@@ -19,7 +19,7 @@ from jax_baracuda._core import jax_versions, rules
 from jax_baracuda._core.arrays import element_bits, in_automatic_mode
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Rule
-from jax_baracuda._core.functions import resolved, with_named
+from jax_baracuda._core.functions import keyword_names, resolved, with_named
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
@@ -79,7 +79,8 @@ class Op:
     ``(**params)`` -> these."""
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers from which the native module chooses a strategy. ``_core`` adds
-    the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand."""
+    the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand. This function and `limit` may also
+    name `sizes`, see :meth:`OpCall.sizes`."""
     replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
     reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
@@ -482,7 +483,7 @@ class OpCall:
         """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
         whole batch), "features" (the product of "head", "feature" and all unnamed dimensions), "bytes" (of all operands
         and results), "element_bits" (of the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
-        sizes = self.named_shapes.sizes
+        sizes = {**self.named_shapes.sizes, **self.resolve(self.op.sizes or {})}
         unnamed = [name for name in sizes if name.startswith("...")]
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
@@ -502,7 +503,7 @@ class OpCall:
         """The strategy and the scratch memory of the platform's kernel, for a call that it supports."""
         op = self.op
         assert op.plan_parameters is not None
-        parameters = dict(self.of_operands(op.plan_parameters)(*self.own_operands))
+        parameters = dict(self._of_types(op.plan_parameters))
         if not op.broadcasts:
             size = math.prod(self.batch)
             parameters["batch"] = size
@@ -534,7 +535,13 @@ class OpCall:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
-        return self.of_operands(op.limit)(*self.own_operands) if op.limit is not None else None
+        return self._of_types(op.limit) if op.limit is not None else None
+
+    def _of_types(self, function: Callable[..., Any]) -> Any:
+        """The result of a function of the types of the operands, which may name `sizes`."""
+        names_sizes = "sizes" in (keyword_names(function) or ())
+        params = {**self.params, "sizes": self.sizes()} if names_sizes else self.params
+        return with_named(function, params)(*self.op.by_name(self.own_operands, self.params).values())
 
     def attributes(self) -> dict[str, Any]:
         """The params that the native handler takes."""

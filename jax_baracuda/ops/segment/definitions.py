@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,30 +45,33 @@ def sum_guarantee(dtype: str, platform: str, *, deterministic: bool, indices_are
 
 def plan_parameters(
     values: Any,
-    segment_ids: Any,
-    *,
-    num_segments: int,
+    *_: Any,
+    sizes: Mapping[str, int],
     indices_are_sorted: bool = False,
     deterministic: bool = False,
-    **_: Any,
+    has_weights: bool = False,
 ) -> dict[str, int]:
-    """The parameters from which the native modules plan a call. `values` gives the element type and the features."""
+    """The parameters from which the native modules plan a call. `values` gives the element type."""
     return {
-        "rows": segment_ids.shape[0],
-        "segments": num_segments,
-        "features": math.prod(values.shape[1:]),
+        "rows": sizes["row" if "row" in sizes else "edge"],
+        "gathered_rows": sizes.get("gathered", 0),
+        "segments": sizes["segment"],
+        "features": sizes["features"],
+        "heads": sizes.get("head", 1),
         "element_bytes": np.dtype(values.dtype).itemsize,
         "is_floating": jnp.issubdtype(values.dtype, jnp.floating),
         "indices_are_sorted": indices_are_sorted,
         "deterministic": deterministic,
+        "has_weights": has_weights,
     }
 
 
-def limit_of_32_bits(num_rows: int, num_segments: int) -> str | None:
-    """The reason why a size is unsupported, or None: kernels number winners in int32 and segments in uint32."""
-    if num_rows >= np.iinfo(np.int32).max:
+def limit_of_32_bits(*_: Any, sizes: Mapping[str, int]) -> str | None:
+    """Kernels number winners in int32, and segments, or the rows that edges gather, in uint32."""
+    if sizes["row" if "row" in sizes else "edge"] >= np.iinfo(np.int32).max:
         return "it has 2^31 - 1 rows or more"
-    return "it has 2^32 - 1 segments or more" if num_segments >= np.iinfo(np.uint32).max else None
+    segments = max(sizes["segment"], sizes.get("gathered", 0))
+    return "it has 2^32 - 1 segments or more" if segments >= np.iinfo(np.uint32).max else None
 
 
 def reduction_op(
@@ -87,7 +89,7 @@ def reduction_op(
         "plan_parameters": plan_parameters,
         "reduction_dims": row_dims,
         "shard_program": of_split_segments(shard_program, results=results, row_dims=row_dims, ids_operand=1),
-        "limit": lambda data, segment_ids, *, num_segments: limit_of_32_bits(segment_ids.shape[0], num_segments),
+        "limit": limit_of_32_bits,
     }
     return Op(
         name=name,
@@ -99,15 +101,11 @@ def reduction_op(
 
 def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
     """An op of d_output, segment_ids and others whose result is the cotangent of the data."""
-    position = list(operands).index("segment_ids")
-
-    def own_plan_parameters(d_output: Any, *others: Any) -> dict[str, int]:
-        return plan_parameters(d_output, (d_output, *others)[position], num_segments=d_output.shape[0])
-
     defaults = {
-        "plan_parameters": own_plan_parameters,
+        # Gradients gather, so it makes no difference how the rows were summed.
+        "plan_parameters": lambda d_output, *_, sizes: plan_parameters(d_output, sizes=sizes),
         "replicated_dims": ("segment",),
-        "limit": lambda *arrays: limit_of_32_bits(arrays[position].shape[0], arrays[0].shape[0]),
+        "limit": limit_of_32_bits,
     }
     return Op(name=name, operands=operands, results={"d_data": ROWS}, dtypes=FLOATING_DTYPES, **(defaults | fields))
 

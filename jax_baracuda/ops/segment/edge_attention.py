@@ -25,7 +25,7 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import VECTOR_BYTES, as_gather_ids, sorted_edges
+from jax_baracuda.ops.segment.edges import VECTOR_BYTES, sorted_edges, transposed_edges
 
 Score = Literal["dot_product", "additive", "given"]
 """What the logits are computed from: queries and keys, or the bias alone ("given")."""
@@ -362,21 +362,11 @@ def _with_fitting_heads(op: Op, *operands: Array | None, **params: Any) -> Seque
 
 
 def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fields: Any) -> Op:
-    def plan_parameters_of(*operands: Any, score: Score, **params: Any) -> dict[str, int]:
-        gathered = operands[0]
-        return {
-            **plan_parameters(gathered, _by_name(operands_of, operands, score)["segment_ids"], **params),
-            "gathered_rows": gathered.shape[0],
-            "heads": gathered.shape[1],
-        }
-
-    def limit(*operands: Any, score: Score, num_segments: int) -> str | None:
-        gathered = operands[0]
-        head_bytes = gathered.shape[2] * gathered.dtype.itemsize
+    def limit(*operands: Any, score: Score, sizes: Mapping[str, int]) -> str | None:
+        head_bytes = sizes["feature"] * operands[0].dtype.itemsize
         if head_bytes > MAX_HEAD_BYTES and score != "given":
             return f"a head has more than {MAX_HEAD_BYTES} bytes"
-        num_edges = _by_name(operands_of, operands, score)["segment_ids"].shape[0]
-        return limit_of_32_bits(num_edges, max(num_segments, gathered.shape[0]))
+        return limit_of_32_bits(sizes=sizes)
 
     def sort_first(*operands: Array | None, **params: Any) -> Sequence[Array]:
         arrays = _by_name(operands_of, operands, params["score"])
@@ -398,7 +388,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         guarantee=accumulated,
         sizes=lambda *, num_segments: {"segment": num_segments},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
-        plan_parameters=plan_parameters_of,
+        plan_parameters=plan_parameters,
         replicated_dims=_replicated_dims,
         reduction_dims=("edge",),
         programs={
@@ -496,25 +486,15 @@ def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -
         results = _call(op, params, arrays, num_segments, is_sorted=params["indices_are_sorted"])
         d_arrays |= dict(zip(names, results, strict=True))
 
-    has_plan = "edge_order" in arrays
-    if has_plan:
-        edges = {
-            "gather_ids": arrays["transposed_gather_ids"],
-            "segment_ids": arrays["transposed_segment_ids"],
-            "edge_order": arrays["transposed_order"],
-        }
-    else:
-        gather_ids = arrays["gather_ids"]
-        edges = {
-            "gather_ids": as_gather_ids(arrays["segment_ids"], params["num_segments"]),
-            "segment_ids": gather_ids,
-            "edge_gather_ids": gather_ids,
-        }
-    arrays |= edges
+    gather_ids, segment_ids, order = transposed_edges(arrays, params["num_segments"])
+    edges = {"gather_ids": gather_ids, "segment_ids": segment_ids}
+    if order is not None:
+        edges["edge_order"] = order
     if params["score"] == "given":
-        arrays["rows_of_edges"] = arrays["edge_gather_ids"]
+        edges["rows_of_edges"] = arrays["edge_gather_ids" if order is not None else "gather_ids"]
+    arrays |= edges
     num_rows = arrays["value" if params["score"] == "given" else "key"].shape[0]
-    results = _call(GRAPH_ATTENTION_BACKWARD_BY_ROW, params, arrays, num_rows, is_sorted=has_plan)
+    results = _call(GRAPH_ATTENTION_BACKWARD_BY_ROW, params, arrays, num_rows, is_sorted=order is not None)
     d_arrays |= dict(zip(_RESULTS_BY_ROW[params["score"]], results, strict=True))
     if params["score"] == "additive":
         d_arrays["d_score_weights"] = d_arrays["d_score_weights"].sum(0)

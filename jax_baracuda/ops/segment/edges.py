@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes
 from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits
 from jax_baracuda.ops.segment.plan import sorted_by_segment
 
 
@@ -37,6 +36,13 @@ def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
     return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
 
 
+def transposed_edges(edges: Mapping[str, Array], num_segments: int) -> tuple[Array, Array, Array | None]:
+    """The edges of the gradient, which gather segments: gather ids, segment ids and, of a plan, their order."""
+    if "transposed_order" in edges:
+        return edges["transposed_gather_ids"], edges["transposed_segment_ids"], edges["transposed_order"]
+    return as_gather_ids(edges["segment_ids"], num_segments), edges["gather_ids"], None
+
+
 def replicated_dims_of_cells(*, has_edge_order: bool) -> tuple[str, ...]:
     """For ops whose results are cells: without an edge order, each device may compute its own segments."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered",)
@@ -45,10 +51,6 @@ def replicated_dims_of_cells(*, has_edge_order: bool) -> tuple[str, ...]:
 def replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
     """For other ops. An edge order refers to all edges, so they are replicated with it."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")
-
-
-def limit_of_edges(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int) -> str | None:
-    return limit_of_32_bits(segment_ids.shape[0], num_segments)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,6 @@ from jax_baracuda.ops.segment.edges import (
     flat_batch,
     gather_rows,
     graph_axes,
-    limit_of_edges,
     merge_graphs,
     op_of_graphs,
     renumbered,
@@ -828,15 +827,10 @@ SHARED_BY_GRAPHS = (list(OPERANDS_OF_BACKWARD).index("data"),)
 """The operands of the backward op that all graphs of a batch share."""
 
 
-def _plan_parameters(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, **params: Any) -> dict[str, int]:
-    return {**plan_parameters(data, segment_ids, **params), "gathered_rows": data.shape[0]}
-
-
-def _plan_parameters_of_backward(
-    d_winner: Any, winner: Any, gather_ids: Any, *_: Any, num_rows: int, has_plan: bool
-) -> dict[str, int]:
-    parameters = plan_parameters(d_winner, gather_ids, num_segments=num_rows, indices_are_sorted=has_plan)
-    return {**parameters, "gathered_rows": d_winner.shape[0]}
+def _plan_parameters_of_backward(d_winner: Any, *_: Any, sizes: Mapping[str, int], has_plan: bool) -> dict[str, int]:
+    """The backward op gathers segments and sums by row."""
+    transposed = {**sizes, "segment": sizes["gathered"], "gathered": sizes["segment"]}
+    return plan_parameters(d_winner, sizes=transposed, indices_are_sorted=has_plan)
 
 
 def _join(num_graph_dims: int, *operands: Array | None) -> Sequence[Array | None]:
@@ -911,14 +905,14 @@ GATHER_SEGMENT_EXTREMUM = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=EXACT,
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins", "has_edge_order"] * has_winner),
-    plan_parameters=_plan_parameters,
+    plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(
         functools.partial(_shard_reduce, "edge"), results=_results, row_dims=("edge",), ids_operand=2
     ),
     tangent=_tangent_of_edges,
-    limit=limit_of_edges,
+    limit=limit_of_32_bits,
 )
 
 GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
@@ -945,7 +939,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     reduction_dims=("edge",),
     shard_program=_shard_backward_of_edges,
     transpose=_transpose_backward_of_edges,
-    limit=lambda d_winner, winner, gather_ids, *_, num_rows: limit_of_32_bits(gather_ids.shape[0], num_rows),
+    limit=limit_of_32_bits,
 )
 
 GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(

@@ -21,7 +21,7 @@ from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
+from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, transposed_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import gathered_sum, sum_over_split_dim
 
@@ -194,14 +194,11 @@ GATHER_SEGMENT_DOT = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     attributes=("is_wide", "has_edge_order"),
-    plan_parameters=lambda d_output, data, gather_ids, segment_ids, *_: {
-        **plan_parameters(data, segment_ids, num_segments=d_output.shape[0]),
-        "heads": data.shape[1],
-    },
+    plan_parameters=lambda d_output, *_, sizes: plan_parameters(d_output, sizes=sizes),
     replicated_dims=replicated_dims,
     reduction_dims=("feature",),
     shard_program=functools.partial(sum_over_split_dim, "feature"),
-    limit=lambda d_output, data, gather_ids, segment_ids, *_: limit_of_32_bits(segment_ids.shape[0], d_output.shape[0]),
+    limit=limit_of_32_bits,
     transpose=_transpose,
     linear_alone={"data": _transpose_data},
 )
@@ -219,26 +216,21 @@ def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
 
 def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     """Weighted sums over the edges of each row and of each segment."""
-    gather_ids, segment_ids = residuals["gather_ids"], residuals["segment_ids"]
-    has_plan = "transposed_order" in residuals
-    if has_plan:
-        transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
-    else:
-        transposed = as_gather_ids(segment_ids, params["num_segments"]), gather_ids
+    *transposed, order = transposed_edges(residuals, params["num_segments"])
     d_data = gathered_sum(
         residuals["segment_data"],
         *transposed,
         d_output,
-        residuals.get("transposed_order"),
+        order,
         num_segments=params["num_rows"],
-        indices_are_sorted=has_plan,
+        indices_are_sorted=order is not None,
         deterministic=params["deterministic"],
         clips_gather_ids=False,
     )
     d_segment_data = gathered_sum(
         residuals["data"],
-        gather_ids,
-        segment_ids,
+        residuals["gather_ids"],
+        residuals["segment_ids"],
         d_output,
         residuals.get("edge_order"),
         num_segments=params["num_segments"],

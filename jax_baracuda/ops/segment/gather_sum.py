@@ -16,7 +16,7 @@ from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
-from jax_baracuda.ops.segment.edges import as_gather_ids
+from jax_baracuda.ops.segment.edges import transposed_edges
 from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
@@ -198,18 +198,14 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
 
         arrays = d_output, segment_ids
         d_output = map_over_batch(gradient_of_division, mapped_dims(arrays, num_joined), *arrays)
-    has_plan = "transposed_order" in residuals
-    if has_plan:
-        transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
-    else:
-        transposed = as_gather_ids(segment_ids, params["num_segments"]), gather_ids
+    *transposed, order = transposed_edges(residuals, params["num_segments"])
     d_data = gathered_sum(
         d_output,
         *transposed,
         weights,
-        residuals.get("transposed_order"),
+        order,
         num_segments=params["num_rows"],
-        indices_are_sorted=has_plan and num_joined == 0,  # plans of different batch elements cannot be merged
+        indices_are_sorted=order is not None and num_joined == 0,  # plans of different batch elements cannot be merged
         deterministic=params["deterministic"],
         clips_gather_ids=False,
         num_graph_dims=num_joined,

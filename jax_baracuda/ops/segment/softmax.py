@@ -222,8 +222,9 @@ _COMMON: dict[str, Any] = {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
     "attributes": ("num_segments", "indices_are_sorted"),
-    "plan_parameters": lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
-    "limit": lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
+    "sizes": lambda *, num_segments: {"segment": num_segments},
+    "plan_parameters": plan_parameters,
+    "limit": limit_of_32_bits,
 }
 
 SEGMENT_SOFTMAX = Op(

@@ -48,6 +48,7 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     WIDE_DTYPES,
     gradient_op,
+    limit_of_32_bits,
     of_split_segments,
     plan_parameters,
     reduction_op,
@@ -60,7 +61,6 @@ from jax_baracuda.ops.segment.edges import (
     flat_batch,
     gather_rows,
     graph_axes,
-    limit_of_edges,
     merge_graphs,
     op_of_graphs,
     renumbered,
@@ -320,17 +320,6 @@ def _results_of_edges(*, has_weights: bool) -> NamedDimensions:
     return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
 
 
-def _plan_parameters_of_edges(
-    data: Any, gather_ids: Any, segment_ids: Any, weights: Any, edge_order: Any, **params: Any
-) -> dict[str, int]:
-    return {
-        **plan_parameters(data, segment_ids, **params),
-        "gathered_rows": data.shape[0],
-        "heads": 1 if weights is None else data.shape[1],
-        "has_weights": weights is not None,
-    }
-
-
 def _transpose_of_edges(
     avals: Sequence[Any],
     d_outputs: Sequence[Array],
@@ -430,7 +419,7 @@ GATHER_SEGMENT_SUM = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
-    plan_parameters=_plan_parameters_of_edges,
+    plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(
@@ -450,7 +439,7 @@ GATHER_SEGMENT_SUM = Op(
             GATHER_SEGMENT_SUM, operands, has_heads=params["has_weights"], **params
         ),
     },
-    limit=limit_of_edges,
+    limit=limit_of_32_bits,
     transpose=_transpose_of_edges,
     linear_alone={"weights": _transpose_weights},
 )
