@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
-from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
@@ -185,14 +185,13 @@ def of_split_segments(
             return with_named(shard_program, params)(kernel, axes, *operands)
         num_own = params[size] // jax.lax.psum(1, segment_axes)
         first = jax.lax.axis_index(segment_axes) * num_own
-        names_of_rows = with_named(row_dims, params)() if callable(row_dims) else row_dims
-        if {axis for name in names_of_rows for axis in axes.get(name, ())}.isdisjoint(segment_axes):
+        if {axis for name in resolved(row_dims, params) for axis in axes.get(name, ())}.isdisjoint(segment_axes):
             own = {size: num_own}
             ids = signed_ids(operands[ids_operand], params[size])
             ids = jnp.maximum(ids, -1) - first  # ascending ids stay ascending
             operands = (*operands[:ids_operand], ids, *operands[ids_operand + 1 :])
             return with_named(shard_program, params | own)(functools.partial(kernel, **own), axes, *operands)
-        names_of_results = (with_named(results, params)() if callable(results) else results).values()
+        names_of_results = resolved(results, params).values()
         results_of_shard = with_named(shard_program, params)(kernel, axes, *operands)
         return [
             jax.lax.dynamic_slice_in_dim(result, first, num_own)
