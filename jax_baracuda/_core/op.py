@@ -64,8 +64,8 @@ class Op:
     optional: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param.
     None: a trailing operand without such a param."""
-    sizes: Callable[..., Mapping[str, int]] | None = None
-    """``(**params)`` -> the sizes of result dimensions that no operand has."""
+    sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    """{dimension that no operand has: the param with its size}. Or ``(**params)`` -> the sizes."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
     """``(*operand avals, **params)`` -> the dtypes of the results; None: all have the dtype of the first operand."""
     result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None
@@ -370,7 +370,7 @@ class OpCall:
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
         """The sizes of the batch dimensions, after broadcasting the operands."""
-        return vmap_sizes(self.operands, self.num_batch_dims)
+        return vmap_sizes(self.operands, self.num_batch_dims) if self.num_batch_dims else ()
 
     @functools.cached_property
     def own_operands(self) -> Sequence[Any]:
@@ -443,7 +443,7 @@ class OpCall:
         """The types of the results, with shapes derived from the named dimensions."""
         op, operands = self.op, self.own_operands
         sizes = joint_sizes(self._with_names(self.operand_dims, [x.shape for x in operands]))
-        sizes |= self.resolve(op.sizes or {})
+        sizes |= self._sizes_of_params()
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
         dtypes = (
@@ -453,6 +453,14 @@ class OpCall:
             (tuple(sizes[name] for d in names for name in (rest if d == "..." else (d,))), np.dtype(dtype))
             for names, dtype in zip(results, dtypes, strict=True)
         ]
+
+    def _sizes_of_params(self) -> Mapping[str, int]:
+        """The sizes of the dimensions that no operand has."""
+        sizes = self.op.sizes
+        if callable(sizes):
+            of_params: Mapping[str, int] = self.bound(sizes)()
+            return of_params
+        return {dim: self.params[param] for dim, param in sizes.items()}
 
     def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
         """The shapes of operands or results, which start with the batch dimensions, and the names of all dimensions."""
@@ -483,7 +491,7 @@ class OpCall:
         """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
         whole batch), "features" (the product of "head", "feature" and all unnamed dimensions), "bytes" (of all operands
         and results), "element_bits" (of the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
-        sizes = {**self.named_shapes.sizes, **self.resolve(self.op.sizes or {})}
+        sizes = {**self.named_shapes.sizes, **self._sizes_of_params()}
         unnamed = [name for name in sizes if name.startswith("...")]
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]

@@ -82,21 +82,16 @@ def reduction_op(
     **fields: Any,
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
-    row_dims = ("row",)
     defaults = {
-        "sizes": lambda *, num_segments: {"segment": num_segments},
+        "sizes": {"segment": "num_segments"},
         "attributes": ("indices_are_sorted",),
         "plan_parameters": plan_parameters,
-        "reduction_dims": row_dims,
-        "shard_program": of_split_segments(shard_program, results=results, row_dims=row_dims, ids_operand=1),
+        "reduction_dims": ("row",),
+        "shard_program": of_split_segments(lambda: op, shard_program, ids_operand=1),
         "limit": limit_of_32_bits,
     }
-    return Op(
-        name=name,
-        operands={"data": ROWS, "segment_ids": IDS},
-        results=results,
-        **(defaults | fields),
-    )
+    op = Op(name=name, operands={"data": ROWS, "segment_ids": IDS}, results=results, **(defaults | fields))
+    return op
 
 
 def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
@@ -157,14 +152,7 @@ def merge_over_shards(
     return [jax.lax.all_gather(x, row_axes, tiled=True)[:num_segments] for x in results]
 
 
-def of_split_segments(
-    shard_program: ShardProgram,
-    *,
-    results: NamedDimensions | Callable[..., NamedDimensions],
-    row_dims: tuple[str, ...] | Callable[..., tuple[str, ...]],
-    ids_operand: int,
-    size: str = "num_segments",
-) -> ShardProgram:
+def of_split_segments(op: Callable[[], Op], shard_program: ShardProgram, *, ids_operand: int) -> ShardProgram:
     """Extends a program for split rows to split segments.
 
     If different axes split segments and rows, each device reduces only its own segments: ids of other segments are out
@@ -172,32 +160,32 @@ def of_split_segments(
     and each keeps its own segments.
 
     Args:
+      op: returns the op, whose definition holds this program.
       shard_program: the program for split rows. It may return only the cells of this device's segments.
-      results: the dimensions of the results, or ``(**params)`` -> these.
-      row_dims: the reduced dimensions, or ``(**params)`` -> these.
       ids_operand: the position of the operand with the segment ids.
-      size: the name of the parameter that holds the number of segments.
     """
 
     def program(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
         segment_axes = axes.get("segment", ())
         if not segment_axes:
             return with_named(shard_program, params)(kernel, axes, *operands)
+        results, row_dims = (resolved(field, params) for field in (op().results, op().reduction_dims))
+        sizes: Any = op().sizes
+        size = sizes["segment"]
         num_own = params[size] // jax.lax.psum(1, segment_axes)
         first = jax.lax.axis_index(segment_axes) * num_own
-        if {axis for name in resolved(row_dims, params) for axis in axes.get(name, ())}.isdisjoint(segment_axes):
+        if {axis for name in row_dims for axis in axes.get(name, ())}.isdisjoint(segment_axes):
             own = {size: num_own}
             ids = signed_ids(operands[ids_operand], params[size])
             ids = jnp.maximum(ids, -1) - first  # ascending ids stay ascending
             operands = (*operands[:ids_operand], ids, *operands[ids_operand + 1 :])
             return with_named(shard_program, params | own)(functools.partial(kernel, **own), axes, *operands)
-        names_of_results = resolved(results, params).values()
         results_of_shard = with_named(shard_program, params)(kernel, axes, *operands)
         return [
             jax.lax.dynamic_slice_in_dim(result, first, num_own)
             if names[0] == "segment" and result.shape[0] == params[size]
             else result
-            for names, result in zip(names_of_results, results_of_shard, strict=True)
+            for names, result in zip(results.values(), results_of_shard, strict=True)
         ]
 
     return program

@@ -386,7 +386,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         optional=_OPTIONAL,
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,
-        sizes=lambda *, num_segments: {"segment": num_segments},
+        sizes={"segment": "num_segments"},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
         plan_parameters=plan_parameters,
         replicated_dims=_replicated_dims,

@@ -890,7 +890,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     operands={"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES, "edge_order": _EDGES},
     optional={"edge_order": "has_edge_order"},
     results=_results,
-    sizes=lambda *, num_segments: {"segment": num_segments},
+    sizes={"segment": "num_segments"},
     result_dtypes=_result_dtypes,
     reference=_reference_of_edges,
     xla_rules=(
@@ -909,7 +909,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(
-        functools.partial(_shard_reduce, "edge"), results=_results, row_dims=("edge",), ids_operand=2
+        lambda: GATHER_SEGMENT_EXTREMUM, functools.partial(_shard_reduce, "edge"), ids_operand=2
     ),
     tangent=_tangent_of_edges,
     limit=limit_of_32_bits,
@@ -921,7 +921,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     operands=OPERANDS_OF_BACKWARD,
     optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_GATHERED_TIES,
     results={"d_data": _GATHERED},
-    sizes=lambda *, num_rows: {"gathered": num_rows},
+    sizes={"gathered": "num_rows"},
     reference=_reference_backward_of_edges,
     xla_rules=(
         on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),

@@ -316,10 +316,6 @@ def _operands_of_edges(*, has_weights: bool) -> NamedDimensions:
     }
 
 
-def _results_of_edges(*, has_weights: bool) -> NamedDimensions:
-    return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
-
-
 def _transpose_of_edges(
     avals: Sequence[Any],
     d_outputs: Sequence[Array],
@@ -412,8 +408,8 @@ GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands_of_edges,
     optional={"weights": "has_weights", "edge_order": "has_edge_order"},
-    results=_results_of_edges,
-    sizes=lambda *, num_segments: {"segment": num_segments},
+    results=lambda *, has_weights: {"output": ("segment", "head", "feature") if has_weights else CELLS},
+    sizes={"segment": "num_segments"},
     result_dtypes=lambda data, *_, is_wide: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference_of_edges,
     dtypes=FLOATING_DTYPES,
@@ -423,10 +419,7 @@ GATHER_SEGMENT_SUM = Op(
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(
-        functools.partial(sum_over_split_dim, "edge"),
-        results=_results_of_edges,
-        row_dims=("edge",),
-        ids_operand=2,
+        lambda: GATHER_SEGMENT_SUM, functools.partial(sum_over_split_dim, "edge"), ids_operand=2
     ),
     xla_rules=(
         on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
