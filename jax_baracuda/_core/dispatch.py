@@ -109,7 +109,7 @@ class Traits(NamedTuple):
 
     params: Mapping[str, Any]
     sizes: Mapping[str, int]
-    """See :meth:`OpCall.sizes`."""
+    """See :attr:`OpCall.sizes`."""
     fuses: bool
 
 
@@ -127,7 +127,7 @@ class Rule:
     def holds_for(self, call: OpCall, site: Site) -> bool:
         if self.platform != site.platform:
             return False
-        traits = Traits(call.params, call.sizes(), site.fuses)
+        traits = Traits(call.params, call.sizes, site.fuses)
         return all(condition(traits) for condition in self.conditions)
 
 
@@ -176,7 +176,7 @@ def param(name: str, value: Any) -> Condition:
 
 
 def at_most(**sizes: int) -> Condition:
-    """The call's sizes are at most these. Names are from :meth:`OpCall.sizes`."""
+    """The call's sizes are at most these. Names are from :attr:`OpCall.sizes`."""
     return lambda traits: all(traits.sizes[name] <= size for name, size in sizes.items())
 
 

@@ -80,7 +80,7 @@ class Op:
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers from which the native module chooses a strategy. ``_core`` adds
     the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand. This function and `limit` may also
-    name `sizes`, see :meth:`OpCall.sizes`."""
+    name `sizes`: those of the named dimensions."""
     replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
     reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
@@ -316,6 +316,11 @@ def joint_sizes(arrays: Sequence[NamedShape]) -> dict[str, int]:
     return sizes
 
 
+def num_features(sizes: Mapping[str, int]) -> int:
+    """The product of the dimensions "head", "feature" and all without a name."""
+    return math.prod([size for dim, size in sizes.items() if dim in ("head", "feature") or dim.startswith("...")])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpCall:
     """A call of an op as JAX's rules see it: with the dimensions that ``vmap`` has added.
@@ -441,9 +446,7 @@ class OpCall:
 
     def _named_types(self) -> list[ShapeAndDtype]:
         """The types of the results, with shapes derived from the named dimensions."""
-        op, operands = self.op, self.own_operands
-        sizes = joint_sizes(self._with_names(self.operand_dims, [x.shape for x in operands]))
-        sizes |= self._sizes_of_params()
+        op, operands, sizes = self.op, self.own_operands, self.named_sizes
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
         dtypes = (
@@ -454,13 +457,12 @@ class OpCall:
             for names, dtype in zip(results, dtypes, strict=True)
         ]
 
-    def _sizes_of_params(self) -> Mapping[str, int]:
-        """The sizes of the dimensions that no operand has."""
+    @functools.cached_property
+    def named_sizes(self) -> dict[str, int]:
+        """The sizes of the named dimensions, without those that ``vmap`` has added."""
         sizes = self.op.sizes
-        if callable(sizes):
-            of_params: Mapping[str, int] = self.bound(sizes)()
-            return of_params
-        return {dim: self.params[param] for dim, param in sizes.items()}
+        of_params = self.resolve(sizes) if callable(sizes) else {dim: self.params[name] for dim, name in sizes.items()}
+        return joint_sizes(self._with_names(self.operand_dims, [x.shape for x in self.own_operands])) | of_params
 
     def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
         """The shapes of operands or results, which start with the batch dimensions, and the names of all dimensions."""
@@ -487,20 +489,20 @@ class OpCall:
 
         return NamedShapes(without_broadcast(operands), without_broadcast(results), sizes)
 
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
-        whole batch), "features" (the product of "head", "feature" and all unnamed dimensions), "bytes" (of all operands
-        and results), "element_bits" (of the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
-        sizes = {**self.named_shapes.sizes, **self._sizes_of_params()}
-        unnamed = [name for name in sizes if name.startswith("...")]
+        whole batch), "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of
+        the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
+        sizes = self.named_sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
         num_bits = sum(math.prod(shape) * element_bits(dtype) for shape, dtype in types)
         return {
-            **{name: size for name, size in sizes.items() if name not in unnamed},
+            **sizes,
             "batch": math.prod(self.batch),
             **({} if row_dim is None else {"rows": math.prod(self.batch) * sizes[row_dim]}),
-            "features": math.prod(sizes.get(name, 1) for name in (*unnamed, "head", "feature")),
+            "features": num_features(sizes),
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),
             "rank": len(self.own_operands[0].shape),
@@ -548,7 +550,7 @@ class OpCall:
     def _of_types(self, function: Callable[..., Any]) -> Any:
         """The result of a function of the types of the operands, which may name `sizes`."""
         names_sizes = "sizes" in (keyword_names(function) or ())
-        params = {**self.params, "sizes": self.sizes()} if names_sizes else self.params
+        params = {**self.params, "sizes": self.named_sizes} if names_sizes else self.params
         return with_named(function, params)(*self.op.by_name(self.own_operands, self.params).values())
 
     def attributes(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jax import Array
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
 from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions, Op, num_features
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 
@@ -56,7 +56,7 @@ def plan_parameters(
         "rows": sizes["row" if "row" in sizes else "edge"],
         "gathered_rows": sizes.get("gathered", 0),
         "segments": sizes["segment"],
-        "features": sizes["features"],
+        "features": num_features(sizes),
         "heads": sizes.get("head", 1),
         "element_bytes": np.dtype(values.dtype).itemsize,
         "is_floating": jnp.issubdtype(values.dtype, jnp.floating),
