@@ -76,7 +76,7 @@ def segment_var(
       [ 4. nan nan]
     """
     segments = canonical_segments("segment_var", segment_ids, num_segments, indices_are_sorted, mode, plan)
-    return _reduce(_variance, segments, data, out_sharding, deterministic, ddof)
+    return _reduce(lambda variance: variance, segments, data, out_sharding, deterministic, ddof)
 
 
 @selectable
@@ -116,35 +116,27 @@ def segment_std(
       [-0.5  0.5  0. ]
     """
     segments = canonical_segments("segment_std", segment_ids, num_segments, indices_are_sorted, mode, plan)
-    return _reduce(_standard_deviation, segments, data, out_sharding, deterministic, ddof)
+    return _reduce(_root, segments, data, out_sharding, deterministic, ddof)
 
 
 def _reduce(
-    reduction: Callable[..., Array],
+    of_variance: Callable[[Array], Array],
     segments: Segments,
     data: ArrayLike,
     out_sharding: OutSharding,
     deterministic: bool,
     ddof: int,
 ) -> Array:
+    """A function of the variance, before it is rounded to the dtype of the data or, of complex data, of its parts."""
     check_numbered(segments.name, "rows", segments.ids.shape[0])
     call = canonicalize(segments, data, out_sharding)
     call = call.with_data(as_inexact(call.data)).sorted_by_plan()
     ddof = static_size(segments.name, "ddof", ddof)
+
+    def reduction(params: Params, **arrays: Array) -> Array:
+        return of_variance(_wide_variance(params, **arrays)).astype(jnp.finfo(call.data.dtype).dtype)
+
     return call.reduce(reduction, call.params(deterministic=bool(deterministic), ddof=ddof))
-
-
-def _variance(params: Params, *, data: Array, segment_ids: Array) -> Array:
-    return _rounded(_wide_variance(params, data=data, segment_ids=segment_ids), data)
-
-
-def _standard_deviation(params: Params, *, data: Array, segment_ids: Array) -> Array:
-    return _rounded(_root(_wide_variance(params, data=data, segment_ids=segment_ids)), data)
-
-
-def _rounded(cells: Array, data: Array) -> Array:
-    """Cells in the dtype of the data, or in that of its real and imaginary parts."""
-    return cells.astype(jnp.finfo(data.dtype).dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
