@@ -113,7 +113,10 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
         variants = [with_flags(call, flags) for flags in flags_of(name)]
 
     def run_all(all_operands: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
-        return [x.op(*operands, **x.all_params) for x, operands in zip(variants, all_operands, strict=True)]
+        return [
+            x.op(*x.op.by_name(operands, x.params).values(), **x.all_params)
+            for x, operands in zip(variants, all_operands, strict=True)
+        ]
 
     run, all_operands = jax.jit(run_all), [x.operands for x in variants]
 
