@@ -174,12 +174,14 @@ class Op:
 
     def _present(
         self, operands: Sequence[jax.Array | None], params: dict[str, Any]
-    ) -> tuple[list[jax.Array], dict[str, Any]]:
+    ) -> tuple[list[Any], dict[str, Any]]:
         """The operands that are not None, and the params that say which these are."""
-        if self.optional:
-            given = {name for name, x in zip(self._names(params), operands, strict=False) if x is not None}
-            params |= {flag: name in given for name, flag in self.optional.items() if flag is not None}
-        return [x for x in operands if x is not None], params
+        if not self.optional:
+            return list(operands), params
+        given = dict(zip(self._names(params), operands, strict=False))
+        assert all(x is not None or name in self.optional for name, x in given.items()), self.name
+        params |= {flag: given.get(name) is not None for name, flag in self.optional.items() if flag is not None}
+        return [x for x in given.values() if x is not None], params
 
     def operand_dims(self, params: Mapping[str, Any]) -> dict[str, Dimensions]:
         """The dimensions of the operands that a call with these params has."""
