@@ -13,7 +13,11 @@ from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope
 from jax_baracuda.ops.rope_frequencies import rope_frequencies
 from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
 from jax_baracuda.ops.segment.arguments import TieBreak
-from jax_baracuda.ops.segment.attention import segment_attention
+from jax_baracuda.ops.segment.attention import (
+    graph_additive_attention,
+    graph_dot_product_attention,
+    segment_attention,
+)
 from jax_baracuda.ops.segment.extremum import (
     segment_max,
     segment_max_backward,
@@ -24,7 +28,6 @@ from jax_baracuda.ops.segment.extremum import (
 from jax_baracuda.ops.segment.gather_dot import gather_segment_dot
 from jax_baracuda.ops.segment.gather_extremum import gather_segment_max, gather_segment_min
 from jax_baracuda.ops.segment.gather_sum import gather_segment_mean, gather_segment_sum
-from jax_baracuda.ops.segment.graph_attention import graph_additive_attention, graph_dot_product_attention
 from jax_baracuda.ops.segment.logsumexp import segment_logsumexp
 from jax_baracuda.ops.segment.mean import segment_mean, segment_mean_backward
 from jax_baracuda.ops.segment.plan import SegmentPlan, segment_plan

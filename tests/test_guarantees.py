@@ -51,7 +51,7 @@ def sizes_of(example: Example) -> Mapping[str, int]:
 
 def with_flags(call: OpCall, flags: Mapping[str, bool]) -> OpCall:
     operands = list(call.operands)
-    names = list(call.resolve(call.op.operands))
+    names = list(call.operand_dims)
     if flags.get("indices_are_sorted"):
         ids = names.index("segment_ids")
         order = jnp.argsort(operands[ids], axis=-1)
@@ -113,7 +113,10 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
         variants = [with_flags(call, flags) for flags in flags_of(name)]
 
     def run_all(all_operands: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
-        return [x.op(*operands, **x.all_params) for x, operands in zip(variants, all_operands, strict=True)]
+        return [
+            x.op(*x.op.by_name(operands, x.params).values(), **x.all_params)
+            for x, operands in zip(variants, all_operands, strict=True)
+        ]
 
     run, all_operands = jax.jit(run_all), [x.operands for x in variants]
 

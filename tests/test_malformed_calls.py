@@ -238,7 +238,8 @@ def why_not(call: Call) -> str | None:
         return None
     num_batch_dims = int(attributes.pop("num_batch_dims", 1))
     attributes |= op.targets[call.target]
-    names = [list(OpCall(op, (), attributes).resolve(arrays).values()) for arrays in (op.operands, op.results)]
+    of_attributes = OpCall(op, (), attributes)
+    names = [list(dims.values()) for dims in (of_attributes.operand_dims, of_attributes.resolve(op.results))]
     if len(call.operands) > len(names[0]) or len(call.results) != len(names[1]):
         return "wrong number of arrays"
     sizes: dict[str, Any] = {}

@@ -21,8 +21,8 @@ def joint_size(*sizes: int) -> int:
 
 
 def vmap_sizes(operands: Sequence[Any], num_batch_dims: int) -> tuple[int, ...]:
-    """The sizes of the batch dimensions, after broadcasting the operands."""
-    return tuple(joint_size(*(x.shape[i] for x in operands)) for i in range(num_batch_dims))
+    """The sizes of the batch dimensions, after broadcasting the operands. Some operands may be None, here and below."""
+    return tuple(joint_size(*(x.shape[i] for x in operands if x is not None)) for i in range(num_batch_dims))
 
 
 def is_shared(shape: Sequence[int], num_batch_dims: int) -> bool:
@@ -43,16 +43,17 @@ MappedDims = Sequence[Sequence[bool]]
 def mapped_dims(operands: Sequence[Any], num_batch_dims: int) -> MappedDims:
     """Which operands each batch dimension maps: those with its full size."""
     sizes = vmap_sizes(operands, num_batch_dims)
-    return [[x.shape[i] == size for x in operands] for i, size in enumerate(sizes)]
+    return [[x is not None and x.shape[i] == size for x in operands] for i, size in enumerate(sizes)]
 
 
-def map_over_batch(function: Callable[..., Any], mapped: MappedDims, *operands: jax.Array) -> Any:
+def map_over_batch(function: Callable[..., Any], mapped: MappedDims, *operands: jax.Array | None) -> Any:
     """Maps a function over the batch dimensions of the operands; the function does not see them."""
     if not mapped:
         return function(*operands)
     inner = functools.partial(map_over_batch, function, mapped[1:])
     operands = tuple(
-        x if is_mapped else jax.lax.squeeze(x, [0]) for x, is_mapped in zip(operands, mapped[0], strict=True)
+        x if is_mapped or x is None else jax.lax.squeeze(x, [0])
+        for x, is_mapped in zip(operands, mapped[0], strict=True)
     )
     return jax.vmap(inner, [0 if is_mapped else None for is_mapped in mapped[0]])(*operands)
 

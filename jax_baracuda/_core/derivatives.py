@@ -39,7 +39,12 @@ def derivative_op(kind: Kind, op: Op, num_operands: int, differentiated: Positio
 
     def reference(*arrays: jax.Array, **params: Any) -> Sequence[jax.Array]:
         operands, linear = arrays[:num_operands], list(arrays[num_operands:])
-        of_differentiated = with_fixed(with_named(op.reference, params), operands, differentiated)
+
+        def of_operands(*operands: jax.Array) -> Sequence[jax.Array]:
+            results: Sequence[jax.Array] = with_named(op.reference, params)(*op.by_name(operands, params).values())
+            return results
+
+        of_differentiated = with_fixed(of_operands, operands, differentiated)
 
         def function(*primals: jax.Array) -> list[jax.Array]:
             of_op = of_differentiated(*primals)
@@ -62,7 +67,7 @@ def derivative_op(kind: Kind, op: Op, num_operands: int, differentiated: Positio
 
     def dimensions(params: Mapping[str, Any]) -> tuple[list[Dimensions], list[Dimensions]]:
         """The dimensions of the own operands and results."""
-        of_operands = list(resolved(op.operands, params).values())[:num_operands]
+        of_operands = list(op.operand_dims(params).values())[:num_operands]
         of_results = list(resolved(op.results, params).values())
         inputs, outputs = [of_operands[i] for i in differentiated], [of_results[i] for i in results]
         if kind == "cotangent":

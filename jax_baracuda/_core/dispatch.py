@@ -109,7 +109,7 @@ class Traits(NamedTuple):
 
     params: Mapping[str, Any]
     sizes: Mapping[str, int]
-    """See :meth:`OpCall.sizes`."""
+    """See :attr:`OpCall.sizes`."""
     fuses: bool
 
 
@@ -127,7 +127,7 @@ class Rule:
     def holds_for(self, call: OpCall, site: Site) -> bool:
         if self.platform != site.platform:
             return False
-        traits = Traits(call.params, call.sizes(), site.fuses)
+        traits = Traits(call.params, call.sizes, site.fuses)
         return all(condition(traits) for condition in self.conditions)
 
 
@@ -162,18 +162,12 @@ MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
 
 def uncontended(traits: Traits) -> bool:
     """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
-    return traits.sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * _segments(traits)
+    sizes = traits.sizes
+    return sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * sizes["batch"] * sizes["segment"]
 
 
 def mostly_empty_segments(traits: Traits) -> bool:
-    return traits.sizes["rows"] <= _segments(traits)
-
-
-def _segments(traits: Traits) -> int:
-    """The number of segments in the whole batch. No array of a softmax has segments, only its params."""
-    segments = traits.sizes.get("segment", traits.params.get("num_segments"))
-    assert segments is not None
-    return traits.sizes["batch"] * segments
+    return traits.sizes["rows"] <= traits.sizes["batch"] * traits.sizes["segment"]
 
 
 def param(name: str, value: Any) -> Condition:
@@ -182,7 +176,7 @@ def param(name: str, value: Any) -> Condition:
 
 
 def at_most(**sizes: int) -> Condition:
-    """The call's sizes are at most these. Names are from :meth:`OpCall.sizes`."""
+    """The call's sizes are at most these. Names are from :attr:`OpCall.sizes`."""
     return lambda traits: all(traits.sizes[name] <= size for name, size in sizes.items())
 
 

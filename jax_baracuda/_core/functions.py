@@ -1,4 +1,4 @@
-"""Functions with some of their arguments given."""
+"""Functions with some of their arguments given, and static arguments by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from typing import Any
 
 import jax
 from jax.interpreters import ad
+
+
+class Params(dict[str, Any]):
+    """The static arguments of a call by name, mostly named like the params of an op: a dict that can be hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 def with_named(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:

@@ -137,8 +137,8 @@ def _lower_partitioned(
     params = {**call.all_params, **chosen}
 
     def shard_program(axes: ShardAxes, *shards: jax.Array) -> Sequence[jax.Array]:
-        run_kernel = functools.partial(kernel.bind, **call.params, **chosen)
-        program = functools.partial(call.bound(op.shard_program), run_kernel, axes) if op.shard_program else run_kernel
+        run_kernel = functools.partial(op.kernel, **call.params, **chosen)
+        program = call.of_operands(op.shard_program, run_kernel, axes) if op.shard_program else run_kernel
         return tuple(map_over_batch(program, mapped, *shards))
 
     partitioned_call = partitioned(
@@ -163,7 +163,7 @@ def _call_target(
     op = call.op
     if (program := op.program or program_of(call, platform)) is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
-        return _lower_without_mesh(functools.partial(map_over_batch, call.bound(program), mapped), ctx, operands)
+        return _lower_without_mesh(functools.partial(map_over_batch, call.of_operands(program), mapped), ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)
     num_results = len(ctx.avals_out)
     if op.plan_parameters is not None:

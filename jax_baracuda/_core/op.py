@@ -19,7 +19,7 @@ from jax_baracuda._core import jax_versions, rules
 from jax_baracuda._core.arrays import element_bits, in_automatic_mode
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Rule
-from jax_baracuda._core.functions import resolved, with_named
+from jax_baracuda._core.functions import keyword_names, resolved, with_named
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES, Plan, missing_target, target_name
@@ -49,7 +49,8 @@ class Op:
     name: str
     """The name of the primitive."""
     operands: NamedDimensions | Callable[..., NamedDimensions]
-    """By name and in order; callers may omit trailing ones. Or ``(**params)`` -> these."""
+    """By name and in order. Or ``(**params)`` -> these. A call may lack the `optional` ones: callers pass None or omit
+    trailing ones, and the functions of the definition get None."""
     results: NamedDimensions | Callable[..., NamedDimensions]
     """By name and in order. Or ``(**params)`` -> these."""
     reference: Callable[..., Sequence[jax.Array]]
@@ -60,8 +61,11 @@ class Op:
     """
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
-    sizes: Callable[..., Mapping[str, int]] | None = None
-    """``(**params)`` -> the sizes of result dimensions that no operand has."""
+    optional: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param.
+    None: a trailing operand without such a param."""
+    sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    """{dimension that no operand has: the param with its size}. Or ``(**params)`` -> the sizes."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
     """``(*operand avals, **params)`` -> the dtypes of the results; None: all have the dtype of the first operand."""
     result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None
@@ -75,7 +79,8 @@ class Op:
     ``(**params)`` -> these."""
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers from which the native module chooses a strategy. ``_core`` adds
-    the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand."""
+    the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand. This function and `limit` may also
+    name `sizes`: those of the named dimensions."""
     replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
     reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
@@ -138,11 +143,16 @@ class Op:
                 raise ValueError(f"Op {target} is defined twice")
             OPS[target] = self
 
-    def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    def __call__(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
         """The results of the op, always a list."""
         if (selection := current_selection()) is not None:
             params["implementation"] = selection
-        return self.primitive.bind(*jax_versions.unify_varying(*operands), **params)
+        present, params = self._present(operands, params)
+        return self.primitive.bind(*jax_versions.unify_varying(*present), **params)
+
+    def of_arrays(self, arrays: Mapping[str, jax.Array], **params: Any) -> list[jax.Array]:
+        """The results for operands by name, among other arrays."""
+        return self(*(arrays.get(name) for name in self._names(params)), **params)
 
     def types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results for operands of these types."""
@@ -153,9 +163,36 @@ class Op:
         dtypes: frozenset[str] = resolved(self.dtypes, self.targets.get(target, {}))
         return dtypes
 
-    def kernel(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    def kernel(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for the shard programs of other ops."""
-        return self.kernel_primitive.bind(*operands, **{"implementation": KERNEL_IF_ANY, **params})
+        present, params = self._present(operands, params)
+        return self.kernel_primitive.bind(*present, **{"implementation": KERNEL_IF_ANY, **params})
+
+    def _names(self, params: Mapping[str, Any]) -> list[str]:
+        """The names of all operands, before it is known which of them a call has."""
+        return list(resolved(self.operands, {**dict.fromkeys(filter(None, self.optional.values()), False), **params}))
+
+    def _present(
+        self, operands: Sequence[jax.Array | None], params: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The operands that are not None, and the params that say which these are."""
+        if not self.optional:
+            return list(operands), params
+        given = dict(zip(self._names(params), operands, strict=False))
+        assert all(x is not None or name in self.optional for name, x in given.items()), self.name
+        params |= {flag: given.get(name) is not None for name, flag in self.optional.items() if flag is not None}
+        return [x for x in given.values() if x is not None], params
+
+    def operand_dims(self, params: Mapping[str, Any]) -> dict[str, Dimensions]:
+        """The dimensions of the operands that a call with these params has."""
+        operands: NamedDimensions = resolved(self.operands, params)
+        flags = ((name, self.optional.get(name)) for name in operands)
+        return {name: operands[name] for name, flag in flags if flag is None or params.get(flag)}
+
+    def by_name(self, operands: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
+        """The operands of the definition, given those that a call with these params has. The others are None."""
+        given = dict(zip(self.operand_dims(params), operands, strict=False))
+        return {name: given.get(name) for name in resolved(self.operands, params)}
 
     @functools.cached_property
     def primitive(self) -> Primitive:
@@ -281,6 +318,11 @@ def joint_sizes(arrays: Sequence[NamedShape]) -> dict[str, int]:
     return sizes
 
 
+def num_features(sizes: Mapping[str, int]) -> int:
+    """The product of the dimensions "head", "feature" and all without a name."""
+    return math.prod([size for dim, size in sizes.items() if dim in ("head", "feature") or dim.startswith("...")])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpCall:
     """A call of an op as JAX's rules see it: with the dimensions that ``vmap`` has added.
@@ -313,13 +355,13 @@ class OpCall:
     @functools.cached_property
     def linear(self) -> list[int]:
         """The positions of the operands in which an op with a `transpose` is linear."""
-        names = list(self.resolve(self.op.operands))
+        names = list(self.operand_dims)
         return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
 
     @property
     def linear_alone(self) -> dict[int, Callable[..., Sequence[jax.Array]]]:
         """The transposes of an op that is linear in further operands, by position."""
-        names = list(self.resolve(self.op.operands))
+        names = list(self.operand_dims)
         return {names.index(name): transpose for name, transpose in self.op.linear_alone.items() if name in names}
 
     @functools.cached_property
@@ -335,7 +377,7 @@ class OpCall:
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
         """The sizes of the batch dimensions, after broadcasting the operands."""
-        return vmap_sizes(self.operands, self.num_batch_dims)
+        return vmap_sizes(self.operands, self.num_batch_dims) if self.num_batch_dims else ()
 
     @functools.cached_property
     def own_operands(self) -> Sequence[Any]:
@@ -347,6 +389,15 @@ class OpCall:
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the definition, given the params that it names."""
         return with_named(function, self.params)
+
+    def of_operands(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+        """A function of the definition, given the params and its first arguments, as one of the call's operands."""
+        return lambda *operands: self.bound(function)(*first, *self.op.by_name(operands, self.params).values())
+
+    @functools.cached_property
+    def operand_dims(self) -> dict[str, Dimensions]:
+        """The dimensions of the operands."""
+        return self.op.operand_dims(self.params)
 
     def resolve(self, field: Any) -> Any:
         """The value of a field of the definition: a field that is a function is called with the params."""
@@ -360,7 +411,8 @@ class OpCall:
 
     def result_types(self) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results, with the batch dimensions."""
-        types = self.bound(self.op.result_types)(*self.own_operands) if self.op.result_types else self._named_types()
+        types_of = self.op.result_types
+        types = self.of_operands(types_of)(*self.own_operands) if types_of is not None else self._named_types()
         return [((*self.batch, *shape), dtype) for shape, dtype in types]
 
     def result_avals(self) -> list[Any]:
@@ -382,7 +434,7 @@ class OpCall:
         # When JAX differentiates a jitted function, its constants are NumPy arrays, which take no tracer as an index.
         operands = tuple(map(jnp.asarray, operands))
         mapped = mapped_dims(operands, self.num_batch_dims)
-        own_reference = self.bound(self.op.reference)
+        own_reference = self.of_operands(self.op.reference)
 
         def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(map_over_batch(own_reference, mapped, *operands))
@@ -396,15 +448,23 @@ class OpCall:
 
     def _named_types(self) -> list[ShapeAndDtype]:
         """The types of the results, with shapes derived from the named dimensions."""
-        op, operands = self.op, self.own_operands
-        sizes = joint_sizes(self._with_names(op.operands, [x.shape for x in operands])) | self.resolve(op.sizes or {})
+        op, operands, sizes = self.op, self.own_operands, self.named_sizes
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
-        dtypes = self.bound(op.result_dtypes)(*operands) if op.result_dtypes else [operands[0].dtype] * len(results)
+        dtypes = (
+            self.of_operands(op.result_dtypes)(*operands) if op.result_dtypes else [operands[0].dtype] * len(results)
+        )
         return [
             (tuple(sizes[name] for d in names for name in (rest if d == "..." else (d,))), np.dtype(dtype))
             for names, dtype in zip(results, dtypes, strict=True)
         ]
+
+    @functools.cached_property
+    def named_sizes(self) -> dict[str, int]:
+        """The sizes of the named dimensions, without those that ``vmap`` has added."""
+        sizes = self.op.sizes
+        of_params = self.resolve(sizes) if callable(sizes) else {dim: self.params[name] for dim, name in sizes.items()}
+        return joint_sizes(self._with_names(self.operand_dims, [x.shape for x in self.own_operands])) | of_params
 
     def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
         """The shapes of operands or results, which start with the batch dimensions, and the names of all dimensions."""
@@ -419,7 +479,7 @@ class OpCall:
     def named_shapes(self) -> NamedShapes:
         """The named dimensions of the operands and results."""
         op, num_batch_dims = self.op, self.num_batch_dims
-        operands = self._with_names(op.operands, [x.shape for x in self.operands], num_batch_dims)
+        operands = self._with_names(self.operand_dims, [x.shape for x in self.operands], num_batch_dims)
         results = self._with_names(op.results, [shape for shape, _ in self.result_types()], num_batch_dims)
         sizes = joint_sizes(operands + results)
 
@@ -431,20 +491,20 @@ class OpCall:
 
         return NamedShapes(without_broadcast(operands), without_broadcast(results), sizes)
 
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
-        whole batch), "features" (the product of "head", "feature" and all unnamed dimensions), "bytes" (of all operands
-        and results), "element_bits" (of the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
-        sizes = self.named_shapes.sizes
-        unnamed = [name for name in sizes if name.startswith("...")]
+        whole batch), "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of
+        the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
+        sizes = self.named_sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
         num_bits = sum(math.prod(shape) * element_bits(dtype) for shape, dtype in types)
         return {
-            **{name: size for name, size in sizes.items() if name not in unnamed},
+            **sizes,
             "batch": math.prod(self.batch),
             **({} if row_dim is None else {"rows": math.prod(self.batch) * sizes[row_dim]}),
-            "features": math.prod(sizes.get(name, 1) for name in (*unnamed, "head", "feature")),
+            "features": num_features(sizes),
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),
             "rank": len(self.own_operands[0].shape),
@@ -455,11 +515,11 @@ class OpCall:
         """The strategy and the scratch memory of the platform's kernel, for a call that it supports."""
         op = self.op
         assert op.plan_parameters is not None
-        parameters = dict(self.bound(op.plan_parameters)(*self.own_operands))
+        parameters = dict(self._of_types(op.plan_parameters))
         if not op.broadcasts:
             size = math.prod(self.batch)
             parameters["batch"] = size
-            for name, operand in zip(self.resolve(op.operands), self.operands, strict=False):
+            for name, operand in zip(self.operand_dims, self.operands, strict=False):
                 parameters[f"{name}_is_shared"] = size != 1 and is_shared(operand.shape, self.num_batch_dims)
         # A product of sizes overflows only for an array without elements, where 0 serves as well.
         fitting = {name: int(value) if value < 2**63 else 0 for name, value in parameters.items()}
@@ -487,7 +547,13 @@ class OpCall:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
-        return self.bound(op.limit)(*self.own_operands) if op.limit is not None else None
+        return self._of_types(op.limit) if op.limit is not None else None
+
+    def _of_types(self, function: Callable[..., Any]) -> Any:
+        """The result of a function of the types of the operands, which may name `sizes`."""
+        names_sizes = "sizes" in (keyword_names(function) or ())
+        params = {**self.params, "sizes": self.named_sizes} if names_sizes else self.params
+        return with_named(function, params)(*self.op.by_name(self.own_operands, self.params).values())
 
     def attributes(self) -> dict[str, Any]:
         """The params that the native handler takes."""

@@ -33,7 +33,7 @@ def batch(call: OpCall, primitive: Primitive, axes: Sequence[int | None]) -> tup
     operands, size = with_mapped_dim(call.operands, axes)
     whole = call.resolve(op.in_place)
     if op.broadcasts:
-        names = call.resolve(op.operands)
+        names = call.operand_dims
         whole = [i for i, name in zip(range(len(operands)), names, strict=False) if name not in op.broadcasts]
     for i in whole:
         operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape[1:]))
@@ -68,7 +68,8 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
     elif (tangent_of := op.tangent) is not None and nonzero_tangents == [0]:
 
         def tangent(first: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
-            return call.bound(tangent_of)(first, arrays[: len(primals)], arrays[len(primals) :])
+            operands = tuple(op.by_name(arrays[: len(primals)], call.params).values())
+            return call.bound(tangent_of)(first, operands, arrays[len(primals) :])
 
         result_tangents = _map_over_batch(call, tangent, tangents[0], *primals, *results)
     else:
@@ -97,7 +98,9 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
             own_types = [call.own_operands[i] for i in factor]
             return call.bound(transpose_of)(own_types, arrays[: len(cotangents)], *arrays[len(cotangents) :])
 
-        others = (x for i, x in enumerate(operands) if i not in factor)
+        names = list(call.operand_dims)
+        of_factor = {names[i] for i in factor}
+        others = (x for name, x in call.op.by_name(operands, call.params).items() if name not in of_factor)
         transposed = _map_over_batch(call, transpose, *cotangents, *others)
         for i in linear:
             results[i] = _sum_over_shared_batch(transposed[factor.index(i)], call.operands[i])
@@ -112,7 +115,7 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
     return results
 
 
-def _map_over_batch(call: OpCall, function: Callable[..., Any], *arrays: jax.Array) -> Any:
+def _map_over_batch(call: OpCall, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:
     with selecting(call.selection):
         return map_over_batch(function, mapped_dims(arrays, call.num_batch_dims), *arrays)
 

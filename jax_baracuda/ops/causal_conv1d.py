@@ -12,7 +12,7 @@ derivative rules, canonicalisation of arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import map_together
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -150,7 +151,7 @@ def causal_conv1d(
     params, arrays = _canonicalize(
         "causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids
     )
-    return _convolution(params._replace(returns_state=bool(return_final_state)), **arrays)
+    return _convolution(Params(params, returns_state=bool(return_final_state)), **arrays)
 
 
 @selectable
@@ -268,36 +269,6 @@ def causal_conv1d_update(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Operands by name, because calls may lack some of them.
-
-OPERANDS = ("x", "state", "weight", "d_output", "bias", "initial_state", "same_sequence", "d_final_state")
-"""The names of the operands, in the order of every op."""
-
-OPTIONAL = OPERANDS[4:]
-"""The operands that a call may lack. The param ``has_<name>`` says whether it has one."""
-
-GRADIENTS = ("x", "weight", "bias", "initial_state")
-"""The operands that have gradients."""
-
-
-def _names(required: Sequence[str], presence: Mapping[str, bool]) -> list[str]:
-    """The names of a call's operands."""
-    return [name for name in OPERANDS if name in required or presence.get(f"has_{name}")]
-
-
-def _by_name(operands: Sequence[Array], *required: str, **presence: bool) -> dict[str, Array]:
-    """The operands of a call that has these params."""
-    return dict(zip(_names(required, presence), operands, strict=True))
-
-
-def _call(op: Callable[..., Sequence[Array]], arrays: Mapping[str, Array | None], **params: bool) -> Sequence[Array]:
-    """Calls an op, or its kernel, with operands by name; None for those that the call lacks."""
-    presence = {f"has_{name}": array is not None for name, array in arrays.items() if name in OPTIONAL}
-    operands = [arrays[name] for name in OPERANDS if arrays.get(name) is not None]
-    return op(*operands, **params, **presence)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX. Signals are [B, C, L], or [B, L, C] where channels are last.
 
 
@@ -395,8 +366,8 @@ def _unsplit(function: Callable[..., tuple[Array]], axis: int, *arrays: Array) -
 def _plain_convolution(
     x: Array,
     weight: Array,
-    bias: Array | None = None,
-    initial_state: Array | None = None,
+    bias: Array | None,
+    initial_state: Array | None,
     same_sequence: Array | None = None,
     *,
     channels_last: bool,
@@ -447,43 +418,50 @@ def _plain_convolution(
     return output * jax.nn.sigmoid(output) if silu else output
 
 
-def _widened(arrays: Mapping[str, Array], *names: str) -> dict[str, Array]:
-    """The arrays, some of them cast to the accumulation dtype."""
-    dtype = accumulation_dtype(arrays["x"].dtype)
-    return {name: array.astype(dtype) if name in names else array for name, array in arrays.items()}
+def _widened(x: Array, *arrays: Array | None) -> list[Any]:
+    """Arrays cast to the accumulation dtype of `x`. None stays None."""
+    return [None if array is None else array.astype(accumulation_dtype(x.dtype)) for array in arrays]
 
 
-def _reference_convolution(*operands: Array, channels_last: bool, silu: bool, **presence: bool) -> tuple[Array]:
-    arrays = _widened(_by_name(operands, "x", "weight", **presence), "weight", "bias")
-    return (_plain_convolution(**arrays, channels_last=channels_last, silu=silu).astype(arrays["x"].dtype),)
+def _reference_convolution(
+    x: Array, weight: Array, bias: Array | None, *others: Array | None, channels_last: bool, silu: bool
+) -> tuple[Array]:
+    wide = _plain_convolution(x, *_widened(x, weight, bias), *others, channels_last=channels_last, silu=silu)
+    return (wide.astype(x.dtype),)
 
 
-def _reference_backward(*operands: Array, channels_last: bool, silu: bool, **presence: bool) -> list[Array]:
-    arrays = _by_name(operands, "x", "weight", "d_output", **presence)
-    x, weight = arrays["x"], arrays["weight"]
-    same_sequence = arrays.pop("same_sequence", None)
-    arrays.setdefault("bias", jnp.zeros(weight.shape[:1], weight.dtype))
-    arrays = _widened(arrays, *arrays)
-    if "initial_state" in arrays and same_sequence is None and x.shape[_time_axis(channels_last)] == 1:
-        gradients = _gradients_of_one_step(**arrays, channels_last=channels_last, silu=silu)
+def _reference_backward(
+    x: Array,
+    weight: Array,
+    d_output: Array,
+    bias: Array | None,
+    initial_state: Array | None,
+    same_sequence: Array | None,
+    d_final_state: Array | None,
+    *,
+    channels_last: bool,
+    silu: bool,
+) -> list[Array]:
+    bias = jnp.zeros(weight.shape[:1], weight.dtype) if bias is None else bias
+    primals = _widened(x, x, weight, bias, initial_state)
+    cotangents = _widened(x, d_output, d_final_state)
+    if initial_state is not None and same_sequence is None and x.shape[_time_axis(channels_last)] == 1:
+        gradients = _gradients_of_one_step(*primals, *cotangents, channels_last=channels_last, silu=silu)
     else:
-        cotangents = [arrays.pop(name) for name in ("d_output", "d_final_state") if name in arrays]
 
-        def outputs(arrays: dict[str, Array]) -> list[Array]:
-            y = _plain_convolution(**arrays, same_sequence=same_sequence, channels_last=channels_last, silu=silu)
-            if len(cotangents) == 1:
-                return [y]
-            states = arrays["x"], arrays.get("initial_state"), same_sequence
-            return [y, _final_state(*states, state_length=weight.shape[1] - 1, channels_last=channels_last)]
+        def outputs(x: Array, weight: Array, bias: Array, initial_state: Array | None) -> list[Array | None]:
+            history = initial_state, same_sequence
+            y = _plain_convolution(x, weight, bias, *history, channels_last=channels_last, silu=silu)
+            if d_final_state is None:
+                return [y, None]
+            return [y, _final_state(x, *history, state_length=weight.shape[1] - 1, channels_last=channels_last)]
 
-        [gradients] = jax.vjp(outputs, arrays)[1](cotangents)
-    for name in ("x", "initial_state"):
-        if name in gradients:
-            gradients[name] = gradients[name].astype(x.dtype)
-    return [gradients[name] for name in GRADIENTS if name in gradients]
+        gradients = jax.vjp(outputs, *primals)[1](cotangents)
+    dx, dweight, dbias, d_state = gradients
+    return [dx.astype(x.dtype), dweight, dbias, *([] if d_state is None else [d_state.astype(x.dtype)])]
 
 
-def _one_step(x: Array, weight: Array, initial_state: Array, bias: Array | None = None) -> Array:
+def _one_step(x: Array, weight: Array, bias: Array | None, initial_state: Array) -> Array:
     """The convolution ``[B, C]`` at a single time, before the activation, from its input ``[B, C]`` and the state."""
     z = weight[None, :, -1] * x if bias is None else bias[None] + weight[None, :, -1] * x
     state_length = initial_state.shape[2]
@@ -500,16 +478,19 @@ def _gradients_of_one_step(
     bias: Array,
     initial_state: Array,
     d_output: Array,
-    d_final_state: Array | None = None,
+    d_final_state: Array | None,
     *,
     channels_last: bool,
     silu: bool,
-) -> dict[str, Array]:
-    """The gradients for a signal of length 1, written out: XLA would shift and pad arrays for the general formula."""
+) -> tuple[Array, ...]:
+    """The gradients of the first four arrays for a signal of length 1, written out.
+
+    XLA would shift and pad arrays for the general formula.
+    """
     time = _time_axis(channels_last)
     x, d_z = jnp.squeeze(x, time), jnp.squeeze(d_output, time)
     if silu:
-        z = _one_step(x, weight, initial_state, bias)
+        z = _one_step(x, weight, bias, initial_state)
         sigmoid = jax.nn.sigmoid(z)
         d_z = d_z * (sigmoid * (1 + z * (1 - sigmoid)))
     dx, d_state = d_z * weight[None, :, -1], d_z[:, :, None] * weight[None, :, :-1]
@@ -517,24 +498,20 @@ def _gradients_of_one_step(
         dx = dx + d_final_state[:, :, -1]
         d_state = d_state + jnp.pad(d_final_state[:, :, :-1], [(0, 0), (0, 0), (1, 0)])
     dweight = [jnp.sum(d_z[:, :, None] * initial_state, axis=0), jnp.sum(d_z * x, axis=0)[:, None]]
-    return {
-        "x": jnp.expand_dims(dx, time),
-        "weight": jnp.concatenate(dweight, axis=-1),
-        "bias": jnp.sum(d_z, axis=0),
-        "initial_state": d_state,
-    }
+    return jnp.expand_dims(dx, time), jnp.concatenate(dweight, axis=-1), jnp.sum(d_z, axis=0), d_state
 
 
-def _reference_update(*operands: Array, channels_last: bool, silu: bool, **presence: bool) -> tuple[Array, Array]:
-    arrays = _by_name(operands, "x", "state", "weight", **presence)
-    x, state, time = arrays["x"], arrays.pop("state"), _time_axis(channels_last)
-    recent = state[..., state.shape[-1] - (arrays["weight"].shape[-1] - 1) :]
-    arrays = _widened({**arrays, "initial_state": recent}, "x", "weight", "bias", "initial_state")
+def _reference_update(
+    x: Array, state: Array, weight: Array, bias: Array | None, *, channels_last: bool, silu: bool
+) -> tuple[Array, Array]:
+    time = _time_axis(channels_last)
+    recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
+    inputs, *others = _widened(x, x, weight, bias, recent)
     if x.shape[time] == 1:
-        z = jnp.expand_dims(_one_step(**(arrays | {"x": jnp.squeeze(arrays["x"], time)})), time)
+        z = jnp.expand_dims(_one_step(jnp.squeeze(inputs, time), *others), time)
         y = z * jax.nn.sigmoid(z) if silu else z
     else:
-        y = _plain_convolution(**arrays, channels_last=channels_last, silu=silu)
+        y = _plain_convolution(inputs, *others, channels_last=channels_last, silu=silu)
     new_state = jnp.concatenate([state, _in_layout(x, channels_last)], axis=-1)
     return y.astype(x.dtype), new_state[..., new_state.shape[-1] - state.shape[-1] :]
 
@@ -558,47 +535,56 @@ def _dimensions(names: Sequence[str], channels_last: bool) -> NamedDimensions:
 
 
 def _shard_forward(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, channels_last: bool, **presence: bool
+    kernel: ShardKernel, axes: ShardAxes, x: Array, weight: Array, *optional: Array | None, channels_last: bool
 ) -> Sequence[Array]:
     """If time is split, the last inputs of the previous shard are a shard's initial state (a halo exchange)."""
-    arrays = _by_name(operands, "x", "weight", **presence)
-    if _needs_history(arrays, axes):
-        arrays["initial_state"] = _history(arrays, axes["time"], channels_last)
-    return _call(kernel, arrays)
+    bias, initial_state, same_sequence = optional
+    if _needs_history(weight, axes):
+        initial_state = _history(x, weight, initial_state, axes["time"], channels_last)
+    return kernel(x, weight, bias, initial_state, same_sequence)
 
 
 def _shard_backward(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, channels_last: bool, **presence: bool
+    kernel: ShardKernel,
+    axes: ShardAxes,
+    x: Array,
+    weight: Array,
+    d_output: Array,
+    *optional: Array | None,
+    channels_last: bool,
 ) -> Sequence[Array]:
     """The gradients of the parameters are summed over all examples and times.
 
     If time is split, the gradient of a shard's initial state belongs to the last inputs of the previous shard. It is
     added after the kernel, so that the kernel waits for no other device.
     """
-    arrays = _by_name(operands, "x", "weight", "d_output", **presence)
+    bias, initial_state, same_sequence, d_final_state = optional
     time_axes = axes.get("time", ())
-    if not _needs_history(arrays, axes):
-        dx, dweight, dbias, *d_states = kernel(*operands)
+    if not _needs_history(weight, axes):
+        dx, dweight, dbias, *d_states = kernel(x, weight, d_output, *optional)
     else:
-        if "d_final_state" in arrays:
+        if d_final_state is not None:
             is_last = jax.lax.axis_index(time_axes) == _num_shards(time_axes) - 1
-            arrays["d_final_state"] = jnp.where(is_last, arrays["d_final_state"], 0)
-        arrays["initial_state"] = _history(arrays, time_axes, channels_last)
-        dx, dweight, dbias, d_history = _call(kernel, arrays)
+            d_final_state = jnp.where(is_last, d_final_state, 0)
+        history = _history(x, weight, initial_state, time_axes, channels_last)
+        operands = x, weight, d_output, bias, history, same_sequence, d_final_state
+        dx, dweight, dbias, d_history = kernel(*operands)
         to_previous = [(i + 1, i) for i in range(_num_shards(time_axes) - 1)]
         from_next = jax.lax.ppermute(_in_layout(d_history, channels_last), time_axes, to_previous)
         last = _last_inputs(dx, d_history.shape[-1], channels_last)
         # The barrier separates the sum from the update, which then runs in place; fused, XLA would copy the array.
         dx = last.set(jax.lax.optimization_barrier(last.get() + from_next))
         is_first = jax.lax.axis_index(time_axes) == 0
-        d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)] if presence["has_initial_state"] else []
+        d_states = []
+        if initial_state is not None:
+            d_states = [jax.lax.psum(jnp.where(is_first, d_history, 0), time_axes)]
     if sum_axes := (*axes.get("example", ()), *time_axes):
         dweight, dbias = jax.lax.psum((dweight, dbias), sum_axes)
     return dx, dweight, dbias, *d_states
 
 
-def _needs_history(arrays: Mapping[str, Array], axes: ShardAxes) -> bool:
-    return bool(axes.get("time")) and arrays["weight"].shape[-1] > 1
+def _needs_history(weight: Array, axes: ShardAxes) -> bool:
+    return bool(axes.get("time")) and weight.shape[-1] > 1
 
 
 def _num_shards(axes: tuple[str, ...]) -> int:
@@ -610,10 +596,12 @@ def _last_inputs(x: Array, count: int, channels_last: bool) -> Any:
     return x.at[:, -count:] if channels_last else x.at[..., -count:]
 
 
-def _history(arrays: Mapping[str, Array], time_axes: tuple[str, ...], channels_last: bool) -> Array:
+def _history(
+    x: Array, weight: Array, initial_state: Array | None, time_axes: tuple[str, ...], channels_last: bool
+) -> Array:
     """The W - 1 inputs before a shard, as a state ``[B, C, W - 1]``: all that neighbours exchange."""
-    last = _last_inputs(arrays["x"], arrays["weight"].shape[-1] - 1, channels_last).get()
-    return _from_shard_before(_as_state(last, channels_last), arrays.get("initial_state"), time_axes)
+    last = _last_inputs(x, weight.shape[-1] - 1, channels_last).get()
+    return _from_shard_before(_as_state(last, channels_last), initial_state, time_axes)
 
 
 def _from_shard_before(values: Array, of_first: Array | None, time_axes: tuple[str, ...]) -> Array:
@@ -658,9 +646,16 @@ def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> di
     return {"time": sizes["time"] if has_same_sequence and sizes["tap"] > MAX_WIDTH else sizes["tap"] - 1}
 
 
-def _operands(*required: str) -> Callable[..., NamedDimensions]:
-    return lambda *, channels_last, **presence: _dimensions(_names(required, presence), channels_last)
+def _operands(*names: str) -> Callable[..., NamedDimensions]:
+    return lambda *, channels_last: _dimensions(names, channels_last)
 
+
+def _optional(*names: str) -> dict[str, str]:
+    return {name: f"has_{name}" for name in names}
+
+
+_OPTIONAL = ("bias", "initial_state", "same_sequence")
+"""The optional operands of the convolution of a sequence and of its gradient."""
 
 _of_all: Any = {
     "attributes": ("channels_last", "silu", "has_bias"),
@@ -695,7 +690,8 @@ SAME_SEQUENCE = Op(
 # gradients of up to 8 steps 0.4.
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
-    operands=_operands("x", "weight"),
+    operands=_operands("x", "weight", *_OPTIONAL),
+    optional=_optional(*_OPTIONAL),
     results=lambda *, channels_last: _dimensions(["y"], channels_last),
     reference=_reference_convolution,
     xla_rules=(
@@ -708,7 +704,8 @@ CAUSAL_CONV1D = Op(
 
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",
-    operands=_operands("x", "weight", "d_output"),
+    operands=_operands("x", "weight", "d_output", *_OPTIONAL, "d_final_state"),
+    optional=_optional(*_OPTIONAL, "d_final_state"),
     results=lambda *, channels_last, has_initial_state: _dimensions(
         ["dx", "dweight", "dbias", *["d_initial_state"] * has_initial_state], channels_last
     ),
@@ -726,7 +723,8 @@ CAUSAL_CONV1D_BACKWARD = Op(
 
 CAUSAL_CONV1D_UPDATE = Op(
     name="causal_conv1d_update",
-    operands=_operands("x", "state", "weight"),
+    operands=_operands("x", "state", "weight", "bias"),
+    optional=_optional("bias"),
     results=lambda *, channels_last: _dimensions(["y", "new_state"], channels_last),
     reference=_reference_update,
     plan_parameters=lambda x, state, *others, **params: (
@@ -744,20 +742,12 @@ CAUSAL_CONV1D_UPDATE = Op(
 # Derivative rules.
 
 
-class _Params(NamedTuple):
-    """The static arguments of a convolution."""
-
-    channels_last: bool
-    silu: bool
-    returns_state: bool = False
-
-
-def _call_with(params: _Params, op: Op, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
-    return _call(op, arrays, channels_last=params.channels_last, silu=params.silu)
+def _call(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
+    return op.of_arrays(arrays, channels_last=params["channels_last"], silu=params["silu"])
 
 
 def _gradients(
-    params: _Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
+    params: Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
 ) -> dict[str, Array]:
     """The gradients of a convolution's arrays by name.
 
@@ -765,34 +755,35 @@ def _gradients(
     """
     d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
     arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
-    return dict(zip(GRADIENTS, _call_with(params, CAUSAL_CONV1D_BACKWARD, arrays), strict=False))
+    gradients = _call(CAUSAL_CONV1D_BACKWARD, params, arrays)
+    return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
-def _forward(params: _Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-    [y] = _call_with(params, CAUSAL_CONV1D, arrays)
-    if not params.returns_state:
+def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
+    [y] = _call(CAUSAL_CONV1D, params, arrays)
+    if not params["returns_state"]:
         return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]
     state_length = arrays["weight"].shape[1] - 1
-    state = _final_state(*states, state_length=state_length, channels_last=params.channels_last)
+    state = _final_state(*states, state_length=state_length, channels_last=params["channels_last"])
     y, state = map_together((y, state), [array for array in arrays.values() if array is not None])
     return (y, state), arrays
 
 
-def _backward(params: _Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
-    d_output, d_final_state = cotangents if params.returns_state else (cotangents, None)
+def _backward(params: Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
+    d_output, d_final_state = cotangents if params["returns_state"] else (cotangents, None)
     return _gradients(params, arrays, d_output, d_final_state)
 
 
 _convolution = KernelVjp("causal_conv1d", _forward, _backward)
 
 
-def _update_forward(params: _Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    y, new_state = _call_with(params, CAUSAL_CONV1D_UPDATE, arrays)
+def _update_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
+    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, arrays)
     return (y, new_state), arrays
 
 
-def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
+def _update_backward(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
     """The last W - 1 inputs of the new state are the convolution's final state; the others are older inputs."""
     x, state, weight = arrays["x"], arrays["state"], arrays["weight"]
     d_output, d_new_state = cotangents
@@ -805,19 +796,18 @@ def _update_backward(params: _Params, arrays: dict[str, Any], cotangents: tuple[
         "weight": weight,
         "bias": arrays["bias"],
         "initial_state": state[..., num_older:] if state_length > 0 else None,
-        "same_sequence": None,
     }
     gradients = _gradients(params, recent, d_output, d_new_state[..., num_older:])
     dx = gradients["x"]
     d_state = gradients.get("initial_state", jnp.zeros((*state.shape[:2], 0), state.dtype))
     if num_older > 0:
-        time = _time_axis(params.channels_last)
+        time = _time_axis(params["channels_last"])
         # The cotangents of the new state's older inputs, at their places in the concatenation of state and new inputs.
         nothing = [(0, 0)] * 2
         d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], state_length)])
         d_state = reshard_like(jnp.pad(d_state, [*nothing, (num_older, 0)]), jax.typeof(state))
         d_state += reshard_like(d_inputs[..., : state.shape[2]], jax.typeof(state))
-        older = _in_layout(d_inputs[..., state.shape[2] :], params.channels_last)
+        older = _in_layout(d_inputs[..., state.shape[2] :], params["channels_last"])
         dx = reshard_like(dx, jax.typeof(x)) + reshard_like(older, jax.typeof(x))
     return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
@@ -843,7 +833,7 @@ def _canonicalize(
     channels_last: bool,
     initial_state: ArrayLike | None,
     segment_ids: ArrayLike | None,
-) -> tuple[_Params, dict[str, Any]]:
+) -> tuple[Params, dict[str, Any]]:
     """Checks the arguments that all functions share. Returns the params, and the arrays of a convolution by name."""
     x, weight = as_array(name, "x", x), as_array(name, "weight", weight)
     channels_last = bool(channels_last)
@@ -890,7 +880,7 @@ def _canonicalize(
         "initial_state": initial_state,
         "same_sequence": same_sequence,
     }
-    return _Params(channels_last, silu=activation is not None), arrays
+    return Params(channels_last=channels_last, silu=activation is not None), arrays
 
 
 def _check_parameter_dtype(name: str, argument: str, parameter: Array, x: Array) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -149,7 +150,7 @@ def rope_backward(
     params, arrays = _canonicalize(
         "rope_backward", {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    [dx] = _call(params._replace(inverse=True), **arrays)
+    [dx] = _call(Params(params, inverse=True), **arrays)
     return dx
 
 
@@ -232,7 +233,7 @@ def rope_qk_backward(
     params, arrays = _canonicalize(
         "rope_qk_backward", cotangents, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
     )
-    dq, dk = _call(params._replace(inverse=True), **arrays)
+    dq, dk = _call(Params(params, inverse=True), **arrays)
     return dq, dk
 
 
@@ -379,23 +380,23 @@ def _rotate(
 
 def _reference(
     *operands: Array,
-    num_arrays: int,
     heads_first: bool,
     interleaved: bool,
     scale: float,
-    has_positions: bool,
     constant_angles: ConstantAngles | None,
-    **rotation: Any,
+    inverse: bool,
+    rotary_dim: int,
 ) -> list[Array]:
-    features, (frequencies, *positions) = operands[:num_arrays], operands[num_arrays:]
+    *features, frequencies, positions = operands
     length = features[0].shape[_sequence_axis(heads_first)]
     if constant_angles is not None:
         cos, sin = _constant_table(constant_angles, length, np.dtype(frequencies.dtype), scale, interleaved)()
     else:
-        [positions] = positions if has_positions else [jnp.arange(length, dtype=jnp.int32)[None]]
+        positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
         cos, sin = _cos_and_sin_of_product(positions, frequencies)
         cos, sin = _table(jnp, scale * cos, scale * sin, interleaved)
-    return [_rotate(x, cos, sin, heads_first=heads_first, interleaved=interleaved, **rotation) for x in features]
+    rotation = {"inverse": inverse, "heads_first": heads_first, "interleaved": interleaved, "rotary_dim": rotary_dim}
+    return [_rotate(x, cos, sin, **rotation) for x in features]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -428,24 +429,24 @@ def _plan_parameters(
     }
 
 
-def _positions_limit(*operands: Any, has_positions: bool) -> str | None:
-    dtype = operands[-1].dtype.name
-    if not has_positions or dtype in ("int32", "int64"):
+def _positions_limit(*operands: Any) -> str | None:
+    positions = operands[-1]
+    if positions is None or positions.dtype.name in ("int32", "int64"):
         return None
-    return f"kernels take positions of int32 and int64, not of {dtype}"
+    return f"kernels take positions of int32 and int64, not of {positions.dtype.name}"
 
 
 def _shard_rotation(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, heads_first: bool, has_positions: bool
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array | None, heads_first: bool
 ) -> Sequence[Array]:
     """If the sequence is split, the positions of a shard continue those of the previous shard."""
     sequence_axes = axes.get("sequence", ())
-    if has_positions or not sequence_axes:
+    *others, positions = operands
+    if positions is not None or not sequence_axes:
         return kernel(*operands)
     length = operands[0].shape[_sequence_axis(heads_first)]
     start = (jax.lax.axis_index(sequence_axes) * length).astype(jnp.int32)
-    positions = start + jnp.arange(length, dtype=jnp.int32)
-    return kernel(*operands, positions[None], has_positions=True, constant_angles=None)
+    return kernel(*others, (start + jnp.arange(length, dtype=jnp.int32))[None], constant_angles=None)
 
 
 def _has_known_angles(traits: Traits) -> bool:
@@ -467,11 +468,12 @@ ROPE = Op(
         "rope_qk": {"num_arrays": 2, "inverse": False},
         "rope_qk_backward": {"num_arrays": 2, "inverse": True},
     },
-    operands=lambda *, num_arrays, heads_first, has_positions: {
+    operands=lambda *, num_arrays, heads_first: {
         **_features(num_arrays=num_arrays, heads_first=heads_first),
         "frequencies": ("part", "pair"),
-        **({"positions": ("example", "sequence")} if has_positions else {}),
+        "positions": ("example", "sequence"),
     },
+    optional={"positions": "has_positions"},
     results=_features,
     reference=_reference,
     dtypes=FLOATING_DTYPES,
@@ -512,32 +514,18 @@ ROPE = Op(
 # Derivative rules.
 
 
-class _Params(NamedTuple):
-    """The static arguments of a rotation, named like the params of the op."""
-
-    num_arrays: int
-    inverse: bool
-    heads_first: bool
-    interleaved: bool
-    rotary_dim: int
-    scale: float
-    has_positions: bool
-    constant_angles: ConstantAngles | None
-
-
-def _call(params: _Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
-    others = (frequencies,) if positions is None else (frequencies, positions)
-    return ROPE(*features, *others, **params._asdict())
+def _call(params: Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
+    return ROPE(*features, frequencies, positions, **params)
 
 
 def _forward(
-    params: _Params, *, features: Sequence[Array], **others: Array | None
+    params: Params, *, features: Sequence[Array], **others: Array | None
 ) -> tuple[list[Array], dict[str, Array | None]]:
     return _call(params, features=features, **others), others
 
 
-def _backward(params: _Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
-    return {"features": _call(params._replace(inverse=True), features=cotangents, **others)}
+def _backward(params: Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
+    return {"features": _call(Params(params, inverse=True), features=cotangents, **others)}
 
 
 _rope = KernelVjp("rope", _forward, _backward)
@@ -557,7 +545,7 @@ def _canonicalize(
     rotary_dim: int | None,
     inv_freq: ArrayLike | None,
     scale: float,
-) -> tuple[_Params, dict[str, Any]]:
+) -> tuple[Params, dict[str, Any]]:
     """The params, and the arrays by name: `features` (a list), `frequencies`, and `positions` or None.
 
     Args:
@@ -596,14 +584,13 @@ def _canonicalize(
     constant_angles = None if positions is not None else _constant_angles(constants, length, dtype)
     if positions is not None:
         positions = _checked_positions(name, positions, examples, length, heads_first)
-    params = _Params(
+    params = Params(
         num_arrays=len(arrays),
         inverse=False,
         heads_first=heads_first,
         interleaved=bool(interleaved),
         rotary_dim=rotary_dim,
         scale=scale,
-        has_positions=positions is not None,
         constant_angles=constant_angles,
     )
     return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}

@@ -29,6 +29,7 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -460,23 +461,15 @@ WRITE_SLICE_BACKWARD = Op(
 # Derivative rules.
 
 
-class _Params(NamedTuple):
-    """The static arguments, named like the params of the ops."""
-
-    ranks: tuple[int, ...]
-    windows: tuple[Window, ...]
-    drop: bool
-
-
 def _forward(
-    params: _Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: list[Array]
+    params: Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: list[Array]
 ) -> tuple[list[Array], list[Array]]:
-    return WRITE_SLICE(*dests, *sources, *starts, **params._asdict()), starts
+    return WRITE_SLICE(*dests, *sources, *starts, **params), starts
 
 
-def _backward(params: _Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
+def _backward(params: Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
     num = len(cotangents)
-    gradients = _cotangents(cotangents, *starts, **params._asdict())
+    gradients = _cotangents(cotangents, *starts, **params)
     return {"dests": gradients[:num], "sources": gradients[num:]}
 
 
@@ -511,7 +504,8 @@ def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
                 start_operand = list(starts).index(key)
                 windows.append(Window(array, axis, start_operand, update.source.shape[axis], num_shards=1))
     if chosen:
-        params = _Params(tuple(updates[i].dest.ndim for i in chosen), tuple(windows), drop=mode == "drop")
+        ranks = tuple(updates[i].dest.ndim for i in chosen)
+        params = Params(ranks=ranks, windows=tuple(windows), drop=mode == "drop")
         written = _write_op(
             params,
             dests=[updates[i].dest for i in chosen],

@@ -37,7 +37,9 @@ def test_bad_dtypes_are_refused(target: str) -> None:
         call = OpCall(op, avals, {**op.targets[target], **good.attributes})
         if op.result_dtypes is None or data.dtype not in call.resolve(op.dtypes):
             return False
-        return [*map(jnp.dtype, call.bound(op.result_dtypes)(*avals))] == [jnp.dtype(x.dtype) for x in good.results]
+        return [*map(jnp.dtype, call.of_operands(op.result_dtypes)(*avals))] == [
+            jnp.dtype(x.dtype) for x in good.results
+        ]
 
     def with_other_dtypes(array: Array) -> dict[str, Array]:
         others = with_dtypes(array, ("int16", "complex64", "int8", "bool", "uint8", "float16", "int32", "float32"))

@@ -87,7 +87,7 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
         params: dict[str, Any] = dict(call.params)
         operands = [_operand(rng, operand, of_name) for of_name, operand in _named(call).items()]
         program = _program(call.op, operands, params)
-        expected = call.op(*operands, **params)
+        expected = call.op(*call.op.by_name(operands, params).values(), **params)
         for actual, wanted in zip(jax.jit(program)(*operands), expected, strict=True):
             np.testing.assert_array_equal(actual, wanted)
         if "has_edge_order" in params and (params.get("has_weights") or "first_wins" in params):
@@ -101,11 +101,11 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
 def _program(op: Op, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
     """The program that serves a call on GPUs."""
     call = OpCall(op, operands, params)
-    return call.bound(program_of(call, "cuda"))
+    return call.of_operands(program_of(call, "cuda"))
 
 
 def _named(call: OpCall) -> dict[str, Any]:
-    return dict(zip(call.resolve(call.op.operands), call.operands, strict=True))
+    return dict(zip(call.operand_dims, call.operands, strict=True))
 
 
 def _operand(rng: np.random.Generator, aval: Any, name: str) -> jax.Array:

@@ -181,10 +181,7 @@ def recorded_call(call: OpCall) -> Call:
         Array(name, shape, np.dtype(dtype).name)
         for name, (shape, dtype) in zip(call.resolve(call.op.results), call.result_types(), strict=True)
     ]
-    operands = [
-        Array(name, x.shape, x.dtype.name)
-        for name, x in zip(call.resolve(call.op.operands), call.operands, strict=False)
-    ]
+    operands = [Array(name, x.shape, x.dtype.name) for name, x in zip(call.operand_dims, call.operands, strict=False)]
     scratch_bytes = call.plan(cases.PLATFORM).scratch_bytes
     written = tuple(call.resolve(call.op.in_place))
     return Call(call.name, tuple(operands), tuple(types), call.attributes(), scratch_bytes, written)

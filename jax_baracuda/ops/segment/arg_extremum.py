@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -13,6 +11,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, uncontended, unsorted
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -28,7 +27,6 @@ from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_va
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     WIDE_DTYPES,
-    Params,
     index_of_first_row,
     reduction_op,
 )
@@ -121,7 +119,7 @@ def _arg_extremum(call: SegmentCall, minimum: bool) -> Array:
     check_numbered(call.name, "rows", call.ids.shape[0])
     plan = call.plan
     call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).sorted_by_plan()
-    rows = call.reduce(_winners, call.params(ArgParams, minimum=minimum))
+    rows = call.reduce(_winners, call.params(minimum=minimum))
     if plan is None:
         return rows
     # Within a segment, the plan's order ascends, so its first row is the lowest.
@@ -172,13 +170,8 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 # Op.
 
 
-@dataclasses.dataclass(frozen=True)
-class ArgParams(Params):
-    minimum: bool
-
-
-def _winners(params: ArgParams, *, data: Array, segment_ids: Array) -> Array:
-    return SEGMENT_ARG_EXTREMUM(data, segment_ids, **vars(params))[0]
+def _winners(params: Params, *, data: Array, segment_ids: Array) -> Array:
+    return SEGMENT_ARG_EXTREMUM(data, segment_ids, **params)[0]
 
 
 SEGMENT_ARG_EXTREMUM = reduction_op(

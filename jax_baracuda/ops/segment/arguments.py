@@ -16,8 +16,8 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import as_array, broadcasts, reshard_as, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import may_run_kernel
-from jax_baracuda.ops.segment.definitions import Params
 from jax_baracuda.ops.segment.ids import Mode as Mode
 from jax_baracuda.ops.segment.ids import canonical_edges, check_numbered, checked_ids, clamps, flat_ids, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan, permuted
@@ -39,8 +39,8 @@ class Segments:
     indices_are_sorted: bool
     plan: SegmentPlan | None
 
-    def params(self, params_type: Callable[..., Any], **options: Any) -> Any:
-        return params_type(num_segments=self.num_segments, indices_are_sorted=self.indices_are_sorted, **options)
+    def params(self, **options: Any) -> Params:
+        return Params(num_segments=self.num_segments, indices_are_sorted=self.indices_are_sorted, **options)
 
     def rows(self, data: Array) -> Array:
         """Data that broadcasts to ``[*ids_shape, ...]`` as one row per id, ``[N, ...]``."""
@@ -108,7 +108,7 @@ class SegmentCall(Segments):
         num_buckets = -(-ids.shape[0] // self.bucket_size)
         bucket = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)[: ids.shape[0]]
         ids = jnp.where((ids >= 0) & (ids < num_segments), ids + bucket * num_segments, -1)
-        params = dataclasses.replace(params, num_segments=num_buckets * num_segments, indices_are_sorted=False)
+        params = Params(params, num_segments=num_buckets * num_segments, indices_are_sorted=False)
         output = reduction(params, data=self.rows(self.data), segment_ids=ids)
         return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)
 
@@ -273,17 +273,6 @@ def _check_bucket_size(segments: Segments, bucket_size: int, out_sharding: OutSh
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherParams:
-    """The static arguments of a function that gathers rows along edges."""
-
-    num_segments: int
-    num_rows: int
-    indices_are_sorted: bool
-    deterministic: bool
-    """Holds for the gradient's sums, too, whose edges may be unsorted."""
-
-
-@dataclasses.dataclass(frozen=True)
 class EdgeCall:
     """The checked arguments of a function that gathers rows along edges."""
 
@@ -293,12 +282,10 @@ class EdgeCall:
     """By the names of the fields of a plan: the ids of the edges in the order in which kernels read them. With a plan,
     also that order, and the edges of the gradient."""
 
-    def params(
-        self, params_type: Callable[..., Any], indices_are_sorted: bool, deterministic: bool, **options: Any
-    ) -> Any:
-        """The static arguments, as :class:`GatherParams` or a subclass with more `options`."""
+    def params(self, indices_are_sorted: bool, deterministic: bool, **options: Any) -> Params:
+        """The static arguments. `deterministic` holds for the gradient's sums, too, whose edges may be unsorted."""
         is_sorted = bool(indices_are_sorted) or "edge_order" in self.edges
-        return params_type(
+        return Params(
             num_segments=self.num_segments,
             num_rows=self.data.shape[0],
             indices_are_sorted=is_sorted,

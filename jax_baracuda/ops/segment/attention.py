@@ -1,17 +1,22 @@
-"""Attention over the edges of each segment: softmax of given logits and weighted sum of gathered rows."""
+"""Attention of each segment over the rows that its edges gather: from given logits, or from queries and keys."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, real_number
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges
-from jax_baracuda.ops.segment.edge_attention import AttentionParams, attend
+from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.edge_attention import attend, attention_params, padded_heads
 from jax_baracuda.ops.segment.gather_sum import by_heads, gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -78,6 +83,247 @@ def segment_attention(
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     bias, value = by_heads(name, "logits", logits, call)
     edges = call.edges if plan is None else call.edges | {"edge_gather_ids": plan.edge_gather_ids}
-    params = AttentionParams("given", call.num_segments, bool(indices_are_sorted) or plan is not None)
+    params = attention_params("given", call.num_segments, bool(indices_are_sorted) or plan is not None)
     output = attend(params, value=value, bias=bias.astype(accumulation_dtype(value.dtype)), **edges)
     return output.reshape(call.num_segments, *call.data.shape[1:])
+
+
+@selectable
+@with_twin
+@described_like(gather_segment_sum)
+def graph_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    scale: float | None = None,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Dot-product attention over the edges of a graph: the aggregation of a graph transformer.
+
+    ``out[s, h] = sum { p[e, h] * value[gather_ids[e], h] : segment_ids[e] == s }``, where p is the softmax, over the
+    edges of each segment, of
+    ``logit[e, h] = scale * sum(query[segment_ids[e], h] * key[gather_ids[e], h]) + bias[e, h]``.
+
+    The same as :func:`jax.nn.dot_product_attention` with a mask that holds the edges. Neither this function nor its
+    gradient writes or reads an array of edges times features, and none of edges times heads but `bias` and its
+    gradient.
+
+    Args:
+      query: ``[S, H, D]``, one for each segment (receiver) and head, a floating dtype. float16, bfloat16, float32 and
+        float64 have kernels, for heads of up to 512 bytes. They are fastest where D and Dv are the same, on GPUs a
+        power of two; otherwise, arrays are padded.
+      key: ``[N, H, D]`` with the dtype of `query`, one for each row (sender) and head.
+      value: ``[N, H, Dv]`` with the dtype of `query`.
+      bias: ``[E]``, or ``[E, H]``: one for each head. A floating dtype; it is cast to float32, or to float64 for
+        float64 queries. -inf leaves an edge out. None: no bias.
+      scale: of the dot products, a static number. Default: ``1 / sqrt(D)``, for which D must be known.
+
+    Returns:
+      ``[S, H, Dv]`` with the dtype of `query`. Segments without edges, or whose logits are all -inf, hold 0.
+
+    Raises:
+      TypeError: an argument is not an array or a number, or has an unsuitable dtype; ids or a plan are missing.
+      IndexError: ids are boolean.
+      ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
+        given.
+
+    Numerical guarantees: logits, exponentials and sums are computed in float32 (float64 for float64), and the result is
+    rounded once to the dtype. Exponentials are those of differences from the segment's maximum, so nothing overflows.
+    A logit of NaN or +inf makes its segment and head NaN. Bit-equal from run to run where a kernel runs. Where edges
+    are split over devices, the sums of each device are rounded before they are added up. The gradients of logits take
+    the sum of ``d_out * out`` from the rounded result. Products and logits must be finite in float32 (float64).
+
+    Gradient: with ``d_p[e, h] = sum(d_out[segment_ids[e], h] * value[gather_ids[e], h])`` and
+    ``d_logit[e, h] = p[e, h] * (d_p[e, h] - sum(d_out[s, h] * out[s, h]))``, those of `query` and `key` are sums of
+    ``scale * d_logit * key`` and ``scale * d_logit * query`` over the edges of each segment and each row, that of
+    `value` is a sum of ``p * d_out`` over the edges of each row, and that of `bias` is ``d_logit``. No gradient of
+    `key` and `value` goes through gather ids that are out of range.
+
+    Source: Shi et al., Masked Label Prediction, https://arxiv.org/abs/2009.03509, equations 3 and 4; the running
+    maximum is that of Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> query, key = jnp.zeros((2, 1, 4)), jnp.ones((3, 1, 4))
+      >>> value = jnp.array([[[1.0, 4.0]], [[3.0, 2.0]], [[5.0, 6.0]]])
+      >>> senders, receivers = jnp.array([0, 1, 2]), jnp.array([1, 1, 0])
+      >>> print(jb.graph_dot_product_attention(query, key, value, senders, receivers)[:, 0])
+      [[5. 6.]
+       [2. 3.]]
+    """
+    name = "graph_dot_product_attention"
+    query = _heads(name, "query", query)
+    key, value = (_heads(name, argument, x, query) for argument, x in (("key", key), ("value", value)))
+    _check_key(name, key, query)
+    if value.shape[:2] != key.shape[:2]:
+        raise ValueError(
+            f"{name}: value must be [N, H, Dv] with N and H of key, got value.shape = {value.shape} and "
+            f"key.shape = {key.shape}"
+        )
+    if scale is None:
+        if jax.export.is_symbolic_dim(query.shape[2]):
+            raise ValueError(f"{name}: scale must be given for a symbolic number of features, got {query.shape[2]}")
+        scale = 1 / math.sqrt(max(query.shape[2], 1))
+    scale = _number(name, "scale", scale, query)
+    call = _canonicalize(name, query, key, gather_ids, segment_ids, mode, plan)
+    arrays = {"query": query, "key": key, "value": value} | _bias(name, bias, query, call)
+    width = max(query.shape[2], value.shape[2])
+    arrays |= {x: padded_heads(arrays[x], width) for x in ("query", "key", "value")}
+    params = attention_params("dot_product", call.num_segments, _is_sorted(indices_are_sorted, call), scale=scale)
+    return attend(params, **arrays, **call.edges)[..., : value.shape[2]]
+
+
+@selectable
+@with_twin
+@described_like(graph_dot_product_attention, gather_segment_sum)
+def graph_additive_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    score_weights: ArrayLike,
+    gather_ids: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    negative_slope: float = 0.2,
+    indices_are_sorted: bool = False,
+    mode: Mode = None,
+    plan: SegmentPlan | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Additive attention over the edges of a graph: the aggregation of a GATv2 layer.
+
+    ``out[s, h] = sum { p[e, h] * key[gather_ids[e], h] : segment_ids[e] == s }``, where p is the softmax, over the
+    edges of each segment, of ``logit[e, h] = sum(score_weights[h] * leaky_relu(query[segment_ids[e], h] +
+    key[gather_ids[e], h], negative_slope)) + bias[e, h]``. The keys are the values, too.
+
+    Neither this function nor its gradient writes or reads an array of edges times features, and none of edges times
+    heads but `bias` and its gradient.
+
+    Args:
+      query: ``[S, H, D]``, the transformed features of each segment (receiver), a floating dtype. float16, bfloat16,
+        float32 and float64 have kernels, for heads of up to 512 bytes. On GPUs, they are fastest where D is a power of
+        two; otherwise, arrays are padded.
+      key: ``[N, H, D]`` with the dtype of `query`, the transformed features of each row (sender).
+      score_weights: ``[H, D]``, a floating dtype; they are cast to that of `query`.
+      negative_slope: the slope of the leaky ReLU for negative numbers, static.
+
+    Returns:
+      ``[S, H, D]`` with the dtype of `query`. Segments without edges, or whose logits are all -inf, hold 0.
+
+    Numerical guarantees: those of :func:`graph_dot_product_attention`.
+
+    Gradient: with d_logit as in :func:`graph_dot_product_attention` and ``g = d_logit * score_weights * (1 where
+    query + key is at least 0, else negative_slope)`` for each edge, that of `query` is the sum of g over the edges of
+    each segment, that of `key` the sum of ``g + p * d_out`` over the edges of each row, that of `score_weights` the sum
+    of ``d_logit * leaky_relu(query + key)`` over all edges, and that of `bias` is d_logit. No gradient of `key` goes
+    through gather ids that are out of range.
+
+    Source: Brody et al., How Attentive are Graph Attention Networks?, https://arxiv.org/abs/2105.14491, equation 7.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> query, score_weights = jnp.zeros((2, 1, 2)), jnp.zeros((1, 2))
+      >>> key = jnp.array([[[1.0, 4.0]], [[3.0, 2.0]], [[5.0, 6.0]]])
+      >>> senders, receivers = jnp.array([0, 1, 2]), jnp.array([1, 1, 0])
+      >>> print(jb.graph_additive_attention(query, key, score_weights, senders, receivers)[:, 0])
+      [[5. 6.]
+       [2. 3.]]
+    """
+    name = "graph_additive_attention"
+    query = _heads(name, "query", query)
+    key = _heads(name, "key", key, query)
+    _check_key(name, key, query)
+    score_weights = _floating(name, "score_weights", score_weights)
+    if score_weights.shape != query.shape[1:]:
+        raise ValueError(
+            f"{name}: score_weights must be [H, D] with H and D of query, got score_weights.shape = "
+            f"{score_weights.shape} and query.shape = {query.shape}"
+        )
+    negative_slope = _number(name, "negative_slope", negative_slope, query)
+    call = _canonicalize(name, query, key, gather_ids, segment_ids, mode, plan)
+    arrays = {"query": query, "key": key, "score_weights": score_weights.astype(query.dtype)}
+    arrays |= _bias(name, bias, query, call)
+    is_sorted = _is_sorted(indices_are_sorted, call)
+    params = attention_params("additive", call.num_segments, is_sorted, negative_slope=negative_slope)
+    return attend(params, **arrays, **call.edges)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks.
+
+
+def _floating(name: str, argument: str, value: ArrayLike) -> Array:
+    array = as_array(name, argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name}: {argument} must have a floating dtype, got {array.dtype}")
+    return array
+
+
+def _heads(name: str, argument: str, value: ArrayLike, query: Array | None = None) -> Array:
+    array = _floating(name, argument, value)
+    if array.ndim != 3:
+        raise ValueError(f"{name}: {argument} must have the dimensions [rows, heads, features], got {array.shape}")
+    if query is not None and array.dtype != query.dtype:
+        raise TypeError(f"{name}: {argument} must have the dtype of query, got {array.dtype} and {query.dtype}")
+    return array
+
+
+def _check_key(name: str, key: Array, query: Array) -> None:
+    if key.shape[1:] != query.shape[1:]:
+        raise ValueError(
+            f"{name}: key must be [N, H, D] with H and D of query, got key.shape = {key.shape} and "
+            f"query.shape = {query.shape}"
+        )
+
+
+def _number(name: str, argument: str, value: Any, query: Array) -> float:
+    """A real number that is finite in the dtype in which the kernels compute logits."""
+    number = real_number(name, argument, value)
+    dtype = accumulation_dtype(query.dtype)
+    if abs(number) > float(jnp.finfo(dtype).max):
+        raise ValueError(f"{name}: {argument} must be finite in {np.dtype(dtype).name}, got {value!r}")
+    return number
+
+
+def _canonicalize(
+    name: str,
+    query: Array,
+    key: Array,
+    gather_ids: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    mode: Mode,
+    plan: SegmentPlan | None,
+) -> EdgeCall:
+    if plan is None and (gather_ids is None or segment_ids is None):
+        raise TypeError(f"{name}: gather_ids and segment_ids must be given, or a plan")
+    num_segments = query.shape[0] if plan is None else None
+    call = canonicalize_edges(name, key, gather_ids, segment_ids, num_segments, mode, plan, data_name="key")
+    if call.num_segments != query.shape[0]:
+        raise ValueError(f"{name}: the plan is for {call.num_segments} segments, got query.shape = {query.shape}")
+    return call
+
+
+def _bias(name: str, bias: ArrayLike | None, query: Array, call: EdgeCall) -> dict[str, Array]:
+    """The bias as ``[E, H]``, by its name; nothing if there is none."""
+    if bias is None:
+        return {}
+    bias = _floating(name, "bias", bias)
+    num_edges, num_heads = call.edges["segment_ids"].shape[0], query.shape[1]
+    if bias.shape not in ((num_edges,), (num_edges, num_heads)):
+        raise ValueError(
+            f"{name}: bias must be [E] or [E, H], that is, ({num_edges},) or ({num_edges}, {num_heads}), "
+            f"got {bias.shape}"
+        )
+    of_heads = bias[:, None] if bias.ndim == 1 else bias
+    return {"bias": jnp.broadcast_to(of_heads.astype(accumulation_dtype(query.dtype)), (num_edges, num_heads))}
+
+
+def _is_sorted(indices_are_sorted: bool, call: EdgeCall) -> bool:
+    return bool(indices_are_sorted) or "edge_order" in call.edges

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +13,9 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
-from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions, Op, num_features
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 
@@ -29,19 +28,6 @@ CELLS = ("segment", "...")
 COUNTS = ("segment",)
 
 ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
-
-
-@dataclasses.dataclass(frozen=True)
-class Params:
-    """The static arguments of a segment reduction, named like the params of the ops."""
-
-    num_segments: int
-    indices_are_sorted: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class SumParams(Params):
-    deterministic: bool
 
 
 def product_guarantee(dtype: str, platform: str) -> Guarantee:
@@ -59,30 +45,33 @@ def sum_guarantee(dtype: str, platform: str, *, deterministic: bool, indices_are
 
 def plan_parameters(
     values: Any,
-    segment_ids: Any,
-    *,
-    num_segments: int,
+    *_: Any,
+    sizes: Mapping[str, int],
     indices_are_sorted: bool = False,
     deterministic: bool = False,
-    **_: Any,
+    has_weights: bool = False,
 ) -> dict[str, int]:
-    """The parameters from which the native modules plan a call. `values` gives the element type and the features."""
+    """The parameters from which the native modules plan a call. `values` gives the element type."""
     return {
-        "rows": segment_ids.shape[0],
-        "segments": num_segments,
-        "features": math.prod(values.shape[1:]),
+        "rows": sizes["row" if "row" in sizes else "edge"],
+        "gathered_rows": sizes.get("gathered", 0),
+        "segments": sizes["segment"],
+        "features": num_features(sizes),
+        "heads": sizes.get("head", 1),
         "element_bytes": np.dtype(values.dtype).itemsize,
         "is_floating": jnp.issubdtype(values.dtype, jnp.floating),
         "indices_are_sorted": indices_are_sorted,
         "deterministic": deterministic,
+        "has_weights": has_weights,
     }
 
 
-def limit_of_32_bits(num_rows: int, num_segments: int) -> str | None:
-    """The reason why a size is unsupported, or None: kernels number winners in int32 and segments in uint32."""
-    if num_rows >= np.iinfo(np.int32).max:
+def limit_of_32_bits(*_: Any, sizes: Mapping[str, int]) -> str | None:
+    """Kernels number winners in int32, and segments, or the rows that edges gather, in uint32."""
+    if sizes["row" if "row" in sizes else "edge"] >= np.iinfo(np.int32).max:
         return "it has 2^31 - 1 rows or more"
-    return "it has 2^32 - 1 segments or more" if num_segments >= np.iinfo(np.uint32).max else None
+    segments = max(sizes["segment"], sizes.get("gathered", 0))
+    return "it has 2^32 - 1 segments or more" if segments >= np.iinfo(np.uint32).max else None
 
 
 def reduction_op(
@@ -93,34 +82,25 @@ def reduction_op(
     **fields: Any,
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
-    row_dims = ("row",)
     defaults = {
-        "sizes": lambda *, num_segments: {"segment": num_segments},
+        "sizes": {"segment": "num_segments"},
         "attributes": ("indices_are_sorted",),
         "plan_parameters": plan_parameters,
-        "reduction_dims": row_dims,
-        "shard_program": of_split_segments(shard_program, results=results, row_dims=row_dims, ids_operand=1),
-        "limit": lambda data, segment_ids, *, num_segments: limit_of_32_bits(segment_ids.shape[0], num_segments),
+        "reduction_dims": ("row",),
+        "shard_program": of_split_segments(lambda: op, shard_program, ids_operand=1),
+        "limit": limit_of_32_bits,
     }
-    return Op(
-        name=name,
-        operands={"data": ROWS, "segment_ids": IDS},
-        results=results,
-        **(defaults | fields),
-    )
+    op = Op(name=name, operands={"data": ROWS, "segment_ids": IDS}, results=results, **(defaults | fields))
+    return op
 
 
 def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
     """An op of d_output, segment_ids and others whose result is the cotangent of the data."""
-    position = list(operands).index("segment_ids")
-
-    def own_plan_parameters(d_output: Any, *others: Any) -> dict[str, int]:
-        return plan_parameters(d_output, (d_output, *others)[position], num_segments=d_output.shape[0])
-
     defaults = {
-        "plan_parameters": own_plan_parameters,
+        # Gradients gather, so it makes no difference how the rows were summed.
+        "plan_parameters": lambda d_output, *_, sizes: plan_parameters(d_output, sizes=sizes),
         "replicated_dims": ("segment",),
-        "limit": lambda *arrays: limit_of_32_bits(arrays[position].shape[0], arrays[0].shape[0]),
+        "limit": limit_of_32_bits,
     }
     return Op(name=name, operands=operands, results={"d_data": ROWS}, dtypes=FLOATING_DTYPES, **(defaults | fields))
 
@@ -172,14 +152,7 @@ def merge_over_shards(
     return [jax.lax.all_gather(x, row_axes, tiled=True)[:num_segments] for x in results]
 
 
-def of_split_segments(
-    shard_program: ShardProgram,
-    *,
-    results: NamedDimensions | Callable[..., NamedDimensions],
-    row_dims: tuple[str, ...] | Callable[..., tuple[str, ...]],
-    ids_operand: int,
-    size: str = "num_segments",
-) -> ShardProgram:
+def of_split_segments(op: Callable[[], Op], shard_program: ShardProgram, *, ids_operand: int) -> ShardProgram:
     """Extends a program for split rows to split segments.
 
     If different axes split segments and rows, each device reduces only its own segments: ids of other segments are out
@@ -187,33 +160,32 @@ def of_split_segments(
     and each keeps its own segments.
 
     Args:
+      op: returns the op, whose definition holds this program.
       shard_program: the program for split rows. It may return only the cells of this device's segments.
-      results: the dimensions of the results, or ``(**params)`` -> these.
-      row_dims: the reduced dimensions, or ``(**params)`` -> these.
       ids_operand: the position of the operand with the segment ids.
-      size: the name of the parameter that holds the number of segments.
     """
 
     def program(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
         segment_axes = axes.get("segment", ())
         if not segment_axes:
             return with_named(shard_program, params)(kernel, axes, *operands)
+        results, row_dims = (resolved(field, params) for field in (op().results, op().reduction_dims))
+        sizes: Any = op().sizes
+        size = sizes["segment"]
         num_own = params[size] // jax.lax.psum(1, segment_axes)
         first = jax.lax.axis_index(segment_axes) * num_own
-        names_of_rows = with_named(row_dims, params)() if callable(row_dims) else row_dims
-        if {axis for name in names_of_rows for axis in axes.get(name, ())}.isdisjoint(segment_axes):
+        if {axis for name in row_dims for axis in axes.get(name, ())}.isdisjoint(segment_axes):
             own = {size: num_own}
             ids = signed_ids(operands[ids_operand], params[size])
             ids = jnp.maximum(ids, -1) - first  # ascending ids stay ascending
             operands = (*operands[:ids_operand], ids, *operands[ids_operand + 1 :])
             return with_named(shard_program, params | own)(functools.partial(kernel, **own), axes, *operands)
-        names_of_results = (with_named(results, params)() if callable(results) else results).values()
         results_of_shard = with_named(shard_program, params)(kernel, axes, *operands)
         return [
             jax.lax.dynamic_slice_in_dim(result, first, num_own)
             if names[0] == "segment" and result.shape[0] == params[size]
             else result
-            for names, result in zip(names_of_results, results_of_shard, strict=True)
+            for names, result in zip(results.values(), results_of_shard, strict=True)
         ]
 
     return program

@@ -19,13 +19,13 @@ from jax import Array
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import Traits, on_cpu, on_gpu, unsorted
-from jax_baracuda._core.functions import resolved, with_named
+from jax_baracuda._core.functions import Params, resolved
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import VECTOR_BYTES, as_gather_ids, sorted_edges
+from jax_baracuda.ops.segment.edges import VECTOR_BYTES, sorted_edges, transposed_edges
 
 Score = Literal["dot_product", "additive", "given"]
 """What the logits are computed from: queries and keys, or the bias alone ("given")."""
@@ -36,44 +36,45 @@ Score = Literal["dot_product", "additive", "given"]
 
 _CELLS, _GATHERED = ("segment", "head", "feature"), ("gathered", "head", "feature")
 _OF_EDGES = ("edge", "head")
-_EDGES = {"gather_ids": ("edge",), "segment_ids": ("edge",)}
 
 
-def _common_operands(
-    score: Score, has_bias: bool, has_edge_order: bool, dims_of_value: tuple[str, ...] | None
-) -> NamedDimensions:
-    """The operands that end the operands of all ops. `dims_of_value`: None where values are keys or come earlier."""
-    return {
-        **({} if dims_of_value is None else {"value": dims_of_value}),
-        **({"bias": _OF_EDGES} if has_bias else {}),
-        **({"score_weights": ("head", "feature")} if score == "additive" else {}),
-        **({"edge_order": ("edge",)} if has_edge_order else {}),
-    }
+_ENDS_OF_EDGES = {"gather_ids": ("edge",), "segment_ids": ("edge",)}
+_OPTIONAL = {"bias": "has_bias", "edge_order": "has_edge_order"}
 
 
 def _of_softmax(dims: tuple[str, ...]) -> NamedDimensions:
     return dict.fromkeys(("maxima", "totals", "means"), dims[:2])
 
 
-def _operands(*, score: Score, has_bias: bool, has_edge_order: bool) -> NamedDimensions:
-    common = _common_operands(score, has_bias, has_edge_order, _GATHERED if score == "dot_product" else None)
+def _last_operands(score: Score, dims_of_value: tuple[str, ...] | None) -> NamedDimensions:
+    """The operands that end the operands of all ops. `dims_of_value`: None where values are keys or come earlier."""
+    return {
+        **({} if dims_of_value is None else {"value": dims_of_value}),
+        "bias": _OF_EDGES,
+        **({"score_weights": ("head", "feature")} if score == "additive" else {}),
+        "edge_order": ("edge",),
+    }
+
+
+def _operands(*, score: Score) -> NamedDimensions:
+    last = _last_operands(score, _GATHERED if score == "dot_product" else None)
     if score == "given":
-        return {"value": _GATHERED, **_EDGES, **common}
-    return {"key": _GATHERED, **_EDGES, "query": _CELLS, **common}
+        return {"value": _GATHERED, **_ENDS_OF_EDGES, **last}
+    return {"key": _GATHERED, **_ENDS_OF_EDGES, "query": _CELLS, **last}
 
 
-def _operands_by_segment(*, score: Score, has_bias: bool, has_edge_order: bool) -> NamedDimensions:
-    common = _common_operands(score, has_bias, has_edge_order, _GATHERED if score == "dot_product" else None)
-    return {"key": _GATHERED, "query": _CELLS, "d_output": _CELLS, **_of_softmax(_CELLS), **_EDGES, **common}
+def _operands_by_segment(*, score: Score) -> NamedDimensions:
+    last = _last_operands(score, _GATHERED if score == "dot_product" else None)
+    return {"key": _GATHERED, "query": _CELLS, "d_output": _CELLS, **_of_softmax(_CELLS), **_ENDS_OF_EDGES, **last}
 
 
-def _operands_by_row(*, score: Score, has_bias: bool, has_edge_order: bool) -> NamedDimensions:
+def _operands_by_row(*, score: Score) -> NamedDimensions:
     return {
         "d_output": _GATHERED,
         **_of_softmax(_GATHERED),
-        **_EDGES,
+        **_ENDS_OF_EDGES,
         **({} if score == "given" else {"query": _GATHERED, "key": _CELLS}),
-        **_common_operands(score, has_bias, has_edge_order, None if score == "additive" else _CELLS),
+        **_last_operands(score, None if score == "additive" else _CELLS),
         **({"rows_of_edges": ("edge",)} if score == "given" else {}),
     }
 
@@ -93,10 +94,8 @@ _RESULTS_BY_ROW: dict[Score, NamedDimensions] = {
 }
 
 
-def _by_name(
-    operands_of: Callable[..., NamedDimensions], operands: Sequence[Any], params: Mapping[str, Any]
-) -> dict[str, Any]:
-    return dict(zip(with_named(operands_of, params)(), operands, strict=True))
+def _by_name(operands_of: Callable[..., NamedDimensions], operands: Sequence[Any], score: Score) -> dict[str, Any]:
+    return dict(zip(operands_of(score=score), operands, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def _scored(
     takes_part = takes_part[:, None]
     score, logits = None, jnp.zeros((), wide)
     if params["score"] != "given":
-        weights = arrays["score_weights"].astype(wide)[None] if "score_weights" in arrays else None
+        weights = arrays["score_weights"].astype(wide)[None] if params["score"] == "additive" else None
         score = _ComputedScore(
             params["score"] == "additive",
             float(params["scale"]),
@@ -182,8 +181,8 @@ def _scored(
             _of_edges(arrays["key"], rows_of_edges, takes_part),
         )
         logits = score.logits()
-    if "bias" in arrays:
-        bias, order = arrays["bias"], arrays.get("edge_order")
+    if (bias := arrays["bias"]) is not None:
+        order = arrays["edge_order"]
         in_order = bias if order is None else jnp.take(bias, order, axis=0, mode="clip")
         logits += jnp.where(takes_part, in_order, 0)
     has_values = "value" in arrays
@@ -196,7 +195,7 @@ def _in_order_of_numbers(of_edges: Array, edge_order: Array | None) -> Array:
 
 
 def _reference(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
-    arrays = _by_name(_operands, operands, params)
+    arrays = _by_name(_operands, operands, params["score"])
     gather_ids, segment_ids = arrays["gather_ids"], arrays["segment_ids"]
     takes_part = _is_below(segment_ids, num_segments) & (operands[0].shape[0] > 0)
     edges = _scored(arrays, segment_ids, gather_ids, takes_part, **params)
@@ -211,7 +210,7 @@ def _reference(*operands: Array, num_segments: int, **params: Any) -> Sequence[A
 
 
 def _reference_by_segment(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
-    arrays = _by_name(_operands_by_segment, operands, params)
+    arrays = _by_name(_operands_by_segment, operands, params["score"])
     gather_ids, segment_ids = arrays["gather_ids"], arrays["segment_ids"]
     takes_part = _is_below(segment_ids, num_segments) & (operands[0].shape[0] > 0)
     edges = _scored(arrays, segment_ids, gather_ids, takes_part, **params)
@@ -223,19 +222,19 @@ def _reference_by_segment(*operands: Array, num_segments: int, **params: Any) ->
 
     results = [summed(d_logits[..., None] * edges.score.by_query()).astype(operands[0].dtype)]
     if params["has_bias"]:
-        results.append(_in_order_of_numbers(d_logits, arrays.get("edge_order")))
+        results.append(_in_order_of_numbers(d_logits, arrays["edge_order"]))
     if edges.score.is_additive:
         results.append(summed(d_logits[..., None] * edges.score.leaky_sums()))
     return results
 
 
 def _reference_by_row(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
-    arrays = _by_name(_operands_by_row, operands, params)
+    arrays = _by_name(_operands_by_row, operands, params["score"])
     segments_of_edges, rows = arrays["gather_ids"], arrays["segment_ids"]
     takes_part = _is_below(segments_of_edges, operands[0].shape[0]) & (num_segments > 0)
     rows_of_edges, has_row = rows, _is_below(rows, num_segments)
     if params["score"] == "given":  # the gradients of logits are those of edges without a row, too
-        order, nearest = arrays.get("edge_order"), arrays["rows_of_edges"]
+        order, nearest = arrays["edge_order"], arrays["rows_of_edges"]
         in_order = nearest if order is None else jnp.take(nearest, order, mode="clip")
         rows_of_edges = jnp.where(has_row, rows, in_order)
     else:
@@ -250,7 +249,7 @@ def _reference_by_row(*operands: Array, num_segments: int, **params: Any) -> Seq
 
     d_values = probabilities[..., None] * d_outputs
     if edges.score is None:
-        return [summed(d_values), _in_order_of_numbers(d_logits, arrays.get("edge_order"))]
+        return [summed(d_values), _in_order_of_numbers(d_logits, arrays["edge_order"])]
     d_keys = d_logits[..., None] * edges.score.by_key()
     return [summed(d_keys + d_values)] if edges.score.is_additive else [summed(d_keys), summed(d_values)]
 
@@ -283,7 +282,7 @@ def _sum_over_shards(results: NamedDimensions, kernel: ShardKernel, axes: ShardA
 
 
 def _shard_by_segment(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, score: Score, has_bias: bool
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array | None, score: Score, has_bias: bool
 ) -> Sequence[Array]:
     return _sum_over_shards(_results_by_segment(score=score, has_bias=has_bias), kernel, axes, operands)
 
@@ -325,13 +324,15 @@ def padded_heads(array: Array, width: int) -> Array:
     return array if lacking == 0 else jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, lacking)])
 
 
-def _with_fitting_heads(op: Op, *operands: Array, **params: Any) -> Sequence[Array]:
+def _with_fitting_heads(op: Op, *operands: Array | None, **params: Any) -> Sequence[Array]:
     """Pads the features of heads. Those of wide heads are split into parts with the same logits, if these are given."""
     _, heads, features = operands[0].shape
     width = _width_for_gpus(features, operands[0].dtype.itemsize, params["score"])
     parts = max(1, -(-features // width))
 
-    def fitting(name: str, dims: tuple[str, ...], x: Array) -> Array:
+    def fitting(name: str, dims: tuple[str, ...], x: Array | None) -> Array | None:
+        if x is None:
+            return None
         if dims[-1] == "feature":
             longer = padded_heads(x, parts * width)
             return longer if parts == 1 else longer.reshape(x.shape[0], heads * parts, width)
@@ -361,43 +362,33 @@ def _with_fitting_heads(op: Op, *operands: Array, **params: Any) -> Sequence[Arr
 
 
 def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fields: Any) -> Op:
-    def plan_parameters_of(*operands: Any, num_segments: int, **params: Any) -> dict[str, int]:
-        arrays = _by_name(operands_of, operands, params)
-        gathered = operands[0]
-        return {
-            **plan_parameters(gathered, arrays["segment_ids"], num_segments=num_segments, **params),
-            "gathered_rows": gathered.shape[0],
-            "heads": gathered.shape[1],
-        }
-
-    def limit(*operands: Any, num_segments: int, **params: Any) -> str | None:
-        gathered = operands[0]
-        head_bytes = gathered.shape[2] * gathered.dtype.itemsize
-        if head_bytes > MAX_HEAD_BYTES and params["score"] != "given":
+    def limit(*operands: Any, score: Score, sizes: Mapping[str, int]) -> str | None:
+        head_bytes = sizes["feature"] * operands[0].dtype.itemsize
+        if head_bytes > MAX_HEAD_BYTES and score != "given":
             return f"a head has more than {MAX_HEAD_BYTES} bytes"
-        num_edges = _by_name(operands_of, operands, params)["segment_ids"].shape[0]
-        return limit_of_32_bits(num_edges, max(num_segments, gathered.shape[0]))
+        return limit_of_32_bits(sizes=sizes)
 
-    def sort_first(*operands: Array, **params: Any) -> Sequence[Array]:
-        arrays = _by_name(operands_of, operands, params)
-        order = [arrays["edge_order"]] if params["has_edge_order"] else []
-        *edges, numbers = sorted_edges(arrays["gather_ids"], arrays["segment_ids"], order, params["num_segments"])
-        arrays |= {**dict(zip(_EDGES, edges, strict=True)), "edge_order": numbers}
-        params |= {"indices_are_sorted": True, "has_edge_order": params["has_bias"]}
-        return op.kernel(*(arrays[x] for x in with_named(operands_of, params)()), **params)
+    def sort_first(*operands: Array | None, **params: Any) -> Sequence[Array]:
+        arrays = _by_name(operands_of, operands, params["score"])
+        edges = arrays["gather_ids"], arrays["segment_ids"], arrays["edge_order"]
+        *edges_in_order, numbers = sorted_edges(*edges, params["num_segments"])
+        arrays |= dict(zip(_ENDS_OF_EDGES, edges_in_order, strict=True))
+        arrays["edge_order"] = None if arrays["bias"] is None else numbers
+        return op.kernel(*arrays.values(), **params | {"indices_are_sorted": True})
 
-    def fit_heads(*operands: Array, **params: Any) -> Sequence[Array]:
+    def fit_heads(*operands: Array | None, **params: Any) -> Sequence[Array]:
         return _with_fitting_heads(op, *operands, **params)
 
     why = "the kernel takes sorted edges only"
     op = Op(
         name=name,
         operands=operands_of,
+        optional=_OPTIONAL,
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,
-        sizes=lambda *, num_segments: {"segment": num_segments},
+        sizes={"segment": "num_segments"},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
-        plan_parameters=plan_parameters_of,
+        plan_parameters=plan_parameters,
         replicated_dims=_replicated_dims,
         reduction_dims=("edge",),
         programs={
@@ -462,67 +453,50 @@ GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
 # Derivative rule.
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionParams:
-    """The static arguments of attention over edges."""
-
-    score: Score
-    num_segments: int
-    indices_are_sorted: bool
-    scale: float = 1.0
-    negative_slope: float = 0.0
-
-
-def _call(
-    op: Op, params: AttentionParams, arrays: Mapping[str, Array], num_segments: int, *, is_sorted: bool
-) -> list[Array]:
+def _call(op: Op, params: Params, arrays: Mapping[str, Array], num_segments: int, *, is_sorted: bool) -> list[Array]:
     """Calls an op with those of the arrays that it takes."""
-    has_bias = "bias" in arrays
-    # The order tells whose bias to read.
-    flags = {"score": params.score, "has_bias": has_bias, "has_edge_order": has_bias and "edge_order" in arrays}
-    names = with_named(op.operands, flags)()
+    if "bias" not in arrays:  # the order only tells whose bias to read
+        arrays = {name: x for name, x in arrays.items() if name != "edge_order"}
+    return op.of_arrays(arrays, **params | {"num_segments": num_segments, "indices_are_sorted": is_sorted})
+
+
+def attention_params(
+    score: Score, num_segments: int, indices_are_sorted: bool, scale: float = 1.0, negative_slope: float = 0.0
+) -> Params:
+    """The static arguments of attention over edges."""
     # NumPy's numbers keep 64 bits in the attributes of a call.
-    numbers = {"scale": np.float64(params.scale), "negative_slope": np.float64(params.negative_slope)}
-    return op(*(arrays[x] for x in names), num_segments=num_segments, indices_are_sorted=is_sorted, **flags, **numbers)
+    numbers = {"scale": np.float64(scale), "negative_slope": np.float64(negative_slope)}
+    return Params(score=score, num_segments=num_segments, indices_are_sorted=indices_are_sorted, **numbers)
 
 
-def _forward(params: AttentionParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    is_sorted = params.indices_are_sorted
-    output, maxima, totals = _call(GRAPH_ATTENTION, params, arrays, params.num_segments, is_sorted=is_sorted)
+def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    is_sorted = params["indices_are_sorted"]
+    output, maxima, totals = _call(GRAPH_ATTENTION, params, arrays, params["num_segments"], is_sorted=is_sorted)
     return output, arrays | {"output": output, "maxima": maxima, "totals": totals}
 
 
-def _backward(params: AttentionParams, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
+def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     wide = residuals["maxima"].dtype
     means = (d_output.astype(wide) * residuals["output"].astype(wide)).sum(-1)
     arrays = {**residuals, "d_output": d_output, "means": means}
     d_arrays: dict[str, Array] = {}
-    if params.score != "given":
-        op, is_sorted = GRAPH_ATTENTION_BACKWARD_BY_SEGMENT, params.indices_are_sorted
-        names = _results_by_segment(score=params.score, has_bias="bias" in arrays)
-        d_arrays |= dict(zip(names, _call(op, params, arrays, params.num_segments, is_sorted=is_sorted), strict=True))
+    if params["score"] != "given":
+        op, num_segments = GRAPH_ATTENTION_BACKWARD_BY_SEGMENT, params["num_segments"]
+        names = _results_by_segment(score=params["score"], has_bias="bias" in arrays)
+        results = _call(op, params, arrays, num_segments, is_sorted=params["indices_are_sorted"])
+        d_arrays |= dict(zip(names, results, strict=True))
 
-    has_plan = "edge_order" in arrays
-    if has_plan:
-        edges = {
-            "gather_ids": arrays["transposed_gather_ids"],
-            "segment_ids": arrays["transposed_segment_ids"],
-            "edge_order": arrays["transposed_order"],
-        }
-    else:
-        gather_ids = arrays["gather_ids"]
-        edges = {
-            "gather_ids": as_gather_ids(arrays["segment_ids"], params.num_segments),
-            "segment_ids": gather_ids,
-            "edge_gather_ids": gather_ids,
-        }
+    gather_ids, segment_ids, order = transposed_edges(arrays, params["num_segments"])
+    edges = {"gather_ids": gather_ids, "segment_ids": segment_ids}
+    if order is not None:
+        edges["edge_order"] = order
+    if params["score"] == "given":
+        edges["rows_of_edges"] = arrays["edge_gather_ids" if order is not None else "gather_ids"]
     arrays |= edges
-    if params.score == "given":
-        arrays["rows_of_edges"] = arrays["edge_gather_ids"]
-    num_rows = arrays["value" if params.score == "given" else "key"].shape[0]
-    results = _call(GRAPH_ATTENTION_BACKWARD_BY_ROW, params, arrays, num_rows, is_sorted=has_plan)
-    d_arrays |= dict(zip(_RESULTS_BY_ROW[params.score], results, strict=True))
-    if params.score == "additive":
+    num_rows = arrays["value" if params["score"] == "given" else "key"].shape[0]
+    results = _call(GRAPH_ATTENTION_BACKWARD_BY_ROW, params, arrays, num_rows, is_sorted=order is not None)
+    d_arrays |= dict(zip(_RESULTS_BY_ROW[params["score"]], results, strict=True))
+    if params["score"] == "additive":
         d_arrays["d_score_weights"] = d_arrays["d_score_weights"].sum(0)
     return {name.removeprefix("d_"): x for name, x in d_arrays.items()}
 

@@ -15,11 +15,10 @@ from jax import Array
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Traits
-from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes
 from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits
 from jax_baracuda.ops.segment.plan import sorted_by_segment
 
 
@@ -37,6 +36,13 @@ def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
     return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
 
 
+def transposed_edges(edges: Mapping[str, Array], num_segments: int) -> tuple[Array, Array, Array | None]:
+    """The edges of the gradient, which gather segments: gather ids, segment ids and, of a plan, their order."""
+    if "transposed_order" in edges:
+        return edges["transposed_gather_ids"], edges["transposed_segment_ids"], edges["transposed_order"]
+    return as_gather_ids(edges["segment_ids"], num_segments), edges["gather_ids"], None
+
+
 def replicated_dims_of_cells(*, has_edge_order: bool) -> tuple[str, ...]:
     """For ops whose results are cells: without an edge order, each device may compute its own segments."""
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered",)
@@ -47,20 +53,16 @@ def replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
     return ("gathered", "segment", "edge") if has_edge_order else ("gathered", "segment")
 
 
-def limit_of_edges(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, num_segments: int) -> str | None:
-    return limit_of_32_bits(segment_ids.shape[0], num_segments)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Programs for GPUs, whose kernels need sorted edges and load rows by vectors if these fit.
 
 
 def sorted_edges(
-    gather_ids: Array, segment_ids: Array, edge_order: Sequence[Array], num_segments: int
+    gather_ids: Array, segment_ids: Array, edge_order: Array | None, num_segments: int
 ) -> tuple[Array, Array, Array]:
     """The gather ids and segment ids of the edges sorted by segment, and the numbers of these edges."""
     order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
-    return gather_ids[order], sorted_ids, edge_order[0][order] if edge_order else order
+    return gather_ids[order], sorted_ids, order if edge_order is None else edge_order[order]
 
 
 VECTOR_BYTES = 16
@@ -98,7 +100,7 @@ def _lacking(features: int, element_bytes: int) -> int:
 
 
 def with_longer_rows(
-    op: Op, operands: Sequence[Array], padded: Sequence[int] = (0,), *, has_heads: bool = False, **params: Any
+    op: Op, operands: Sequence[Array | None], padded: Sequence[int] = (0,), *, has_heads: bool = False, **params: Any
 ) -> list[Array]:
     """Pads the rows of some operands to whole vectors, calls the kernel, and drops the added features of its results.
 
@@ -114,7 +116,8 @@ def with_longer_rows(
     def longer(x: Array) -> Array:
         return jnp.pad(x.reshape(*x.shape[:first_dim], features), [(0, 0)] * first_dim + [(0, added)])
 
-    results = op.kernel(*(longer(x) if i in padded else x for i, x in enumerate(operands)), **params)
+    longer_operands = (longer(x) if i in padded and x is not None else x for i, x in enumerate(operands))
+    results = op.kernel(*longer_operands, **params)
     return [x[..., :features].reshape(*x.shape[:-1], *dims) for x in results]
 
 
@@ -124,35 +127,34 @@ def with_longer_rows(
 # split.
 
 
-def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequence[str] = (), **fields: Any) -> Op:
+def op_of_graphs(
+    op: Op, join: Callable[..., Sequence[Array | None]], *, shared: Sequence[int] = (), **fields: Any
+) -> Op:
     """The sum of an op's result over graphs.
 
     Args:
       op: has one result and a `transpose`. Each operand holds cells of a graph, belongs to its edges, or is shared.
       join: ``(num_graph_dims, *operands)`` -> the operands of `op`.
-      shared: the names of operands that all graphs share. The others have the graph dimensions in front, whose sizes
-        may be 1.
+      shared: the positions of operands that all graphs share. The others have the graph dimensions in front, whose
+        sizes may be 1.
       fields: fields of the new op that do not follow from `op`.
     """
 
-    def own_operands(**params: Any) -> NamedDimensions:
-        return with_named(op.operands, params)() if callable(op.operands) else op.operands
-
     def operands(*, num_graph_dims: int, **params: Any) -> NamedDimensions:
-        graphs = _graph_dims(num_graph_dims)
-        own = own_operands(**params)
-        return {name: dims if name in shared else (*graphs, *dims) for name, dims in own.items()}
+        graphs, own = _graph_dims(num_graph_dims), resolved(op.operands, params)
+        return {name: dims if i in shared else (*graphs, *dims) for i, (name, dims) in enumerate(own.items())}
 
-    def run(function: Callable[..., Sequence[Array]], *operands: Array, num_graph_dims: int, **params: Any) -> Any:
+    def run(
+        function: Callable[..., Sequence[Array]], *operands: Array | None, num_graph_dims: int, **params: Any
+    ) -> Any:
         return with_named(function, params)(*join(num_graph_dims, *operands))
 
     def transpose(
-        avals: Sequence[Any], d_results: Sequence[Array], *others: Array, num_graph_dims: int, **params: Any
+        avals: Sequence[Any], d_results: Sequence[Array], *others: Array | None, num_graph_dims: int, **params: Any
     ) -> Sequence[Array]:
         """Applies the transpose of `op` for each graph to the cotangent of the sum."""
         own_avals = [jax.ShapeDtypeStruct(x.shape[num_graph_dims:], x.dtype) for x in avals]
-        names = list(own_operands(**params))[len(avals) :]
-        arrays = _with_graph_dims(dict(zip(names, others, strict=True)), num_graph_dims, shared)
+        arrays = _with_graph_dims(others, num_graph_dims, [i - len(avals) for i in shared])
         assert op.transpose is not None
         transpose_one = functools.partial(with_named(op.transpose, params), own_avals, d_results)
         return map_over_batch(transpose_one, mapped_dims(arrays, num_graph_dims), *arrays)
@@ -160,6 +162,7 @@ def op_of_graphs(op: Op, join: Callable[..., Sequence[Array]], *, shared: Sequen
     return Op(
         name=f"{op.name}_of_graphs",
         operands=operands,
+        optional=op.optional,
         results=op.results,
         sizes=op.sizes,
         result_dtypes=op.result_dtypes,
@@ -177,9 +180,9 @@ def sum_over_graphs(
     op: Op,
     of_graphs: Op,
     num_graph_dims: int,
-    operands: Mapping[str, Array],
+    operands: Sequence[Array | None],
     *,
-    shared: Sequence[str] = (),
+    shared: Sequence[int] = (),
     **params: Any,
 ) -> Array:
     """The result of an op for one graph or, with `num_graph_dims`, summed over a batch of graphs in one call.
@@ -189,23 +192,25 @@ def sum_over_graphs(
       of_graphs: the result of :func:`op_of_graphs` for it.
     """
     if num_graph_dims == 0:
-        return op(*operands.values(), **params)[0]
-    own = [x for name, x in operands.items() if name not in shared]
+        return op(*operands, **params)[0]
+    own = [x for i, x in enumerate(operands) if i not in shared and x is not None]
     num_graphs = math.prod(vmap_sizes(own, num_graph_dims))
     own_sizes = [x.shape[num_graph_dims] for x in own]
     is_static = jax_versions.is_static_shape((num_graphs, *own_sizes))
     if is_static and num_graphs * max(own_sizes) <= np.iinfo(np.int32).max:
-        return of_graphs(*operands.values(), num_graph_dims=num_graph_dims, **params)[0]
+        return of_graphs(*operands, num_graph_dims=num_graph_dims, **params)[0]
     # The edges and segments of all graphs exceed int32 or have no static number: compute one result per graph.
     arrays = _with_graph_dims(operands, num_graph_dims, shared)
     results = map_over_batch(lambda *x: op(*x, **params)[0], mapped_dims(arrays, num_graph_dims), *arrays)
     return results.sum(tuple(range(num_graph_dims)))
 
 
-def _with_graph_dims(operands: Mapping[str, Array], num_graph_dims: int, shared: Sequence[str]) -> list[Array]:
+def _with_graph_dims(
+    operands: Sequence[Array | None], num_graph_dims: int, shared: Sequence[int]
+) -> list[Array | None]:
     """The operands. Shared ones get graph dimensions of size 1."""
     new_dims = range(num_graph_dims)
-    return [jnp.expand_dims(x, new_dims) if name in shared else x for name, x in operands.items()]
+    return [x if x is None or i not in shared else jnp.expand_dims(x, new_dims) for i, x in enumerate(operands)]
 
 
 def graph_axes(axes: ShardAxes, num_graph_dims: int) -> tuple[str, ...]:
@@ -220,20 +225,20 @@ def _graph_dims(num_graph_dims: int) -> tuple[str, ...]:
 # Arrays ``[*graphs, size, ...]`` as ``[all graphs * size, ...]``.
 
 
-def flat_batch(num_graph_dims: int, arrays: Sequence[Array]) -> list[Array]:
-    """Arrays with all graph dimensions merged into one, ``[G, ...]``."""
+def flat_batch(num_graph_dims: int, arrays: Sequence[Any]) -> list[Any]:
+    """Arrays with all graph dimensions merged into one, ``[G, ...]``. None stays None, here and below."""
     sizes = vmap_sizes(arrays, num_graph_dims)
-    num_graphs = math.prod(sizes)
-    own_shapes = [x.shape[num_graph_dims:] for x in arrays]
-    return [
-        jnp.broadcast_to(x, (*sizes, *shape)).reshape(num_graphs, *shape)
-        for x, shape in zip(arrays, own_shapes, strict=True)
-    ]
+
+    def flat(x: Array) -> Array:
+        shape = x.shape[num_graph_dims:]
+        return jnp.broadcast_to(x, (*sizes, *shape)).reshape(math.prod(sizes), *shape)
+
+    return [None if x is None else flat(x) for x in arrays]
 
 
-def merge_graphs(array: Array) -> Array:
+def merge_graphs(array: Array | None) -> Array | None:
     """``[G, size, ...]`` as ``[G * size, ...]``."""
-    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+    return None if array is None else array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
 
 def renumbered(ids: Array, size: int) -> Array:

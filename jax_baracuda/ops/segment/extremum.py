@@ -7,7 +7,6 @@ plan gathers its rows in the plan's order.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -35,7 +34,7 @@ from jax_baracuda._core.dispatch import (
     unsorted,
 )
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
@@ -67,7 +66,6 @@ from jax_baracuda.ops.segment.definitions import (
     ORDERED_DTYPES,
     ROUNDED_ONCE,
     ROWS,
-    Params,
     gradient_op,
     index_of_first_row,
     limit_of_32_bits,
@@ -83,7 +81,6 @@ from jax_baracuda.ops.segment.edges import (
     flat_batch,
     gather_rows,
     graph_axes,
-    limit_of_edges,
     merge_graphs,
     op_of_graphs,
     renumbered,
@@ -309,9 +306,9 @@ def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     if call.bucket_size is not None and call.ids.shape[0] == 0:
         raise ValueError(f"{call.name}: bucket_size needs segment_ids of shape [N] with N > 0, got shape (0,)")
     call = call.sorted_by_plan(unless=FLOATING_DTYPES)
-    params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
+    params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
-    over_buckets = None if params.first_wins else lambda cells, axis: _over_buckets(minimum, cells)
+    over_buckets = None if params["first_wins"] else lambda cells, axis: _over_buckets(minimum, cells)
     return call.reduce(_rules[minimum], params, over_buckets)
 
 
@@ -319,7 +316,7 @@ def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: T
     call = canonicalize_primal(segments, data, d_output)
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
-    params = call.params(ExtremumParams, first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
+    params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     return call.gradient(_rules[minimum], params, d_output)
 
 
@@ -472,14 +469,15 @@ def _reference(
     return (output, _winners(data, ids, output, first_wins=first_wins, minimum=minimum)) if has_winner else (output,)
 
 
-def _reference_backward(d_output: Array, winner: Array, ids: Array, *data_and_output: Array) -> tuple[Array]:
+def _reference_backward(
+    d_output: Array, winner: Array, ids: Array, data: Array | None, output: Array | None
+) -> tuple[Array]:
     winners, is_member = gather_segments(winner, ids)
     # In the accumulation dtype, so that shares are rounded once.
     cotangents, _ = gather_segments(d_output.astype(accumulation_dtype(d_output.dtype)), ids)
     wins = is_member & (winners == row_numbers(winners))
     gradient = jnp.where(wins, cotangents, 0)
-    if data_and_output:
-        data, output = data_and_output
+    if data is not None:
         ties = is_member & (winners < NO_WINNER) & equal_numbers(data, gather_segments(output, ids)[0])
         members = jnp.where(ties, -winners, 1).astype(cotangents.dtype)
         gradient = jnp.where(ties, cotangents / members, gradient)
@@ -492,7 +490,9 @@ def _take_winners(
     d_data: Array,
     winner: Array,
     ids: Array,
-    *data_and_output: Array,
+    data: Array | None,
+    output: Array | None,
+    *,
     indices_are_sorted: bool = False,
 ) -> tuple[Array]:
     """For each cell, its winner's value in `d_data`, or the mean over the tied members."""
@@ -500,14 +500,13 @@ def _take_winners(
         return (jnp.zeros(winner.shape, d_data.dtype),)
 
     def means_of_ties() -> Array:
-        data, output = data_and_output
         [extrema] = gather_cells(output, ids)
         wide = d_data.astype(accumulation_dtype(d_data.dtype))
         params = {"num_segments": winner.shape[0], "indices_are_sorted": indices_are_sorted, "deterministic": True}
         [sums] = with_named(sum_rows, params)(jnp.where(equal_numbers(data, extrema), wide, 0), ids)
         return jnp.where(winner != NO_WINNER, shares_of_ties(sums, winner), 0).astype(d_data.dtype)
 
-    return (_cells_of_winners(d_data, winner, winner, winner >= 0, means_of_ties if data_and_output else None),)
+    return (_cells_of_winners(d_data, winner, winner, winner >= 0, None if data is None else means_of_ties),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -515,14 +514,14 @@ def _take_winners(
 
 
 def _reference_of_edges(
-    data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, **params: Any
+    data: Array, gather_ids: Array, segment_ids: Array, edge_order: Array | None, **params: Any
 ) -> tuple[Array, ...]:
     rows = gather_rows(data, gather_ids, clips_gather_ids=True)
     output, *winners = with_named(_reference, params)(rows, segment_ids)
-    if edge_order and output.size > 0 and edge_order[0].size > 0:
+    if edge_order is not None and output.size > 0 and edge_order.size > 0:
         [winner] = winners
         # Winners number the edges in their original order.
-        winners = [jnp.where(winner >= 0, jnp.take(edge_order[0], winner, axis=0, mode="clip"), winner)]
+        winners = [jnp.where(winner >= 0, jnp.take(edge_order, winner, axis=0, mode="clip"), winner)]
     return output, *winners
 
 
@@ -537,28 +536,30 @@ def _reference_backward_of_edges(
     winner: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *others: Array,
+    edge_order: Array | None,
+    transposed_order: Array | None,
+    transposed_gather_ids: Array | None,
+    transposed_segment_ids: Array | None,
+    data: Array | None,
+    output: Array | None,
+    *,
     num_rows: int,
-    has_plan: bool,
-    shares_ties: bool,
 ) -> tuple[Array]:
-    edge_order, transposed_order, _, transposed_rows = others[:4] if has_plan else (None, None, None, None)
     num_edges = segment_ids.shape[0]
     edges = jnp.arange(num_edges, dtype=index_dtype(num_edges)) if edge_order is None else edge_order
     rows = gather_ids
-    if transposed_order is not None:  # a plan's transposed rows also mark gather ids out of range
-        rows = jnp.zeros_like(gather_ids).at[transposed_order].set(transposed_rows)[edges]
+    if transposed_order is not None:  # a plan's transposed ids also mark gather ids out of range
+        rows = jnp.zeros_like(gather_ids).at[transposed_order].set(transposed_segment_ids)[edges]
     winners, is_member = gather_segments(winner, segment_ids)
     cotangents, _ = gather_segments(d_winner.astype(accumulation_dtype(d_winner.dtype)), segment_ids)
     wins = winners == per_row(edges, winners)
-    if shares_ties:
-        data, output = others[-2:]
+    if data is not None:
         wins |= (winners < NO_WINNER) & _attains(data, gather_ids, output, segment_ids)
     return (xla_sum(jnp.where(is_member & wins, cotangents, 0), rows, num_rows).astype(d_winner.dtype),)
 
 
 def _take_winners_of_edges(
-    d_data: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array, shares_ties: bool
+    d_data: Array, winner: Array, gather_ids: Array, segment_ids: Array, data: Array | None, output: Array | None
 ) -> tuple[Array]:
     num_rows, num_segments = d_data.shape[0], winner.shape[0]
     if 0 in winner.shape or 0 in d_data.shape or 0 in gather_ids.shape:
@@ -567,13 +568,12 @@ def _take_winners_of_edges(
     is_won = (winner >= 0) & (row >= 0) & (row < num_rows)
 
     def sums_of_ties() -> Array:
-        data, output = data_and_output
         of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
         attains = _attains(data, gather_ids, output, segment_ids)
         sums = xla_sum(jnp.where(attains, of_edges, 0), segment_ids, num_segments)
         return jnp.where(winner != NO_WINNER, sums, 0).astype(d_data.dtype)
 
-    return (_cells_of_winners(d_data, winner, row, is_won, sums_of_ties if shares_ties else None),)
+    return (_cells_of_winners(d_data, winner, row, is_won, None if data is None else sums_of_ties),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -615,7 +615,7 @@ def _merge_winners(first_wins: bool, minimum: bool, outputs: Array, winners: Arr
 
 
 def _shard_reduce(
-    row_dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, first_wins: bool, minimum: bool
+    row_dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array | None, first_wins: bool, minimum: bool
 ) -> Sequence[Array]:
     output, *winners = kernel(*operands)
     row_axes, segment_axes = axes.get(row_dim, ()), axes.get("segment", ())
@@ -630,7 +630,7 @@ def _shard_reduce(
 
 
 def _shard_backward(
-    kernel: ShardKernel, axes: ShardAxes, d_output: Array, winner: Array, ids: Array, *data_and_output: Array
+    kernel: ShardKernel, axes: ShardAxes, d_output: Array, winner: Array, ids: Array, *data_and_output: Array | None
 ) -> Sequence[Array]:
     if row_axes := axes.get("row", ()):
         winner = _own_winners(winner, ids, row_axes)
@@ -638,7 +638,7 @@ def _shard_backward(
 
 
 def _shard_of_winners(
-    kernel: ShardKernel, axes: ShardAxes, d_data: Array, winner: Array, ids: Array, *data_and_output: Array
+    kernel: ShardKernel, axes: ShardAxes, d_data: Array, winner: Array, ids: Array, *data_and_output: Array | None
 ) -> Sequence[Array]:
     """Adds up the shards' cells in the accumulation dtype, rounded once."""
     row_axes = axes.get("row", ())
@@ -657,19 +657,20 @@ def _shard_backward_of_edges(
     winner: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *data_and_output: Array,
+    *others: Array | None,
     num_graph_dims: int = 0,
     **params: Any,
 ) -> Sequence[Array]:
-    """Adds up the shards' sums in the accumulation dtype, rounded once."""
+    """Adds up the shards' sums in the accumulation dtype, rounded once. Edges are not split if there is a plan."""
     edge_axes = axes.get("edge", ())
     all_axes = (*graph_axes(axes, num_graph_dims), *edge_axes)
     if not all_axes:
-        return kernel(d_winner, winner, gather_ids, segment_ids, *data_and_output)
+        return kernel(d_winner, winner, gather_ids, segment_ids, *others)
     if edge_axes:
         winner = _own_winners(winner, segment_ids.reshape(-1, segment_ids.shape[-1])[0], edge_axes)
-    wide = [x.astype(accumulation_dtype(d_winner.dtype)) for x in (d_winner, *data_and_output)]
-    operands = _join(num_graph_dims, wide[0], winner, gather_ids, segment_ids, *wide[1:])
+    *plan, data, output = others
+    wide = [None if x is None else x.astype(accumulation_dtype(d_winner.dtype)) for x in (d_winner, data, output)]
+    operands = _join(num_graph_dims, wide[0], winner, gather_ids, segment_ids, *plan, *wide[1:])
     [local] = GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel(*operands, **params)
     return (jax.lax.psum(local, all_axes).astype(d_winner.dtype),)
 
@@ -688,44 +689,49 @@ def _tangent(d_data: Array, operands: Sequence[Array], results: Sequence[Array],
 
 
 def _sums_of_winners(
-    d_data: Array, winner: Array, ids: Sequence[Array], data_and_output: Sequence[Array], minimum: bool
+    d_data: Array, winner: Array, ids: Sequence[Array], data: Array | None, output: Array | None, minimum: bool
 ) -> Array:
-    """For each cell, the row that its winning edge gathers, or the sum over the tied edges."""
-    constants = [winner, *ids, *map(jax.lax.stop_gradient, data_and_output)]
-    flags = {"shares_ties": bool(data_and_output), "minimum": minimum}
-    return GATHER_SEGMENT_EXTREMUM_OF_WINNERS(d_data, *constants, **flags)[0]
+    """For each cell, the row that its winning edge gathers, or the sum over the tied edges, given data and output."""
+    data_and_output = () if data is None else map(jax.lax.stop_gradient, (data, output))
+    return GATHER_SEGMENT_EXTREMUM_OF_WINNERS(d_data, winner, *ids, *data_and_output, minimum=minimum)[0]
 
 
 def _tangent_of_edges(
     d_data: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any
 ) -> Sequence[Array]:
-    data, gather_ids, segment_ids, *order = operands
+    data, gather_ids, segment_ids, order = operands
     output, winner = (
         results if params["has_winner"] else GATHER_SEGMENT_EXTREMUM(*operands, **params | {"has_winner": True})
     )
-    ids = unpermuted_ids([gather_ids, as_gather_ids(segment_ids, params["num_segments"])], *order)
-    data_and_output = [] if params["first_wins"] else [data, output]
-    total = _sums_of_winners(d_data, winner, ids, data_and_output, params["minimum"])
+    ids = unpermuted_ids([gather_ids, as_gather_ids(segment_ids, params["num_segments"])], order)
+    data_and_output = (None, None) if params["first_wins"] else (data, output)
+    total = _sums_of_winners(d_data, winner, ids, *data_and_output, params["minimum"])
     return shares_of_ties(total, winner), *results[1:]
 
 
 def _transpose_backward_of_edges(
-    _: Any, d_results: Sequence[Array], winner: Array, *others: Array, has_plan: bool, minimum: bool
+    _: Any, d_results: Sequence[Array], winner: Array, *others: Array, minimum: bool
 ) -> Sequence[Array]:
-    ids, order, data_and_output = others[:2], others[2:3], others[6:]
-    if not has_plan:
-        order, data_and_output = (), others[2:]
-    return [_sums_of_winners(d_results[0], winner, unpermuted_ids(ids, *order), data_and_output, minimum)]
+    gather_ids, segment_ids, order, *_, data, output = others
+    ids = unpermuted_ids([gather_ids, segment_ids], order)
+    return [_sums_of_winners(d_results[0], winner, ids, data, output, minimum)]
 
 
 def _transpose_of_gathered_winners(
-    avals: Sequence[Any], d_results: Sequence[Array], *others: Array, **params: Any
+    avals: Sequence[Any],
+    d_results: Sequence[Array],
+    winner: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    *data_and_output: Array | None,
+    minimum: bool,
 ) -> Sequence[Array]:
-    flags = {"has_plan": False, "deterministic": may_run_kernel()}
-    return GATHER_SEGMENT_EXTREMUM_BACKWARD(d_results[0], *others, num_rows=avals[0].shape[0], **flags, **params)
+    operands = d_results[0], winner, gather_ids, segment_ids, *NO_PLAN, *data_and_output
+    params = {"num_rows": avals[0].shape[0], "deterministic": may_run_kernel(), "minimum": minimum}
+    return GATHER_SEGMENT_EXTREMUM_BACKWARD(*operands, **params)
 
 
-def unpermuted_ids(ids: Sequence[Array], order: Array | None = None) -> Sequence[Array]:
+def unpermuted_ids(ids: Sequence[Array], order: Array | None) -> Sequence[Array]:
     """Undoes a plan's order on the ids of edges, because winners number the edges in their original order."""
     return ids if order is None else tuple(unpermuted(x, order) for x in ids)
 
@@ -753,6 +759,9 @@ def _result_dtypes(data: Any, ids: Any, *_: Any, has_winner: bool) -> list[Any]:
     return [data.dtype, index_dtype(ids.shape[0])] if has_winner else [data.dtype]
 
 
+_OF_TIES = {"data": None, "output": None}
+"""The optional operands of gradients, by which these find tied rows."""
+
 # H100, time of plain JAX / kernel: 0.7 (188 loops, with and without winners).
 SEGMENT_EXTREMUM = reduction_op(
     "segment_extremum",
@@ -772,6 +781,7 @@ SEGMENT_EXTREMUM_BACKWARD = gradient_op(
     "segment_extremum_backward",
     targets=extremum_targets("segment_{}_backward"),
     operands={"d_output": CELLS, "winner": CELLS, "segment_ids": IDS, "data": ROWS, "output": CELLS},
+    optional=_OF_TIES,
     reference=_reference_backward,
     # H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.45 (60 loops each).
     xla_rules=(on_gpu("gathers and comparisons, which XLA fuses"),),
@@ -784,6 +794,7 @@ SEGMENT_EXTREMUM_BACKWARD = gradient_op(
 SEGMENT_EXTREMUM_OF_WINNERS = Op(
     name="segment_extremum_of_winners",
     operands={"d_data": ROWS, "winner": CELLS, "segment_ids": IDS, "data": ROWS, "output": CELLS},
+    optional=_OF_TIES,
     results={"cells": CELLS},
     reference=functools.partial(_take_winners, SEGMENT_SUM_BACKWARD.reference, SEGMENT_SUM.reference),
     program=functools.partial(_take_winners, SEGMENT_SUM_BACKWARD.kernel, SEGMENT_SUM.kernel),
@@ -800,67 +811,50 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
 # Ops of gathered rows. On GPUs, unsorted edges are sorted first, and rows that fit no vectors are padded.
 
 _GATHERED, _EDGES = ("gathered", "..."), ("edge",)
-SHARED_BY_GRAPHS = ("data",)
+PLAN_FIELDS = ("edge_order", "transposed_order", "transposed_gather_ids", "transposed_segment_ids")
+NO_PLAN = (None,) * len(PLAN_FIELDS)
+OPERANDS_OF_BACKWARD: NamedDimensions = {
+    "d_winner": CELLS,
+    "winner": CELLS,
+    "gather_ids": _EDGES,
+    "segment_ids": _EDGES,
+    **dict.fromkeys(PLAN_FIELDS, _EDGES),
+    "data": _GATHERED,
+    "output": CELLS,
+}
+_OF_GATHERED_TIES = dict.fromkeys(_OF_TIES, "shares_ties")
+SHARED_BY_GRAPHS = (list(OPERANDS_OF_BACKWARD).index("data"),)
 """The operands of the backward op that all graphs of a batch share."""
 
 
-def _operands(*, has_edge_order: bool = False) -> NamedDimensions:
-    operands = {"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES}
-    return operands | {"edge_order": _EDGES} if has_edge_order else operands
+def _plan_parameters_of_backward(d_winner: Any, *_: Any, sizes: Mapping[str, int], has_plan: bool) -> dict[str, int]:
+    """The backward op gathers segments and sums by row."""
+    transposed = {**sizes, "segment": sizes["gathered"], "gathered": sizes["segment"]}
+    return plan_parameters(d_winner, sizes=transposed, indices_are_sorted=has_plan)
 
 
-def operands_of_backward(*, has_plan: bool, shares_ties: bool) -> NamedDimensions:
-    operands = {"d_winner": CELLS, "winner": CELLS, "gather_ids": _EDGES, "segment_ids": _EDGES}
-    if has_plan:
-        names = ("edge_order", "transposed_order", "transposed_gather_ids", "transposed_segment_ids")
-        operands |= dict.fromkeys(names, _EDGES)
-    return operands | {"data": _GATHERED, "output": CELLS} if shares_ties else operands
-
-
-def _plan_parameters(data: Any, gather_ids: Any, segment_ids: Any, *_: Any, **params: Any) -> dict[str, int]:
-    return {**plan_parameters(data, segment_ids, **params), "gathered_rows": data.shape[0]}
-
-
-def _plan_parameters_of_backward(
-    d_winner: Any, winner: Any, gather_ids: Any, *_: Any, num_rows: int, has_plan: bool
-) -> dict[str, int]:
-    parameters = plan_parameters(d_winner, gather_ids, num_segments=num_rows, indices_are_sorted=has_plan)
-    return {**parameters, "gathered_rows": d_winner.shape[0]}
-
-
-def _join(
-    num_graph_dims: int, d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *data_and_output: Array
-) -> Sequence[Array]:
-    """Joins the graphs into one: the operands of the backward op without a plan."""
+def _join(num_graph_dims: int, *operands: Array | None) -> Sequence[Array | None]:
+    """Joins the graphs into one: the operands of the backward op, for several graphs without a plan."""
     if num_graph_dims == 0:
-        return d_winner, winner, gather_ids, segment_ids, *data_and_output
-    of_graphs = [d_winner, winner, gather_ids, segment_ids, *data_and_output[1:]]
-    d_winner, winner, gather_ids, segment_ids, *output = flat_batch(num_graph_dims, of_graphs)
+        return operands
+    *of_edges, data, output = operands
+    d_winner, winner, gather_ids, segment_ids, output = flat_batch(num_graph_dims, [*of_edges[:4], output])
     winner = jnp.where(winner < 0, winner, renumbered(winner, segment_ids.shape[1]))
     segment_ids = renumbered(segment_ids, winner.shape[1])
-    arrays = map(merge_graphs, (d_winner, winner, gather_ids, segment_ids))
-    return *arrays, *data_and_output[:1], *map(merge_graphs, output)
-
-
-def _operands_of_winners(*, shares_ties: bool) -> NamedDimensions:
-    operands = {"d_data": _GATHERED, "winner": CELLS, "gather_ids": _EDGES, "segment_ids": _EDGES}
-    return operands | {"data": _GATHERED, "output": CELLS} if shares_ties else operands
+    joined = map(merge_graphs, (d_winner, winner, gather_ids, segment_ids))
+    return *joined, *NO_PLAN, data, merge_graphs(output)
 
 
 def _reduce_sorted(
     data: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *edge_order: Array,
-    num_segments: int,
-    has_winner: bool,
+    edge_order: Array | None,
     **params: Any,
 ) -> Sequence[Array]:
-    *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, num_segments)
-    numbers_of_winners = (numbers,) if has_winner else ()
-    params |= {"num_segments": num_segments, "has_winner": has_winner}
-    params |= {"indices_are_sorted": True, "has_edge_order": has_winner}
-    return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, *numbers_of_winners, **params)
+    *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, params["num_segments"])
+    numbers_of_winners = numbers if params["has_winner"] else None
+    return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, numbers_of_winners, **params | {"indices_are_sorted": True})
 
 
 def _backward_of_sorted(
@@ -868,20 +862,21 @@ def _backward_of_sorted(
     winner: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *data_and_output: Array,
+    *others: Array | None,
     num_rows: int,
     **params: Any,
 ) -> Sequence[Array]:
     order, sorted_rows = sorted_by_segment(gather_ids, num_rows)
     numbers = jnp.arange(order.shape[0], dtype=jnp.int32)
     edges = gather_ids, segment_ids, numbers, order, segment_ids[order], sorted_rows
-    params |= {"num_rows": num_rows, "has_plan": True}
-    return GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel(d_winner, winner, *edges, *data_and_output, **params)
+    data_and_output = others[len(NO_PLAN) :]
+    return GATHER_SEGMENT_EXTREMUM_BACKWARD.kernel(
+        d_winner, winner, *edges, *data_and_output, num_rows=num_rows, **params
+    )
 
 
-def _backward_of_longer_rows(*operands: Array, **params: Any) -> Sequence[Array]:
-    names = list(operands_of_backward(has_plan=True, shares_ties=True))
-    padded = [names.index(name) for name in ("d_winner", "winner", "data", "output")]
+def _backward_of_longer_rows(*operands: Array | None, **params: Any) -> Sequence[Array]:
+    padded = [i for i, dims in enumerate(OPERANDS_OF_BACKWARD.values()) if dims[-1] == "..."]
     return with_longer_rows(GATHER_SEGMENT_EXTREMUM_BACKWARD, operands, padded, **params)
 
 
@@ -892,9 +887,10 @@ _UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
 GATHER_SEGMENT_EXTREMUM = Op(
     name="gather_segment_extremum",
     targets=_reduction_targets("gather_segment_{}"),
-    operands=_operands,
+    operands={"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES, "edge_order": _EDGES},
+    optional={"edge_order": "has_edge_order"},
     results=_results,
-    sizes=lambda *, num_segments: {"segment": num_segments},
+    sizes={"segment": "num_segments"},
     result_dtypes=_result_dtypes,
     reference=_reference_of_edges,
     xla_rules=(
@@ -909,22 +905,23 @@ GATHER_SEGMENT_EXTREMUM = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=EXACT,
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins", "has_edge_order"] * has_winner),
-    plan_parameters=_plan_parameters,
+    plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(
-        functools.partial(_shard_reduce, "edge"), results=_results, row_dims=("edge",), ids_operand=2
+        lambda: GATHER_SEGMENT_EXTREMUM, functools.partial(_shard_reduce, "edge"), ids_operand=2
     ),
     tangent=_tangent_of_edges,
-    limit=limit_of_edges,
+    limit=limit_of_32_bits,
 )
 
 GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     name="gather_segment_extremum_backward",
     targets=extremum_targets("gather_segment_{}_backward"),
-    operands=operands_of_backward,
+    operands=OPERANDS_OF_BACKWARD,
+    optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_GATHERED_TIES,
     results={"d_data": _GATHERED},
-    sizes=lambda *, num_rows: {"gathered": num_rows},
+    sizes={"gathered": "num_rows"},
     reference=_reference_backward_of_edges,
     xla_rules=(
         on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
@@ -942,12 +939,20 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     reduction_dims=("edge",),
     shard_program=_shard_backward_of_edges,
     transpose=_transpose_backward_of_edges,
-    limit=lambda d_winner, winner, gather_ids, *_, num_rows: limit_of_32_bits(gather_ids.shape[0], num_rows),
+    limit=limit_of_32_bits,
 )
 
 GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
     name="gather_segment_extremum_of_winners",
-    operands=_operands_of_winners,
+    operands={
+        "d_data": _GATHERED,
+        "winner": CELLS,
+        "gather_ids": _EDGES,
+        "segment_ids": _EDGES,
+        "data": _GATHERED,
+        "output": CELLS,
+    },
+    optional=_OF_GATHERED_TIES,
     results={"cells": CELLS},
     reference=_take_winners_of_edges,
     program=_take_winners_of_edges,  # plain JAX, not a kernel: XLA fuses the gather into the sum
@@ -970,39 +975,29 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS = op_of_graphs(
 # Derivative rules of rows.
 
 
-@dataclasses.dataclass(frozen=True)
-class ExtremumParams(Params):
-    first_wins: bool
-    minimum: bool
-
-
-def _reduced(
-    params: ExtremumParams, data: Array, ids: Array, plan: Mapping[str, Array], has_winner: bool
-) -> list[Array]:
+def _reduced(params: Params, data: Array, ids: Array, plan: Mapping[str, Array], has_winner: bool) -> list[Array]:
     if not plan:
-        return SEGMENT_EXTREMUM(data, ids, **vars(params), has_winner=has_winner)
+        return SEGMENT_EXTREMUM(data, ids, **params, has_winner=has_winner)
     order = plan["order"]
-    flags = vars(params) | {"indices_are_sorted": True, "has_winner": has_winner, "has_edge_order": has_winner}
-    return GATHER_SEGMENT_EXTREMUM(data, order, plan["sorted_ids"], *[order] * has_winner, **flags)
+    flags = params | {"indices_are_sorted": True, "has_winner": has_winner}
+    return GATHER_SEGMENT_EXTREMUM(data, order, plan["sorted_ids"], order if has_winner else None, **flags)
 
 
-def _primal(params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
+def _primal(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> Array:
     return _reduced(params, data, segment_ids, plan, has_winner=False)[0]
 
 
-def _forward(
-    params: ExtremumParams, *, data: Array, segment_ids: Array, **plan: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    check_numbered("segment_min" if params.minimum else "segment_max", "rows", segment_ids.shape[0])
+def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, ...]]:
+    check_numbered("segment_min" if params["minimum"] else "segment_max", "rows", segment_ids.shape[0])
     output, winner = _reduced(params, data, segment_ids, plan, has_winner=True)
-    return output, (winner, segment_ids) if params.first_wins else (winner, segment_ids, data, output)
+    return output, (winner, segment_ids) if params["first_wins"] else (winner, segment_ids, data, output)
 
 
-def _gradient(params: ExtremumParams, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
+def _gradient(params: Params, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
     winner, ids, *data_and_output = residuals
     # Winners are constant almost everywhere, so the gradient is linear in d_output alone.
     constants = map(jax.lax.stop_gradient, data_and_output)
-    flags = {"indices_are_sorted": params.indices_are_sorted, "minimum": params.minimum}
+    flags = {"indices_are_sorted": params["indices_are_sorted"], "minimum": params["minimum"]}
     [d_data] = SEGMENT_EXTREMUM_BACKWARD(d_output, winner, ids, *constants, **flags)
     return {"data": d_data}
 

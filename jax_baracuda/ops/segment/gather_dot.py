@@ -14,15 +14,16 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, with_whole_dims
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import GatherParams, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
+from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, transposed_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, sum_over_split_dim
+from jax_baracuda.ops.segment.sum import gathered_sum, sum_over_split_dim
 
 
 @selectable
@@ -107,7 +108,7 @@ def gather_segment_dot(
         raise ValueError(
             f"{name}: the plan is for {call.num_segments} segments, got segment_data.shape = {segment_data.shape}"
         )
-    params = call.params(GatherParams, indices_are_sorted, deterministic)
+    params = call.params(indices_are_sorted, deterministic)
     heads = data.shape[1:-1]
     output = _gathered_dot(params, data=_of_heads(data), segment_data=_of_heads(segment_data), **call.edges)
     return output.reshape(output.shape[0], *heads)
@@ -124,11 +125,11 @@ def _of_heads(rows: Array) -> Array:
 
 
 def _reference(
-    d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, *edge_order: Array, is_wide: bool
+    d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, edge_order: Array | None, *, is_wide: bool
 ) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
-    if edge_order:  # ids in the order of the edges: cheaper to move than products
-        gather_ids, segment_ids = (jnp.zeros_like(ids).at[edge_order[0]].set(ids) for ids in (gather_ids, segment_ids))
+    if edge_order is not None:  # ids in the order of the edges: cheaper to move than products
+        gather_ids, segment_ids = (jnp.zeros_like(ids).at[edge_order].set(ids) for ids in (gather_ids, segment_ids))
     cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
     cells = jnp.where(is_member, cells, 0)  # in derivatives, the zeros of dropped edges meet their cells
     products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
@@ -140,32 +141,19 @@ def _reference(
 # The op. It is also the gradient of weights, where the cells are cotangents: hence the name of its first operand.
 
 
-def _operands(*, has_edge_order: bool) -> NamedDimensions:
-    operands: dict[str, tuple[str, ...]] = {
-        "d_output": ("segment", "head", "feature"),
-        "data": ("gathered", "head", "feature"),
-        "gather_ids": ("edge",),
-        "segment_ids": ("edge",),
-    }
-    return operands | {"edge_order": ("edge",)} if has_edge_order else operands
-
-
 def _transpose(
     avals: Sequence[Any],
     d_outputs: Sequence[Array],
     data: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *edge_order: Array,
+    edge_order: Array | None,
+    *,
     deterministic: bool,
 ) -> Sequence[Array]:
     """The transpose with respect to the cells: the weighted sum."""
-    weights = d_outputs[0].astype(data.dtype)
-    params = {"indices_are_sorted": False, "clips_gather_ids": True, "is_wide": False}
-    flags = {"has_weights": True, "has_edge_order": bool(edge_order), "deterministic": deterministic}
-    return GATHER_SEGMENT_SUM(
-        data, gather_ids, segment_ids, weights, *edge_order, num_segments=avals[0].shape[0], **params, **flags
-    )
+    edges = gather_ids, segment_ids, d_outputs[0].astype(data.dtype), edge_order
+    return [gathered_sum(data, *edges, num_segments=avals[0].shape[0], deterministic=deterministic)]
 
 
 def _transpose_data(
@@ -174,29 +162,25 @@ def _transpose_data(
     cells: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *edge_order: Array,
+    edge_order: Array | None,
+    *,
     deterministic: bool,
 ) -> Sequence[Array]:
     """The transpose with respect to the gathered rows: the weighted sum in the other direction."""
-    return GATHER_SEGMENT_SUM(
-        cells,
-        as_gather_ids(segment_ids, cells.shape[0]),
-        gather_ids,  # no gradient goes through those out of range
-        d_outputs[0].astype(cells.dtype),
-        *edge_order,
-        num_segments=avals[0].shape[0],
-        has_weights=True,
-        has_edge_order=bool(edge_order),
-        deterministic=deterministic,
-        indices_are_sorted=False,
-        clips_gather_ids=False,
-        is_wide=False,
-    )
+    # No gradient goes through gather ids out of range.
+    edges = as_gather_ids(segment_ids, cells.shape[0]), gather_ids, d_outputs[0].astype(cells.dtype), edge_order
+    flags = {"deterministic": deterministic, "clips_gather_ids": False}
+    return [gathered_sum(cells, *edges, num_segments=avals[0].shape[0], **flags)]
 
 
 GATHER_SEGMENT_DOT = Op(
     name="gather_segment_dot",
-    operands=_operands,
+    operands={
+        "d_output": ("segment", "head", "feature"),
+        "data": ("gathered", "head", "feature"),
+        **dict.fromkeys(("gather_ids", "segment_ids", "edge_order"), ("edge",)),
+    },
+    optional={"edge_order": "has_edge_order"},
     results={"output": ("edge", "head")},
     result_dtypes=lambda d_output, *_, is_wide: [accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype],
     reference=_reference,
@@ -210,14 +194,11 @@ GATHER_SEGMENT_DOT = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     attributes=("is_wide", "has_edge_order"),
-    plan_parameters=lambda d_output, data, gather_ids, segment_ids, *_: {
-        **plan_parameters(data, segment_ids, num_segments=d_output.shape[0]),
-        "heads": data.shape[1],
-    },
+    plan_parameters=lambda d_output, *_, sizes: plan_parameters(d_output, sizes=sizes),
     replicated_dims=replicated_dims,
     reduction_dims=("feature",),
     shard_program=functools.partial(sum_over_split_dim, "feature"),
-    limit=lambda d_output, data, gather_ids, segment_ids, *_: limit_of_32_bits(segment_ids.shape[0], d_output.shape[0]),
+    limit=limit_of_32_bits,
     transpose=_transpose,
     linear_alone={"data": _transpose_data},
 )
@@ -227,42 +208,34 @@ GATHER_SEGMENT_DOT = Op(
 # Derivative rule.
 
 
-def _forward(params: GatherParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    operands = [arrays[name] for name in ("segment_data", "data", "gather_ids", "segment_ids")]
-    edge_order = [arrays["edge_order"]] if "edge_order" in arrays else []
-    flags = {"is_wide": False, "has_edge_order": bool(edge_order), "deterministic": params.deterministic}
-    return GATHER_SEGMENT_DOT(*operands, *edge_order, **flags)[0], arrays
+def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    names = ("segment_data", "data", "gather_ids", "segment_ids", "edge_order")
+    flags = {"is_wide": False, "deterministic": params["deterministic"]}
+    return GATHER_SEGMENT_DOT(*map(arrays.get, names), **flags)[0], arrays
 
 
-def _backward(params: GatherParams, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
+def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     """Weighted sums over the edges of each row and of each segment."""
-
-    def weighted_sum(rows: Array, edges: Sequence[Array], edge_order: str, **flags: Any) -> Array:
-        order = [residuals[edge_order]] if edge_order in residuals else []
-        flags |= {"is_wide": False, "has_weights": True, "has_edge_order": bool(order)}
-        return GATHER_SEGMENT_SUM(rows, *edges, d_output, *order, deterministic=params.deterministic, **flags)[0]
-
-    gather_ids, segment_ids = residuals["gather_ids"], residuals["segment_ids"]
-    has_plan = "transposed_order" in residuals
-    if has_plan:
-        transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
-    else:
-        transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
-    d_data = weighted_sum(
+    *transposed, order = transposed_edges(residuals, params["num_segments"])
+    d_data = gathered_sum(
         residuals["segment_data"],
-        transposed,
-        "transposed_order",
-        num_segments=params.num_rows,
-        indices_are_sorted=has_plan,
+        *transposed,
+        d_output,
+        order,
+        num_segments=params["num_rows"],
+        indices_are_sorted=order is not None,
+        deterministic=params["deterministic"],
         clips_gather_ids=False,
     )
-    d_segment_data = weighted_sum(
+    d_segment_data = gathered_sum(
         residuals["data"],
-        (gather_ids, segment_ids),
-        "edge_order",
-        num_segments=params.num_segments,
-        indices_are_sorted=params.indices_are_sorted,
-        clips_gather_ids=True,
+        residuals["gather_ids"],
+        residuals["segment_ids"],
+        d_output,
+        residuals.get("edge_order"),
+        num_segments=params["num_segments"],
+        indices_are_sorted=params["indices_are_sorted"],
+        deterministic=params["deterministic"],
     )
     return {"data": d_data, "segment_data": d_segment_data}
 

@@ -6,7 +6,6 @@ that its edges won. If tied edges share a cell, the gradient finds them by compa
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,17 +17,19 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import GatherParams, Mode, TieBreak, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import Mode, TieBreak, canonicalize_edges
 from jax_baracuda.ops.segment.edges import as_gather_ids, sum_over_graphs
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
     GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS,
+    NO_PLAN,
+    PLAN_FIELDS,
     SHARED_BY_GRAPHS,
     first_gets_all,
     minimum_of,
-    operands_of_backward,
     shares_of_ties,
     unpermuted_ids,
 )
@@ -92,7 +93,7 @@ def gather_segment_max(
     name = "gather_segment_max"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     options = {"first_wins": first_gets_all(name, tie_break), "minimum": False}
-    params = call.params(GatherExtremumParams, indices_are_sorted, deterministic, **options)
+    params = call.params(indices_are_sorted, deterministic, **options)
     return _gather_segment_max(params, data=call.data, **call.edges)
 
 
@@ -125,7 +126,7 @@ def gather_segment_min(
     name = "gather_segment_min"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     options = {"first_wins": first_gets_all(name, tie_break), "minimum": True}
-    params = call.params(GatherExtremumParams, indices_are_sorted, deterministic, **options)
+    params = call.params(indices_are_sorted, deterministic, **options)
     return _gather_segment_min(params, data=call.data, **call.edges)
 
 
@@ -133,59 +134,48 @@ def gather_segment_min(
 # Derivative rules.
 
 
-@dataclasses.dataclass(frozen=True)
-class GatherExtremumParams(GatherParams):
-    first_wins: bool
-    minimum: bool
-
-    def of_reduction(self) -> dict[str, Any]:
-        """The params that the reductions take."""
-        names = ("num_segments", "indices_are_sorted", "first_wins", "minimum")
-        return {name: getattr(self, name) for name in names}
+def _params_of_reduction(params: Params) -> dict[str, Any]:
+    return {name: params[name] for name in ("num_segments", "indices_are_sorted", "first_wins", "minimum")}
 
 
-def _primal(params: GatherExtremumParams, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
-    flags = {"has_winner": False, "has_edge_order": False}
-    return GATHER_SEGMENT_EXTREMUM(data, gather_ids, segment_ids, **params.of_reduction(), **flags)[0]
+def _primal(params: Params, *, data: Array, gather_ids: Array, segment_ids: Array, **_: Array) -> Array:
+    return GATHER_SEGMENT_EXTREMUM(data, gather_ids, segment_ids, **_params_of_reduction(params), has_winner=False)[0]
 
 
-def _forward(params: GatherExtremumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    name = "gather_segment_min" if params.minimum else "gather_segment_max"
+def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    name = "gather_segment_min" if params["minimum"] else "gather_segment_max"
     check_numbered(name, "edges", arrays["segment_ids"].shape[0])
-    names = [x for x in ("data", "gather_ids", "segment_ids", "edge_order") if x in arrays]
-    flags = {"has_winner": True, "has_edge_order": "edge_order" in names}
-    output, winner = GATHER_SEGMENT_EXTREMUM(*(arrays[x] for x in names), **params.of_reduction(), **flags)
-    return output, {"winner": winner} if params.first_wins else {"winner": winner, "output": output}
+    names = ("data", "gather_ids", "segment_ids", "edge_order")
+    operands = map(arrays.get, names)
+    output, winner = GATHER_SEGMENT_EXTREMUM(*operands, **_params_of_reduction(params), has_winner=True)
+    return output, {"winner": winner} if params["first_wins"] else {"winner": winner, "output": output}
 
 
-def _gradient(
-    params: GatherExtremumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
-) -> dict[str, Array]:
-    has_plan = "edge_order" in residuals
-    operands = dict(residuals)
-    if has_plan and num_joined > 0:
-        names = ("edge_order", "gather_ids", "segment_ids")  # plans of different batch elements cannot be merged
-        arrays = [operands[name] for name in names]
+def _gradient(params: Params, num_joined: int, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
+    operands: dict[str, Array | None] = {**residuals}
+    ids = operands["gather_ids"], operands["segment_ids"]
+    order = operands.get("edge_order")
+    if order is not None and num_joined > 0:  # plans of different batch elements cannot be merged
+        arrays = order, *ids
         ids = map_over_batch(lambda order, *ids: unpermuted_ids(ids, order), mapped_dims(arrays, num_joined), *arrays)
-        operands |= dict(zip(names[1:], ids, strict=True))
-        has_plan = False
-    if not has_plan:
-        operands["segment_ids"] = as_gather_ids(operands["segment_ids"], params.num_segments)
-    operands["d_winner"] = d_output if params.first_wins else shares_of_ties(d_output, residuals["winner"])
-    flags = {"has_plan": has_plan, "shares_ties": not params.first_wins}
+        order = None
+    gather_ids, segment_ids = ids
+    if order is None:
+        segment_ids = as_gather_ids(segment_ids, params["num_segments"])
+    d_winner = d_output if params["first_wins"] else shares_of_ties(d_output, residuals["winner"])
     # Winners are constant almost everywhere, so the gradient is linear in d_output alone.
-    operands |= {name: jax.lax.stop_gradient(operands[name]) for name in ("data", "output") if name in operands}
-    operands = {name: operands[name] for name in operands_of_backward(**flags)}
+    data_and_output = (operands.get(x) for x in ("data", "output"))
+    constants = (None if x is None else jax.lax.stop_gradient(x) for x in data_and_output)
+    plan = NO_PLAN if order is None else (operands[x] for x in PLAN_FIELDS)
     d_data = sum_over_graphs(
         GATHER_SEGMENT_EXTREMUM_BACKWARD,
         GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS,
         num_joined,
-        operands,
+        [d_winner, residuals["winner"], gather_ids, segment_ids, *plan, *constants],
         shared=SHARED_BY_GRAPHS,
-        num_rows=params.num_rows,
-        deterministic=params.deterministic,
-        minimum=params.minimum,
-        **flags,
+        num_rows=params["num_rows"],
+        deterministic=params["deterministic"],
+        minimum=params["minimum"],
     )
     return {"data": d_data}
 
@@ -197,7 +187,7 @@ _gather_segment_max, _gather_segment_min = (
         _gradient,
         primal=_primal,
         shared="data",
-        keeps_shared=lambda params, _: not params.first_wins,
+        keeps_shared=lambda params, _: not params["first_wins"],
     )
     for name in ("gather_segment_max", "gather_segment_min")
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from jax import Array
 from jax.typing import ArrayLike
@@ -15,14 +13,15 @@ from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import EdgeCall, GatherParams, Mode, canonicalize_edges
-from jax_baracuda.ops.segment.edges import as_gather_ids, sum_over_graphs
+from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.edges import transposed_edges
 from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS, count_rows
+from jax_baracuda.ops.segment.sum import count_rows, gathered_sum
 
 
 @selectable
@@ -96,8 +95,8 @@ def gather_segment_sum(
     """
     name = "gather_segment_sum"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=False)
-    return _reduce(name, gathered_sum, call, params, weights)
+    params = call.params(indices_are_sorted, deterministic, is_mean=False)
+    return _reduce(name, _sum_rules, call, params, weights)
 
 
 @selectable
@@ -142,11 +141,11 @@ def gather_segment_mean(
     name = "gather_segment_mean"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     check_numbered(name, "edges", call.edges["segment_ids"].shape[0])
-    params = call.params(GatherSumParams, indices_are_sorted, deterministic, is_mean=True)
-    return _reduce(name, _gathered_mean, call, params, weights)
+    params = call.params(indices_are_sorted, deterministic, is_mean=True)
+    return _reduce(name, _mean_rules, call, params, weights)
 
 
-def _reduce(name: str, rules: BatchedVjp, call: EdgeCall, params: GatherSumParams, weights: ArrayLike | None) -> Array:
+def _reduce(name: str, rules: BatchedVjp, call: EdgeCall, params: Params, weights: ArrayLike | None) -> Array:
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
         return rules(params, data=call.data, **call.edges)
@@ -174,42 +173,24 @@ def by_heads(name: str, argument: str, weights: Array, call: EdgeCall) -> tuple[
 # Derivative rule.
 
 
-def _sum(operands: Mapping[str, Array | None], num_graph_dims: int = 0, is_wide: bool = False, **params: Any) -> Array:
-    """The sums of one graph or, with `num_graph_dims`, of a batch of graphs. Absent operands are None."""
-    given = {name: x for name, x in operands.items() if x is not None}
-    if "weights" not in given:
-        given.pop("edge_order", None)  # the kernel uses it only to find weights
-    flags = {"has_weights": "weights" in given, "has_edge_order": "edge_order" in given, "is_wide": is_wide}
-    ops = GATHER_SEGMENT_SUM, GATHER_SEGMENT_SUM_OF_GRAPHS
-    return sum_over_graphs(*ops, num_graph_dims, given, **flags, **params)
-
-
-@dataclasses.dataclass(frozen=True)
-class GatherSumParams(GatherParams):
-    is_mean: bool
-
-
-def _divided(params: GatherSumParams, cells: Array, segment_ids: Array) -> Array:
+def _divided(params: Params, cells: Array, segment_ids: Array) -> Array:
     """Cells divided by the numbers of their edges."""
-    return divided_by_counts(cells, count_rows(segment_ids, params.num_segments, params.indices_are_sorted))
+    return divided_by_counts(cells, count_rows(segment_ids, params["num_segments"], params["indices_are_sorted"]))
 
 
-def _forward(params: GatherSumParams, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    names = ("data", "gather_ids", "segment_ids", "weights", "edge_order")
-    flags = {name: getattr(params, name) for name in ("num_segments", "indices_are_sorted", "deterministic")}
-    operands = {name: arrays.get(name) for name in names}
-    total = _sum(operands, is_wide=params.is_mean, clips_gather_ids=True, **flags)
-    if params.is_mean:
+def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
+    flags = {name: params[name] for name in ("num_segments", "indices_are_sorted", "deterministic")}
+    edges = arrays["gather_ids"], arrays["segment_ids"], arrays.get("weights"), arrays.get("edge_order")
+    total = gathered_sum(arrays["data"], *edges, is_wide=params["is_mean"], **flags)
+    if params["is_mean"]:
         total = _divided(params, total, arrays["segment_ids"]).astype(arrays["data"].dtype)
     return total, {}
 
 
-def _backward(
-    params: GatherSumParams, num_joined: int, residuals: Mapping[str, Array], d_output: Array
-) -> dict[str, Array]:
+def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
     gather_ids, segment_ids, weights = (residuals.get(name) for name in ("gather_ids", "segment_ids", "weights"))
-    if params.is_mean:
+    if params["is_mean"]:
 
         def gradient_of_division(d_output: Array, segment_ids: Array) -> Array:
             wide = d_output.astype(accumulation_dtype(d_output.dtype))
@@ -217,34 +198,32 @@ def _backward(
 
         arrays = d_output, segment_ids
         d_output = map_over_batch(gradient_of_division, mapped_dims(arrays, num_joined), *arrays)
-    has_plan = "transposed_order" in residuals
-    if has_plan:
-        transposed = residuals["transposed_gather_ids"], residuals["transposed_segment_ids"]
-    else:
-        transposed = as_gather_ids(segment_ids, params.num_segments), gather_ids
-    operands = {"data": d_output, "gather_ids": transposed[0], "segment_ids": transposed[1], "weights": weights}
-    d_data = _sum(
-        {**operands, "edge_order": residuals.get("transposed_order")},
-        num_joined,
-        num_segments=params.num_rows,
-        indices_are_sorted=has_plan and num_joined == 0,  # plans of different batch elements cannot be merged
-        deterministic=params.deterministic,
+    *transposed, order = transposed_edges(residuals, params["num_segments"])
+    d_data = gathered_sum(
+        d_output,
+        *transposed,
+        weights,
+        order,
+        num_segments=params["num_rows"],
+        indices_are_sorted=order is not None and num_joined == 0,  # plans of different batch elements cannot be merged
+        deterministic=params["deterministic"],
         clips_gather_ids=False,
+        num_graph_dims=num_joined,
     )
     if weights is None:
         return {"data": d_data}
     data = residuals["data"]
 
-    def gradient_of_weights(d_output: Array, *edges: Array) -> Array:
-        flags = {"is_wide": False, "has_edge_order": len(edges) == 3, "deterministic": params.deterministic}
+    def gradient_of_weights(d_output: Array, *edges: Array | None) -> Array:
+        flags = {"is_wide": False, "deterministic": params["deterministic"]}
         return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
 
-    edge_order = [residuals["edge_order"]] if "edge_order" in residuals else []
-    arrays = [d_output, gather_ids, segment_ids, *edge_order]
-    return {"data": d_data, "weights": map_over_batch(gradient_of_weights, mapped_dims(arrays, num_joined), *arrays)}
+    operands = d_output, gather_ids, segment_ids, residuals.get("edge_order")
+    d_weights = map_over_batch(gradient_of_weights, mapped_dims(operands, num_joined), *operands)
+    return {"data": d_data, "weights": d_weights}
 
 
-gathered_sum, _gathered_mean = (
+_sum_rules, _mean_rules = (
     # Only the gradient of weights needs the data.
     BatchedVjp(name, _forward, _backward, shared="data", keeps_shared=lambda _, names: "weights" in names)
     for name in ("gather_segment_sum", "gather_segment_mean")

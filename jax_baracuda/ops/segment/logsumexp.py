@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
@@ -25,7 +26,6 @@ from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
     ROWS,
-    Params,
     gradient_op,
     merge_over_shards,
     reduction_op,
@@ -84,7 +84,7 @@ def segment_logsumexp(
     if jnp.issubdtype(call.data.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: data must have a real dtype, got {call.data.dtype}")
     call = call.with_data(as_inexact(call.data)).sorted_by_plan()
-    return call.reduce(_segment_logsumexp, call.params(Params))
+    return call.reduce(_segment_logsumexp, call.params())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ SEGMENT_LOGSUMEXP_BACKWARD = gradient_op(
 
 
 def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
-    maxima, totals = SEGMENT_LOGSUMEXP(data, segment_ids, **vars(params))
+    maxima, totals = SEGMENT_LOGSUMEXP(data, segment_ids, **params)
     return _logarithms(maxima, totals).astype(data.dtype), (data, maxima, totals, segment_ids)
 
 
@@ -194,7 +194,7 @@ def _backward(params: Params, residuals: tuple[Array, ...], d_output: Array) -> 
     data, maxima, totals, segment_ids = residuals
     scales = d_output.astype(maxima.dtype) / jnp.where(jnp.isfinite(maxima), totals, 1)
     [d_data] = SEGMENT_LOGSUMEXP_BACKWARD(
-        scales, data, maxima, segment_ids, indices_are_sorted=params.indices_are_sorted
+        scales, data, maxima, segment_ids, indices_are_sorted=params["indices_are_sorted"]
     )
     return {"data": d_data}
 

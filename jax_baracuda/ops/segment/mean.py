@@ -15,6 +15,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
@@ -31,7 +32,6 @@ from jax_baracuda.ops.segment.definitions import (
     COUNTS,
     IDS,
     ROUNDED_ONCE,
-    SumParams,
     gradient_op,
     reduction_op,
     sum_guarantee,
@@ -97,7 +97,7 @@ def segment_mean(
     check_numbered(name, "rows", segments.ids.shape[0])
     call = canonicalize(segments, data, out_sharding)
     call = call.with_data(as_inexact(call.data)).sorted_by_plan(unless=FLOATING_DTYPES)
-    return call.reduce(_segment_mean, call.params(SumParams, deterministic=bool(deterministic)))
+    return call.reduce(_segment_mean, call.params(deterministic=bool(deterministic)))
 
 
 @selectable
@@ -228,17 +228,17 @@ def divided_by_counts(
     return quotients
 
 
-def _forward(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, Array]]:
+def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, Array]]:
     if not plan:
-        output, count = SEGMENT_MEAN(data, segment_ids, **vars(params))
+        output, count = SEGMENT_MEAN(data, segment_ids, **params)
     else:
-        total = sum_by_plan(data, **plan, num_segments=params.num_segments, is_wide=True)
-        count = count_rows(plan["sorted_ids"], params.num_segments, indices_are_sorted=True)
+        total = sum_by_plan(data, **plan, num_segments=params["num_segments"], is_wide=True)
+        count = count_rows(plan["sorted_ids"], params["num_segments"], indices_are_sorted=True)
         output = divided_by_counts(total, count).astype(data.dtype)
     return output, (count, segment_ids)
 
 
-def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
+def _backward(params: Params, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
     [d_data] = SEGMENT_MEAN_BACKWARD(d_output, *residuals, **gradient_params(params))
     return {"data": d_data}
 

@@ -252,10 +252,11 @@ SEGMENT_ORDER = Op(
     reference=_reference,
     dtypes=frozenset({"int32"}),
     guarantee=EXACT,
+    sizes={"segment": "num_segments"},
     attributes=("num_segments",),
-    plan_parameters=lambda ids, *, num_segments: plan_parameters(ids, ids, num_segments=num_segments),
+    plan_parameters=plan_parameters,
     replicated_dims=IDS,
-    limit=lambda ids, *, num_segments: limit_of_32_bits(ids.shape[0], num_segments),
+    limit=limit_of_32_bits,
 )
 """``(segment_ids [N] of int32) -> (order [N], sorted_ids [N])``, a stable sort."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -36,7 +36,6 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
     WIDE_DTYPES,
-    Params,
     gradient_op,
     merge_over_shards,
     product_guarantee,
@@ -106,7 +105,7 @@ def segment_prod(
     call = canonicalize(segments, data, out_sharding, bucket_size).sorted_by_plan()
     if jnp.issubdtype(call.data.dtype, jnp.inexact):
         check_numbered(name, "rows", call.ids.shape[0])
-    params = call.params(Params)
+    params = call.params()
     return reduce_numbers(call, _segment_prod, params, functools.partial(_over_buckets, params))
 
 
@@ -116,7 +115,7 @@ def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
     num_buckets, num_segments = cells.shape[:2]
     ids = jnp.repeat(jnp.arange(num_segments, dtype=jnp.int32), num_buckets)
     rows = jnp.moveaxis(cells, axis, 1).reshape(num_segments * num_buckets, *cells.shape[2:])
-    return _segment_prod(dataclasses.replace(params, indices_are_sorted=True), data=rows, segment_ids=ids)
+    return _segment_prod(Params(params, indices_are_sorted=True), data=rows, segment_ids=ids)
 
 
 @selectable
@@ -160,7 +159,7 @@ def segment_prod_backward(
     check_numbered(name, "rows", call.ids.shape[0])
     with both_modes():  # a gradient has derivatives of either mode
         ordered = call.sorted_by_plan()
-        d_data = ordered.gradient(_segment_prod, ordered.params(Params), d_output)
+        d_data = ordered.gradient(_segment_prod, ordered.params(), d_output)
         return d_data if plan is None else call.cotangent_of_data(unpermuted(d_data, plan.edge_order))
 
 
@@ -407,13 +406,13 @@ out of range where its product with a tangent is in range."""
 
 
 def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, ...]]:
-    output, mantissa, packed = SEGMENT_PROD(data, segment_ids, **vars(params), has_residual=True)
+    output, mantissa, packed = SEGMENT_PROD(data, segment_ids, **params, has_residual=True)
     # The gradient depends on the data directly and through the residual; its derivative by `data` covers both.
     return output, (jax.lax.stop_gradient(mantissa), packed, data, segment_ids)
 
 
 def _backward(params: Params, residuals: tuple[Array, ...], d_output: Array) -> dict[str, Array]:
-    [d_data] = SEGMENT_PROD_BACKWARD(d_output, *residuals, indices_are_sorted=params.indices_are_sorted)
+    [d_data] = SEGMENT_PROD_BACKWARD(d_output, *residuals, indices_are_sorted=params["indices_are_sorted"])
     return {"data": d_data}
 
 
@@ -421,5 +420,5 @@ _segment_prod = KernelVjp(
     "segment_prod",
     _forward,
     _backward,
-    primal=lambda params, *, data, segment_ids: SEGMENT_PROD(data, segment_ids, **vars(params), has_residual=False)[0],
+    primal=lambda params, *, data, segment_ids: SEGMENT_PROD(data, segment_ids, **params, has_residual=False)[0],
 )

@@ -14,6 +14,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu, uncontended, unordered
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -28,7 +29,6 @@ from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
-    SumParams,
     limit_of_32_bits,
     plan_parameters,
     sum_guarantee,
@@ -87,10 +87,10 @@ def segment_softmax(
         raise TypeError(f"{name}: logits must have a real floating dtype, got {call.data.dtype}")
     ordered = call.sorted_by_plan()
 
-    def softmax(params: SumParams, **arrays: Array) -> Array:
+    def softmax(params: Params, **arrays: Array) -> Array:
         return segments.shaped_as_ids(_segment_softmax(params, **arrays))
 
-    probabilities = ordered.reduce(softmax, ordered.params(SumParams, deterministic=bool(deterministic)))
+    probabilities = ordered.reduce(softmax, ordered.params(deterministic=bool(deterministic)))
     return probabilities if plan is None else unpermuted(probabilities, plan.edge_order)
 
 
@@ -139,9 +139,9 @@ def segment_softmax_backward(
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
     with both_modes():  # a gradient has derivatives of either mode
         ordered = call.sorted_by_plan()
-        params = ordered.params(SumParams, deterministic=bool(deterministic))
+        params = ordered.params(deterministic=bool(deterministic))
         rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).sorted_by_plan()))
-        [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **vars(params))
+        [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **params)
         return segments.shaped_as_ids(d_rows if plan is None else unpermuted(d_rows, plan.edge_order))
 
 
@@ -222,8 +222,9 @@ _COMMON: dict[str, Any] = {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
     "attributes": ("num_segments", "indices_are_sorted"),
-    "plan_parameters": lambda *arrays, **params: plan_parameters(arrays[0], arrays[-1], **params),
-    "limit": lambda *arrays, num_segments: limit_of_32_bits(arrays[-1].shape[0], num_segments),
+    "sizes": {"segment": "num_segments"},
+    "plan_parameters": plan_parameters,
+    "limit": limit_of_32_bits,
 }
 
 SEGMENT_SOFTMAX = Op(
@@ -263,14 +264,14 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
 # Derivative rules.
 
 
-def _forward(params: SumParams, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    [probabilities] = SEGMENT_SOFTMAX(data, segment_ids, **vars(params))
+def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    [probabilities] = SEGMENT_SOFTMAX(data, segment_ids, **params)
     return probabilities, (probabilities, segment_ids)
 
 
-def _backward(params: SumParams, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
+def _backward(params: Params, residuals: tuple[Array, Array], d_output: Array) -> dict[str, Array]:
     probabilities, segment_ids = residuals
-    [d_logits] = SEGMENT_SOFTMAX_BACKWARD(probabilities, d_output, segment_ids, **vars(params))
+    [d_logits] = SEGMENT_SOFTMAX_BACKWARD(probabilities, d_output, segment_ids, **params)
     return {"data": d_logits}
 
 

@@ -29,6 +29,7 @@ from jax_baracuda._core.dispatch import (
     unsorted,
 )
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
@@ -46,8 +47,8 @@ from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
     WIDE_DTYPES,
-    SumParams,
     gradient_op,
+    limit_of_32_bits,
     of_split_segments,
     plan_parameters,
     reduction_op,
@@ -60,13 +61,13 @@ from jax_baracuda.ops.segment.edges import (
     flat_batch,
     gather_rows,
     graph_axes,
-    limit_of_edges,
     merge_graphs,
     op_of_graphs,
     renumbered,
     replicated_dims,
     replicated_dims_of_cells,
     sorted_edges,
+    sum_over_graphs,
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.ids import index_dtype
@@ -140,7 +141,7 @@ def segment_sum(
     name = "segment_sum"
     segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
     call = canonicalize(segments, data, out_sharding, bucket_size).sorted_by_plan(unless=FLOATING_DTYPES)
-    return reduce_numbers(call, _segment_sum, call.params(SumParams, deterministic=bool(deterministic)), jnp.sum)
+    return reduce_numbers(call, _segment_sum, call.params(deterministic=bool(deterministic)), jnp.sum)
 
 
 @selectable
@@ -272,19 +273,19 @@ def _reference_of_edges(
     data: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *weights_and_order: Array,
+    weights: Array | None,
+    edge_order: Array | None,
+    *,
     num_segments: int,
     clips_gather_ids: bool,
     is_wide: bool,
-    has_weights: bool,
-    has_edge_order: bool,
 ) -> tuple[Array]:
     wide = accumulation_dtype(data.dtype)
     rows = gather_rows(data, gather_ids, clips_gather_ids).astype(wide)
-    if has_weights:
-        weights = weights_and_order[0].astype(wide)
-        if has_edge_order:
-            weights = jnp.take(weights, weights_and_order[1], axis=0, mode="clip")
+    if weights is not None:
+        weights = weights.astype(wide)
+        if edge_order is not None:
+            weights = jnp.take(weights, edge_order, axis=0, mode="clip")
         takes_part = (segment_ids >= 0) & (segment_ids < num_segments)
         takes_part &= clips_gather_ids | ((gather_ids >= 0) & (gather_ids < data.shape[0]))
         # In derivatives, the zero that a dropped edge gets back meets its weight, which may be NaN.
@@ -295,42 +296,23 @@ def _reference_of_edges(
 
 
 def sum_over_split_dim(
-    dim: str, kernel: ShardKernel, axes: ShardAxes, *operands: Array, is_wide: bool, **params: Any
+    dim: str, kernel: ShardKernel, axes: ShardAxes, data: Array, *operands: Array | None, is_wide: bool
 ) -> Sequence[Array]:
     """Sums over a split dimension, in the accumulation dtype: one shard's sum may overflow where the total does not."""
     dim_axes = axes.get(dim, ())
     if not dim_axes:
-        return kernel(*operands)
-    [local] = kernel(*operands, is_wide=True)
+        return kernel(data, *operands)
+    [local] = kernel(data, *operands, is_wide=True)
     output = sum_over_axes(local, dim_axes, axes.get("segment", ()))
-    return (output if is_wide else output.astype(operands[0].dtype),)
+    return (output if is_wide else output.astype(data.dtype),)
 
 
-def _operands_of_edges(*, has_weights: bool, has_edge_order: bool) -> NamedDimensions:
-    operands: dict[str, tuple[str, ...]] = {
-        "data": ("gathered", "head", "feature") if has_weights else ("gathered", "..."),
-        "gather_ids": ("edge",),
-        "segment_ids": ("edge",),
-    }
-    if has_weights:
-        operands["weights"] = ("edge", "head")
-    if has_edge_order:
-        operands["edge_order"] = ("edge",)
-    return operands
-
-
-def _results_of_edges(*, has_weights: bool) -> NamedDimensions:
-    return {"output": ("segment", "head", "feature") if has_weights else ("segment", "...")}
-
-
-def _plan_parameters_of_edges(
-    data: Any, gather_ids: Any, segment_ids: Any, *_: Any, has_weights: bool, **params: Any
-) -> dict[str, int]:
+def _operands_of_edges(*, has_weights: bool) -> NamedDimensions:
     return {
-        **plan_parameters(data, segment_ids, **params),
-        "gathered_rows": data.shape[0],
-        "heads": data.shape[1] if has_weights else 1,
-        "has_weights": has_weights,
+        "data": ("gathered", "head", "feature") if has_weights else ("gathered", "..."),
+        **dict.fromkeys(("gather_ids", "segment_ids"), ("edge",)),
+        "weights": ("edge", "head"),
+        "edge_order": ("edge",),
     }
 
 
@@ -339,19 +321,18 @@ def _transpose_of_edges(
     d_outputs: Sequence[Array],
     gather_ids: Array,
     segment_ids: Array,
-    *weights_and_order: Array,
+    weights: Array | None,
+    edge_order: Array | None,
+    *,
     num_segments: int,
-    **params: Any,
+    deterministic: bool,
 ) -> Sequence[Array]:
     """The same op in the other direction: edges gather segments and are summed by row."""
-    gathered_segments = as_gather_ids(segment_ids, num_segments)
-    transposed = {"num_segments": avals[0].shape[0], "indices_are_sorted": False, "clips_gather_ids": False}
-    # Weights have the dtype of the data.
-    d_output = d_outputs[0].astype(avals[0].dtype) if params["has_weights"] else d_outputs[0]
-    [d_data] = GATHER_SEGMENT_SUM(
-        d_output, gathered_segments, gather_ids, *weights_and_order, **params | transposed | {"is_wide": False}
-    )
-    return [d_data.astype(avals[0].dtype)]
+    [aval], [d_output] = avals, d_outputs
+    d_output = d_output if weights is None else d_output.astype(aval.dtype)  # weights have the dtype of the data
+    edges = as_gather_ids(segment_ids, num_segments), gather_ids, weights, edge_order
+    flags = {"clips_gather_ids": False, "deterministic": deterministic}
+    return [gathered_sum(d_output, *edges, num_segments=aval.shape[0], **flags).astype(aval.dtype)]
 
 
 def _transpose_weights(
@@ -360,7 +341,8 @@ def _transpose_weights(
     data: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *edge_order: Array,
+    edge_order: Array | None,
+    *,
     clips_gather_ids: bool,
     deterministic: bool,
 ) -> Sequence[Array]:
@@ -369,8 +351,8 @@ def _transpose_weights(
 
     if not clips_gather_ids:
         segment_ids = jnp.where((gather_ids >= 0) & (gather_ids < data.shape[0]), segment_ids, -1)
-    flags = {"is_wide": False, "has_edge_order": bool(edge_order), "deterministic": deterministic}
-    return GATHER_SEGMENT_DOT(d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, *edge_order, **flags)
+    flags = {"is_wide": False, "deterministic": deterministic}
+    return GATHER_SEGMENT_DOT(d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, edge_order, **flags)
 
 
 def _are_narrow(traits: Traits) -> bool:
@@ -394,6 +376,8 @@ def _gather_first(
     data: Array,
     gather_ids: Array,
     segment_ids: Array,
+    weights: None,
+    edge_order: None,
     *,
     num_segments: int,
     deterministic: bool,
@@ -410,38 +394,32 @@ def _sort_first(
     data: Array,
     gather_ids: Array,
     segment_ids: Array,
-    *weights_and_order: Array,
-    num_segments: int,
-    has_weights: bool,
+    weights: Array | None,
+    edge_order: Array | None,
     **params: Any,
 ) -> Sequence[Array]:
-    weights, order = (weights_and_order[:1], weights_and_order[1:]) if has_weights else ((), weights_and_order)
-    *edges, numbers = sorted_edges(gather_ids, segment_ids, order, num_segments)
-    numbers_of_weights = (numbers,) if has_weights else ()
-    params |= {"num_segments": num_segments, "has_weights": has_weights}
-    params |= {"indices_are_sorted": True, "has_edge_order": has_weights}
-    return GATHER_SEGMENT_SUM.kernel(data, *edges, *weights, *numbers_of_weights, **params)
+    *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, params["num_segments"])
+    numbers_of_weights = None if weights is None else numbers
+    return GATHER_SEGMENT_SUM.kernel(data, *edges, weights, numbers_of_weights, **params | {"indices_are_sorted": True})
 
 
 # H100, time of plain JAX / kernel: 0.35 (76 loops).
 GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands_of_edges,
-    results=_results_of_edges,
-    sizes=lambda *, num_segments: {"segment": num_segments},
+    optional={"weights": "has_weights", "edge_order": "has_edge_order"},
+    results=lambda *, has_weights: {"output": ("segment", "head", "feature") if has_weights else CELLS},
+    sizes={"segment": "num_segments"},
     result_dtypes=lambda data, *_, is_wide: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference_of_edges,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
-    plan_parameters=_plan_parameters_of_edges,
+    plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(
-        functools.partial(sum_over_split_dim, "edge"),
-        results=_results_of_edges,
-        row_dims=("edge",),
-        ids_operand=2,
+        lambda: GATHER_SEGMENT_SUM, functools.partial(sum_over_split_dim, "edge"), ids_operand=2
     ),
     xla_rules=(
         on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
@@ -454,7 +432,7 @@ GATHER_SEGMENT_SUM = Op(
             GATHER_SEGMENT_SUM, operands, has_heads=params["has_weights"], **params
         ),
     },
-    limit=limit_of_edges,
+    limit=limit_of_32_bits,
     transpose=_transpose_of_edges,
     linear_alone={"weights": _transpose_weights},
 )
@@ -464,25 +442,22 @@ GATHER_SEGMENT_SUM = Op(
 # The sum over the graphs of a batch: the gradient of rows that all graphs share.
 
 
-def _join(
-    num_graph_dims: int, data: Array, gather_ids: Array, segment_ids: Array, *weights_and_order: Array
-) -> Sequence[Array]:
-    arrays = flat_batch(num_graph_dims, [data, gather_ids, segment_ids, *weights_and_order])
-    cells, gathered, segments, *others = arrays
-    num_edges = segments.shape[1]
-    if len(others) == 2:
-        others[1] = renumbered(jnp.clip(others[1], 0, max(num_edges - 1, 0)), num_edges)
-    return [merge_graphs(x) for x in (cells, renumbered(gathered, cells.shape[1]), segments, *others)]
+def _join(num_graph_dims: int, *operands: Array | None) -> Sequence[Array | None]:
+    cells, gathered, segments, weights, edge_order = flat_batch(num_graph_dims, operands)
+    if edge_order is not None:
+        num_edges = segments.shape[1]
+        edge_order = renumbered(jnp.clip(edge_order, 0, max(num_edges - 1, 0)), num_edges)
+    return [merge_graphs(x) for x in (cells, renumbered(gathered, cells.shape[1]), segments, weights, edge_order)]
 
 
 def _shard_of_graphs(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, num_graph_dims: int, **params: Any
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array | None, num_graph_dims: int, is_wide: bool, **params: Any
 ) -> Sequence[Array]:
     split = {"edge": (*graph_axes(axes, num_graph_dims), *axes.get("edge", ()))}
     if not split["edge"]:
         return kernel(*operands)
-    kernel_of_one = functools.partial(GATHER_SEGMENT_SUM.kernel, **params)
-    return sum_over_split_dim("edge", kernel_of_one, split, *_join(num_graph_dims, *operands), **params)
+    kernel_of_one = functools.partial(GATHER_SEGMENT_SUM.kernel, **params, is_wide=is_wide)
+    return sum_over_split_dim("edge", kernel_of_one, split, *_join(num_graph_dims, *operands), is_wide=is_wide)
 
 
 GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
@@ -490,11 +465,46 @@ GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
 )
 
 
+def gathered_sum(
+    data: Array,
+    gather_ids: Array,
+    segment_ids: Array,
+    weights: Array | None = None,
+    edge_order: Array | None = None,
+    *,
+    num_segments: int,
+    indices_are_sorted: bool = False,
+    deterministic: bool = False,
+    clips_gather_ids: bool = True,
+    is_wide: bool = False,
+    num_graph_dims: int = 0,
+) -> Array:
+    """Sums of gathered rows.
+
+    Args:
+      weights: ``[E, H]`` for data ``[N, H, D]``.
+      edge_order: the number of each edge, by which it finds its weight.
+      clips_gather_ids: whether gather ids out of range give the nearest row; else zeros.
+      is_wide: whether the sums stay unrounded, in the accumulation dtype.
+      num_graph_dims: the number of leading dimensions of all arrays that number the graphs of a batch, to sum over.
+    """
+    return sum_over_graphs(
+        GATHER_SEGMENT_SUM,
+        GATHER_SEGMENT_SUM_OF_GRAPHS,
+        num_graph_dims,
+        [data, gather_ids, segment_ids, weights, None if weights is None else edge_order],
+        num_segments=num_segments,
+        indices_are_sorted=indices_are_sorted,
+        deterministic=deterministic,
+        clips_gather_ids=clips_gather_ids,
+        is_wide=is_wide,
+    )
+
+
 def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int, is_wide: bool = False) -> Array:
     """Sums of rows in the order of a plan. `is_wide`: unrounded, in the accumulation dtype."""
-    flags = {"indices_are_sorted": True, "deterministic": may_run_kernel(), "clips_gather_ids": True}
-    flags |= {"is_wide": is_wide, "has_weights": False, "has_edge_order": False}
-    return GATHER_SEGMENT_SUM(data, order, sorted_ids, num_segments=num_segments, **flags)[0]
+    flags = {"indices_are_sorted": True, "deterministic": may_run_kernel(), "is_wide": is_wide}
+    return gathered_sum(data, order, sorted_ids, num_segments=num_segments, **flags)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -503,12 +513,12 @@ def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int,
 
 def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministic: bool = False) -> dict[str, Any]:
     """The params of the transpose of a gradient. Public gradients do not know how the segments were summed."""
-    return vars(SumParams(num_segments, indices_are_sorted, deterministic))
+    return {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
 
 
-def gradient_params(params: SumParams) -> dict[str, Any]:
+def gradient_params(params: Params) -> dict[str, Any]:
     """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
-    return {"indices_are_sorted": params.indices_are_sorted, "deterministic": params.deterministic}
+    return {name: params[name] for name in ("indices_are_sorted", "deterministic")}
 
 
 def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
@@ -518,13 +528,13 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
     )[0]
 
 
-def _forward(params: SumParams, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
+def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
     if plan:
-        return sum_by_plan(data, **plan, num_segments=params.num_segments), segment_ids
-    return SEGMENT_SUM(data, segment_ids, **vars(params))[0], segment_ids
+        return sum_by_plan(data, **plan, num_segments=params["num_segments"]), segment_ids
+    return SEGMENT_SUM(data, segment_ids, **params)[0], segment_ids
 
 
-def _backward(params: SumParams, segment_ids: Array, d_output: Array) -> dict[str, Array]:
+def _backward(params: Params, segment_ids: Array, d_output: Array) -> dict[str, Array]:
     [d_data] = SEGMENT_SUM_BACKWARD(d_output, segment_ids, **gradient_params(params))
     return {"data": d_data}
 

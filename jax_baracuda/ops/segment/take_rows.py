@@ -297,24 +297,16 @@ def _transpose(
     return (_gather(d_results[0], ids, fills=True, **params),)
 
 
-_RESULTS = {"d_data": ("segment", "...")}
-
 TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
     operands=_operands,
-    results=_RESULTS,
-    sizes=lambda *, num_rows: {"segment": num_rows},
+    results={"d_data": ("segment", "...")},
+    sizes={"segment": "num_rows"},
     reference=_reference,
     dtypes=SEGMENT_SUM.dtypes,
     guarantee=sum_guarantee,
     reduction_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
-    shard_program=of_split_segments(
-        _shard_program,
-        results=_RESULTS,
-        row_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
-        ids_operand=1,
-        size="num_rows",
-    ),
+    shard_program=of_split_segments(lambda: TAKE_ROWS_BACKWARD, _shard_program, ids_operand=1),
     program=lambda d_output, ids, *, num_rows, ids_ndim, **params: SEGMENT_SUM.kernel(
         *_flat(d_output, ids), num_segments=num_rows, **params
     ),

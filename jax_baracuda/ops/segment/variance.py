@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -13,6 +12,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import accumulation_dtype, reshard_as
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -23,11 +23,10 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize,
 )
 from jax_baracuda.ops.segment.cells import per_row
-from jax_baracuda.ops.segment.definitions import SumParams
 from jax_baracuda.ops.segment.ids import check_numbered, static_size
 from jax_baracuda.ops.segment.mean import SEGMENT_MEAN, segment_mean
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, gradient_params, segment_sum, sum_params
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, gradient_params, segment_sum
 
 
 @selectable
@@ -77,7 +76,7 @@ def segment_var(
       [ 4. nan nan]
     """
     segments = canonical_segments("segment_var", segment_ids, num_segments, indices_are_sorted, mode, plan)
-    return _reduce(_variance, segments, data, out_sharding, deterministic, ddof)
+    return _reduce(lambda variance: variance, segments, data, out_sharding, deterministic, ddof)
 
 
 @selectable
@@ -117,79 +116,62 @@ def segment_std(
       [-0.5  0.5  0. ]
     """
     segments = canonical_segments("segment_std", segment_ids, num_segments, indices_are_sorted, mode, plan)
-    return _reduce(_standard_deviation, segments, data, out_sharding, deterministic, ddof)
-
-
-@dataclasses.dataclass(frozen=True)
-class VarianceParams(SumParams):
-    ddof: int
+    return _reduce(_root, segments, data, out_sharding, deterministic, ddof)
 
 
 def _reduce(
-    reduction: Callable[..., Array],
+    of_variance: Callable[[Array], Array],
     segments: Segments,
     data: ArrayLike,
     out_sharding: OutSharding,
     deterministic: bool,
     ddof: int,
 ) -> Array:
+    """A function of the variance, before it is rounded to the dtype of the data or, of complex data, of its parts."""
     check_numbered(segments.name, "rows", segments.ids.shape[0])
     call = canonicalize(segments, data, out_sharding)
     call = call.with_data(as_inexact(call.data)).sorted_by_plan()
     ddof = static_size(segments.name, "ddof", ddof)
-    return call.reduce(reduction, call.params(VarianceParams, deterministic=bool(deterministic), ddof=ddof))
 
+    def reduction(params: Params, **arrays: Array) -> Array:
+        return of_variance(_wide_variance(params, **arrays)).astype(jnp.finfo(call.data.dtype).dtype)
 
-def _variance(params: VarianceParams, *, data: Array, segment_ids: Array) -> Array:
-    return _rounded(_wide_variance(params, data=data, segment_ids=segment_ids), data)
-
-
-def _standard_deviation(params: VarianceParams, *, data: Array, segment_ids: Array) -> Array:
-    return _rounded(_root(_wide_variance(params, data=data, segment_ids=segment_ids)), data)
-
-
-def _rounded(cells: Array, data: Array) -> Array:
-    """Cells in the dtype of the data, or in that of its real and imaginary parts."""
-    return cells.astype(jnp.finfo(data.dtype).dtype)
+    return call.reduce(reduction, call.params(deterministic=bool(deterministic), ddof=ddof))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Derivative rules. JAX would also differentiate by the means: a sum of differences, which is 0 but for rounding.
 
 
-def _differences(params: SumParams, data: Array, mean: Array, ids: Array) -> Array:
+def _differences(params: Params, data: Array, mean: Array, ids: Array) -> Array:
     """The rows minus the means of their segments, in the dtype of the means; 0 for dropped rows of any value."""
     [of_rows] = SEGMENT_SUM_BACKWARD(mean, ids, **gradient_params(params))
-    is_member = per_row((ids >= 0) & (ids < params.num_segments), data)
+    is_member = per_row((ids >= 0) & (ids < params["num_segments"]), data)
     return jnp.where(is_member, data.astype(mean.dtype) - of_rows, 0)
 
 
-def _over_freedom(params: VarianceParams, cells: Array, mean: Array, count: Array) -> Array:
+def _over_freedom(params: Params, cells: Array, mean: Array, count: Array) -> Array:
     """Cells divided by the degrees of freedom of their segments, or by 1 if there are none."""
-    divisors = per_row(jnp.maximum(count - params.ddof, 1), cells).astype(cells.dtype)
+    divisors = per_row(jnp.maximum(count - params["ddof"], 1), cells).astype(cells.dtype)
     # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
     return cells / jnp.where(mean == mean, divisors, 1)
 
 
-def _forward(
-    params: VarianceParams, *, data: Array, segment_ids: Array
-) -> tuple[Array, tuple[Array, Array, Array, Array]]:
+def _forward(params: Params, *, data: Array, segment_ids: Array) -> tuple[Array, tuple[Array, Array, Array, Array]]:
     segment_ids = reshard_as(segment_ids, data, (0,))
-    of_sums = sum_params(params.num_segments, params.indices_are_sorted, params.deterministic)
+    of_sums = {"num_segments": params["num_segments"], **gradient_params(params)}
     mean, count = SEGMENT_MEAN(data.astype(accumulation_dtype(data.dtype)), segment_ids, **of_sums)
     difference = _differences(params, data, mean, segment_ids)
     [total] = SEGMENT_SUM(jnp.real(difference * jnp.conj(difference)), segment_ids, **of_sums)
     variance = _over_freedom(params, total, mean, count)
-    if params.ddof > 0:
-        variance = jnp.where(per_row(count > params.ddof, variance), variance, jnp.nan)
+    if params["ddof"] > 0:
+        variance = jnp.where(per_row(count > params["ddof"], variance), variance, jnp.nan)
     return variance, (data, mean, count, segment_ids)
 
 
-def _backward(
-    params: VarianceParams, residuals: tuple[Array, Array, Array, Array], d_output: Array
-) -> dict[str, Array]:
+def _backward(params: Params, residuals: tuple[Array, Array, Array, Array], d_output: Array) -> dict[str, Array]:
     data, mean, count, segment_ids = residuals
-    d_total = jnp.where(per_row(count > params.ddof, d_output), _over_freedom(params, d_output, mean, count), 0)
+    d_total = jnp.where(per_row(count > params["ddof"], d_output), _over_freedom(params, d_output, mean, count), 0)
     [d_squares] = SEGMENT_SUM_BACKWARD(d_total, segment_ids, **gradient_params(params))
     return {"data": 2 * jnp.conj(_differences(params, data, mean, segment_ids)) * d_squares}
 
