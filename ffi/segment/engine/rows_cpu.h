@@ -60,6 +60,7 @@ inline constexpr int64_t kScanPrefetchDistance = 16;  // in narrow rows
 inline constexpr int64_t kConvertedIds = 1024;        // ids converted at a time, and the most rows of a block
 inline constexpr int64_t kConvertedNumbers = 2048;    // numbers converted together
 inline constexpr int64_t kMaxNarrowWidth = 8;
+inline constexpr int64_t kMappedNumbers = 1024;  // numbers of a result computed together
 
 enum class Strategy {
   kNothing,
@@ -521,21 +522,11 @@ class GroupedRows {
   // [Begin(i), End(i)) are the positions of the rows of segment segment_begin + i.
   int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
   int32_t End(int64_t i) const { return ends_[i]; }
-  int32_t operator[](int32_t place) const { return rows_ == nullptr ? first_row_ + place : rows_[place]; }
 
   // The rows of segments [begin, end), counted from segment_begin, in blocks whose first_segment is `first_segment`,
   // that of `begin`.
   void ForEachBlock(int64_t begin, int64_t end, int64_t first_segment, int64_t max_rows,
                     FunctionRef<void(const RowBlock&)> body) const;
-
-  // Calls body(row) for the rows at positions [begin, end), and prefetch(row) for rows ahead.
-  template <typename Prefetch, typename Body>
-  JB_INLINE void ForEachRow(int32_t begin, int32_t end, const Prefetch& prefetch, const Body& body) const {
-    for (int32_t place = begin; place < end; ++place) {
-      if (place + kPrefetchDistance < size_) prefetch((*this)[place + kPrefetchDistance]);
-      body((*this)[place]);
-    }
-  }
 
  private:
   std::unique_ptr<int32_t[]> ends_;
@@ -556,6 +547,11 @@ struct Block {
 // body.
 bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, int64_t item_size, int64_t num_threads,
                          SegmentIds ids, FunctionRef<bool(const Block&, const GroupedRows&)> body);
+
+// Reduces all rows, grouped by segment. Calls then(block, rows) for the rows of a few segments whose results are written.
+// Returns false if allocation fails.
+bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction,
+                   FunctionRef<void(const Block&, const RowBlock&)> then);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Results with one row per input row.
@@ -602,18 +598,9 @@ inline Plan PlanOfGather(const PlanParameters& parameters) {
 void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,
                           int64_t element_bytes, int64_t max_rows, FunctionRef<void(int64_t, const RowBlock&)> body);
 
-// Writes zeros to the dropped rows of a batch element. Only blocks with the first segments do so, each in its own
-// features.
-template <typename T>
-void WriteDroppedRows(const Problem& problem, const Block& block, SegmentIds ids, T* result) {
-  if (block.segment_begin != 0) return;
-  T* const rows = result + block.batch * problem.rows * problem.features;
-  for (int64_t row = 0; row < problem.rows; ++row) {
-    const int64_t segment = ids[problem.IdIndex(block.batch, row)];
-    if (segment >= 0 && segment < problem.segments) continue;
-    WriteZeros(rows + row * problem.features + block.feature_begin, block.feature_end - block.feature_begin);
-  }
-}
+// Writes zeros to the dropped rows of a result [batch, rows, features].
+void WriteDroppedRows(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,
+                      int64_t element_bytes);
 
 // Writes the rows of a block to the result of a batch element: write(row, segment, to) for the rows of a segment, zeros
 // for dropped rows. Calls prefetch(segment) ahead.
@@ -637,5 +624,122 @@ JB_INLINE void WriteRowsOfBlock(const RowBlock& block, int64_t num_segments, int
     }
   }
 }
+
+// Consecutive numbers of a result [batch, rows, features]: those of a few rows, or some of one row.
+struct NumberBlock {
+  RowBlock rows;
+  int64_t batch, segments, features;  // features of a row
+  int64_t feature_begin, width;       // the features of the block
+
+  int64_t count() const { return rows.count * width; }
+  // The index of the first number in an array [batch or 1, rows, features].
+  int64_t First(int64_t rows_per_batch, bool is_shared) const {
+    return ((is_shared ? 0 : batch * rows_per_batch) + rows.first_row) * features + feature_begin;
+  }
+  JB_INLINE bool IsMember(int64_t row) const {
+    return static_cast<uint64_t>(rows.ids[row]) < static_cast<uint64_t>(segments);
+  }
+  // The first cell of a row; an arbitrary one for a dropped row.
+  JB_INLINE int64_t Cell(int64_t row, bool is_shared) const {
+    const int64_t segment = IsMember(row) ? rows.first_segment + rows.ids[row] : 0;
+    return ((is_shared ? 0 : batch * segments) + segment) * features + feature_begin;
+  }
+};
+
+// Copies to each number of a block that of its cell in an array [batch or 1, segments, features]; an arbitrary one for
+// dropped rows.
+template <typename T>
+JB_AVX2_CLONES void GatherCells(const NumberBlock block, const T* cells, bool is_shared, T* to) {
+  WithWidth(block.width, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t row = 0; row < block.rows.count; ++row) {
+      if (row + kScanPrefetchDistance < block.rows.known) {
+        __builtin_prefetch(cells + block.Cell(row + kScanPrefetchDistance, is_shared));
+      }
+      const T* const from = cells + block.Cell(row, is_shared);
+      for (int64_t i = 0; i < width; ++i) to[row * width + i] = from[i];
+    }
+  });
+}
+
+// Computes blocks of a result from the numbers of rows and of the cells of their segments:
+// compute(block, of_cells, to) writes them, given the numbers of the arrays `cells` [batch, segments, features].
+template <typename T, int kArrays, typename Compute>
+struct RowMap {
+  using C = ComputeType<T>;
+
+  const Problem& problem;
+  const C* cells[kArrays];
+  T* result;
+  Compute compute;
+
+  T* At(const NumberBlock& block) const { return result + block.First(problem.rows, /*is_shared=*/false); }
+
+  // A block of narrow rows, one after another. The cells are copied, so that loops run over all numbers.
+  void WriteNarrow(const NumberBlock& block) const {
+    C numbers[kArrays][kMappedNumbers];
+    const C* of_cells[kArrays];
+    for (int i = 0; i < kArrays; ++i) {
+      GatherCells(block, cells[i], /*is_shared=*/false, static_cast<C*>(numbers[i]));
+      of_cells[i] = numbers[i];
+    }
+    T* const to = At(block);
+    compute(block, of_cells, to);
+    for (int64_t row = 0; row < block.rows.count; ++row) {
+      if (!block.IsMember(row)) WriteZeros(to + row * block.width, block.width);
+    }
+  }
+
+  // Each row of a block, with some of its features.
+  void WriteWide(int64_t batch, const RowBlock& rows, int64_t feature_begin, int64_t feature_end) const {
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const RowBlock row{1, 1, rows.first_row + rows.offsets[i], rows.first_segment, kAllOffsets.values, rows.ids + i};
+      for (int64_t begin = feature_begin; begin < feature_end; begin += kMappedNumbers) {
+        const NumberBlock block{row,   batch, problem.segments, problem.features,
+                                begin, std::min(kMappedNumbers, feature_end - begin)};
+        if (!block.IsMember(0)) {
+          WriteZeros(At(block), block.width);
+          continue;
+        }
+        if (i + kPrefetchDistance < rows.known) {
+          const NumberBlock coming{{1, 1, 0, rows.first_segment, nullptr, rows.ids + i + kPrefetchDistance},
+                                   batch, problem.segments, problem.features, begin, block.width};
+          for (const C* array : cells) PrefetchRow(array + coming.Cell(0, /*is_shared=*/false), block.width);
+        }
+        const C* of_cells[kArrays];
+        for (int k = 0; k < kArrays; ++k) of_cells[k] = cells[k] + block.Cell(0, /*is_shared=*/false);
+        compute(block, of_cells, At(block));
+      }
+    }
+  }
+
+  // All rows, in order.
+  void Run(ffi::ThreadPool& pool, SegmentIds ids) const {
+    const int64_t features = problem.features;
+    if (problem.segments == 0) {
+      return WriteZeroBytes(pool, result, problem.batch * problem.rows * features * sizeof(T));
+    }
+    const bool is_narrow = IsNarrow(features);
+    ForEachBlockOfResult(pool, problem, ids, result, sizeof(T), is_narrow ? kMappedNumbers / features : kConvertedIds,
+                         [&](int64_t batch, const RowBlock& rows) {
+                           if (!is_narrow) return WriteWide(batch, rows, 0, features);
+                           WriteNarrow({rows, batch, problem.segments, features, 0, features});
+                         });
+  }
+
+  // As Run, after a reduction of the rows to the cells. Grouped by segment, the rows of a few segments after the others
+  // are reduced and computed, while they are in a near cache. Returns false if memory allocation fails.
+  bool RunAfter(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction) const {
+    if (ChooseStrategy(problem, reduction.type, /*has_counts=*/false) != Strategy::kGroupBySegment) {
+      const bool has_memory = ReduceAll(pool, ids, reduction);
+      if (has_memory) Run(pool, ids);
+      return has_memory;
+    }
+    AdviseHugePages(result, problem.batch * problem.rows * problem.features * sizeof(T));
+    WriteDroppedRows(pool, problem, ids, result, sizeof(T));
+    return ReduceGrouped(pool, ids, reduction, [&](const Block& block, const RowBlock& rows) {
+      WriteWide(block.batch, rows, block.feature_begin, block.feature_end);
+    });
+  }
+};
 
 }  // namespace jax_baracuda::segment
