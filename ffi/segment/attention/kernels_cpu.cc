@@ -39,6 +39,12 @@ constexpr bool BelongsToSegments(Pass pass, int operand) {
   return (operand == kQuery || operand == kDOutput) == (pass != Pass::kByRow);
 }
 
+template <typename Score>
+constexpr bool HasOperand(Pass pass, int operand) {
+  if (operand == kValue) return !Score::kIsAdditive;  // there, keys are values
+  return operand == kDOutput ? pass != Pass::kForward : !Score::kIsGiven;
+}
+
 constexpr bool HasSecondSums(Pass pass, bool is_given, bool is_additive) {
   return pass != Pass::kForward && !is_given && (pass == Pass::kByRow) != is_additive;
 }
@@ -117,21 +123,14 @@ JB_INLINE C SumInLanes(int64_t count, const Term& term) {
   return SumInPairs<kLanes>(static_cast<const C*>(sums));
 }
 
-template <typename C, typename Term>
+template <typename C, int kLanes = 16, typename Term>
 JB_INLINE C SumOfHead(int64_t count, const Term& term) {
-  C sum{0};
-  int64_t done = 0;
-  if (count >= 16) {
-    done = count / 16 * 16;
-    sum = SumInLanes<16, C>(done, term);
-  } else if (count >= 8) {
-    done = 8;
-    sum = SumInLanes<8, C>(done, term);
-  } else if (count >= 4) {
-    done = 4;
-    sum = SumInLanes<4, C>(done, term);
+  if constexpr (kLanes > 1) {
+    if (count < kLanes) return SumOfHead<C, kLanes / 2>(count, term);
   }
-  for (; done < count; ++done) sum += term(done);
+  const int64_t done = count / kLanes * kLanes;
+  C sum = done == 0 ? C{0} : SumInLanes<kLanes, C>(done, term);
+  for (int64_t i = done; i < count; ++i) sum += term(i);
   return sum;
 }
 
@@ -153,11 +152,11 @@ JB_INLINE void AddScores(int64_t width, const ScoredHeads<Score>& heads, const E
   }
 }
 
-// numbers[e, head] = change(numbers[e, head], e, head) for the edges [begin, end).
-template <typename C, typename Change>
-JB_INLINE void ForEachHead(int64_t begin, int64_t end, int64_t heads, C* numbers, const Change& change) {
+// Calls body(e * heads + head, e, head) for the heads of the edges [begin, end).
+template <typename Body>
+JB_INLINE void ForEachHead(int64_t begin, int64_t end, int64_t heads, const Body& body) {
   for (int64_t e = begin; e < end; ++e) {
-    for (int64_t head = 0; head < heads; ++head) numbers[e * heads + head] = change(numbers[e * heads + head], e, head);
+    for (int64_t head = 0; head < heads; ++head) body(e * heads + head, e, head);
   }
 }
 
@@ -180,12 +179,11 @@ JB_CPU_CLONES void ForwardBlock(const ScoredHeads<Score> heads, const EdgeBlock<
       C* const maxima = states.maxima + run * num_heads;
       std::fill_n(maxima, num_heads, kLowestLogit<C>);
       // This comparison drops a NaN, but the total keeps it.
-      ForEachHead(begin, end, num_heads, logits, [&](C logit, int64_t, int64_t head) __attribute__((always_inline)) {
-        maxima[head] = logit > maxima[head] ? logit : maxima[head];
-        return logit;
+      ForEachHead(begin, end, num_heads, [&](int64_t at, int64_t, int64_t head) __attribute__((always_inline)) {
+        maxima[head] = logits[at] > maxima[head] ? logits[at] : maxima[head];
       });
-      ForEachHead(begin, end, num_heads, logits, [&](C logit, int64_t, int64_t head) __attribute__((always_inline)) {
-        return logit - maxima[head];
+      ForEachHead(begin, end, num_heads, [&](int64_t at, int64_t, int64_t head) __attribute__((always_inline)) {
+        logits[at] -= maxima[head];
       });
     }
     ExpEach(block.count * num_heads, logits);
@@ -193,14 +191,14 @@ JB_CPU_CLONES void ForwardBlock(const ScoredHeads<Score> heads, const EdgeBlock<
       const SegmentStates<C> state = states.At(run, num_heads, features);
       std::fill_n(state.totals, num_heads, C{0});
       WriteZeros(state.first_sums, features);
-      ForEachHead(block.run_begins[run], block.run_begins[run + 1], num_heads, logits,
-                  [&](C weight, int64_t e, int64_t head) __attribute__((always_inline)) {
+      ForEachHead(block.run_begins[run], block.run_begins[run + 1], num_heads,
+                  [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+                    const C weight = logits[at];
                     const C* const value = block.rows[kValue][e] + head * width;
                     C* const sums = state.first_sums + head * width;
                     state.totals[head] += weight;
                     JB_VECTORIZE
                     for (int64_t i = 0; i < width; ++i) sums[i] += weight * value[i];
-                    return weight;
                   });
     }
   });
@@ -237,21 +235,18 @@ JB_INLINE void Differentiate(int64_t width, const ScoredHeads<Score>& heads, con
                              const Softmax<C>& softmax, C* logits, C* probabilities) {
   const int64_t num_heads = heads.heads, edges = block.count;
   AddScores(width, heads, block, logits);
-  ForEachHead(int64_t{0}, edges, num_heads, probabilities,
-              [&](C, int64_t e, int64_t head) __attribute__((always_inline)) {
-                const C distance = logits[e * num_heads + head] - softmax.maxima[block.first_heads[e] + head];
-                return distance > C{0} ? C{0} : distance;  // the maximum may have been rounded otherwise
-              });
+  ForEachHead(0, edges, num_heads, [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+    const C distance = logits[at] - softmax.maxima[block.first_heads[e] + head];
+    probabilities[at] = distance > C{0} ? C{0} : distance;  // the maximum may have been rounded otherwise
+  });
   ExpEach(edges * num_heads, probabilities);
-  ForEachHead(int64_t{0}, edges, num_heads, probabilities,
-              [&](C weight, int64_t e, int64_t head) __attribute__((always_inline)) {
-                return weight * InverseTotal(softmax.totals[block.first_heads[e] + head]);
-              });
-  ForEachHead(int64_t{0}, edges, num_heads, logits, [&](C, int64_t e, int64_t head) __attribute__((always_inline)) {
+  ForEachHead(0, edges, num_heads, [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+    const int64_t cell = block.first_heads[e] + head;
     const C *d_output = block.rows[kDOutput][e] + head * width, *value = block.rows[kValue][e] + head * width;
     const C d_probability =
         SumOfHead<C>(width, [&](int64_t i) __attribute__((always_inline)) { return d_output[i] * value[i]; });
-    return probabilities[e * num_heads + head] * (d_probability - softmax.means[block.first_heads[e] + head]);
+    probabilities[at] *= InverseTotal(softmax.totals[cell]);
+    logits[at] = probabilities[at] * (d_probability - softmax.means[cell]);
   });
 }
 
@@ -270,9 +265,9 @@ JB_CPU_CLONES void GradientBlock(const ScoredHeads<Score> heads, const EdgeBlock
       const SegmentStates<C> state = states.At(run, heads.heads, features);
       WriteZeros(state.first_sums, features);
       if constexpr (HasSecondSums(kPass, Score::kIsGiven, kIsAdditive)) WriteZeros(state.second_sums, features);
-      const auto add = [&](C d_logit, int64_t e, int64_t head) __attribute__((always_inline)) {
+      const auto add = [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
         const int64_t first = head * width;
-        const C probability = probabilities[e * heads.heads + head];
+        const C d_logit = logits[at], probability = probabilities[at];
         const C* const query = Score::kIsGiven ? nullptr : block.rows[kQuery][e] + first;
         const C* const key = Score::kIsGiven ? nullptr : block.rows[kKey][e] + first;
         const C *d_output = block.rows[kDOutput][e] + first, *weights = heads.score_weights + (kIsAdditive ? first : 0);
@@ -292,9 +287,8 @@ JB_CPU_CLONES void GradientBlock(const ScoredHeads<Score> heads, const EdgeBlock
             if constexpr (kIsAdditive) second_sums[i] += d_logit * heads.score.Leaky(query[i] + key[i]);
           }
         }
-        return d_logit;
       };
-      ForEachHead(block.run_begins[run], block.run_begins[run + 1], heads.heads, logits, add);
+      ForEachHead(block.run_begins[run], block.run_begins[run + 1], heads.heads, add);
     }
   });
 }
@@ -336,10 +330,10 @@ template <typename T>
 struct Results {
   using C = ComputeType<T>;
 
-  T *first = nullptr, *second = nullptr;  // rows: the first and the second sums of segments
-  C* d_score_weights = nullptr;           // the second sums
-  C *maxima = nullptr, *totals = nullptr;
-  C* d_bias = nullptr;
+  T *first, *second;   // rows: the first and the second sums of segments
+  C* d_score_weights;  // the second sums
+  C *maxima, *totals;
+  C* d_bias;
 };
 
 template <typename To>
@@ -347,33 +341,25 @@ To* OfBatch(void* array, int64_t batch, int64_t size) {
   return array == nullptr ? nullptr : static_cast<To*>(array) + batch * size;
 }
 
-template <typename T>
+template <typename T, typename C = ComputeType<T>>
 Results<T> ResultsOf(const AttentionForwardCall& call, int64_t b, int64_t cells) {
   const int64_t heads = call.problem.segments * call.heads;
-  Results<T> results;
-  results.first = OfBatch<T>(call.output, b, cells);
-  results.maxima = OfBatch<ComputeType<T>>(call.new_maxima, b, heads);
-  results.totals = OfBatch<ComputeType<T>>(call.new_totals, b, heads);
-  return results;
+  return {OfBatch<T>(call.output, b, cells), nullptr, nullptr, OfBatch<C>(call.new_maxima, b, heads),
+          OfBatch<C>(call.new_totals, b, heads), nullptr};
 }
 
-template <typename T>
+template <typename T, typename C = ComputeType<T>>
 Results<T> ResultsOf(const AttentionBySegmentCall& call, int64_t b, int64_t cells) {
-  Results<T> results;
-  results.first = OfBatch<T>(call.d_query, b, cells);
-  results.d_score_weights = OfBatch<ComputeType<T>>(call.d_score_weights, b, cells);
-  results.d_bias = OfBatch<ComputeType<T>>(call.d_bias, b, call.problem.rows * call.heads);
-  return results;
+  return {OfBatch<T>(call.d_query, b, cells), nullptr, OfBatch<C>(call.d_score_weights, b, cells), nullptr, nullptr,
+          OfBatch<C>(call.d_bias, b, call.problem.rows * call.heads)};
 }
 
-template <typename T>
+template <typename T, typename C = ComputeType<T>>
 Results<T> ResultsOf(const AttentionByRowCall& call, int64_t b, int64_t cells) {
+  T *const d_key = OfBatch<T>(call.d_key, b, cells), *const d_value = OfBatch<T>(call.d_value, b, cells);
   const bool is_given = call.score == ScoreKind::kGiven;
-  Results<T> results;
-  results.first = OfBatch<T>(is_given ? call.d_value : call.d_key, b, cells);
-  results.second = OfBatch<T>(is_given ? nullptr : call.d_value, b, cells);
-  results.d_bias = OfBatch<ComputeType<T>>(call.d_bias, b, call.problem.rows * call.heads);
-  return results;
+  return {is_given ? d_value : d_key, is_given ? nullptr : d_value, nullptr, nullptr, nullptr,
+          OfBatch<C>(call.d_bias, b, call.problem.rows * call.heads)};
 }
 
 JB_INLINE bool IsBelow(int64_t id, int64_t count) { return static_cast<uint64_t>(id) < static_cast<uint64_t>(count); }
@@ -425,12 +411,11 @@ class AttentionPass {
         rows_of_edges_(call.rows_of_edges.Of<int32_t>(b, call.problem.rows)),
         bias_(call.bias.Of<C>(b, call.problem.rows * num_heads_)),
         results_(results) {
-    const AttentionOperand absent, *operands[kOperands] = {&call.query, &call.key, &call.value, &call.d_output};
-    if (Score::kIsAdditive) operands[kValue] = &absent;  // the keys
-    for (int operand = 0; operand < kOperands; ++operand) {
+    const AttentionOperand* const operands[kOperands] = {&call.query, &call.key, &call.value, &call.d_output};
+    ForEachOperand([&](auto operand) {
       const int64_t extent = BelongsToSegments(kPass, operand) ? segments_ : num_rows_;
       operands_[operand] = operands[operand]->template Of<T>(b, extent * features_);
-    }
+    });
     const int64_t queries = BelongsToSegments(kPass, kQuery) ? segments_ : num_rows_, size = queries * num_heads_;
     softmax_ = {call.maxima.Of<C>(b, size), call.totals.Of<C>(b, size), call.means.Of<C>(b, size)};
     memory_ = Allocate<C>(PlaceAll(nullptr) + kLine);
@@ -473,6 +458,15 @@ class AttentionPass {
   static constexpr int64_t kLine = kCacheLine / sizeof(C);
   static constexpr bool kHasSecondSums = HasSecondSums(kPass, Score::kIsGiven, Score::kIsAdditive);
 
+  // Calls body with each operand that the pass has, as a constant.
+  template <typename Body>
+  JB_INLINE static void ForEachOperand(const Body& body) {
+    if constexpr (HasOperand<Score>(kPass, kQuery)) body(std::integral_constant<int, kQuery>{});
+    if constexpr (HasOperand<Score>(kPass, kKey)) body(std::integral_constant<int, kKey>{});
+    if constexpr (HasOperand<Score>(kPass, kValue)) body(std::integral_constant<int, kValue>{});
+    if constexpr (HasOperand<Score>(kPass, kDOutput)) body(std::integral_constant<int, kDOutput>{});
+  }
+
   // The last edges may belong to no segment. The gradients of their logits take the values of other rows.
   void RunRowless(ChunkBorder begin, ChunkBorder end) {
     for (int64_t place = end.place; place > begin.place && !IsBelow(ids_[first_id_ + place - 1], segments_); --place) {
@@ -508,19 +502,24 @@ class AttentionPass {
 
   // Whether the rest of the block has room for the segment that begins at `place`.
   bool Fits(int64_t place, int64_t end) const {
-    const int64_t segment = ids_[first_id_ + place];
-    for (int64_t room = block_edges_ - block_.count; place < end; ++place) {
-      const int64_t id = ids_[first_id_ + place];
-      if (id == segment && room-- == 0) return false;
-      if (id != segment && IsBelow(id, segments_)) break;
+    const auto id = [&](int64_t i) { return ids_[first_id_ + i]; };
+    const int64_t segment = id(place);
+    int64_t room = block_edges_ - block_.count;
+    if (place + room >= end || (id(place + room) != segment && IsBelow(id(place + room), segments_))) return true;
+    for (; place < end; ++place) {  // there may be dropped edges
+      if (id(place) == segment && room-- == 0) return false;
+      if (id(place) != segment && IsBelow(id(place), segments_)) break;
     }
     return true;
   }
 
   JB_INLINE void Prefetch(int64_t row, int64_t edge) const {
-    for (int operand = 0; operand < kOperands && rows_are_far_; ++operand) {
-      if (BelongsToSegments(kPass, operand) || operands_[operand] == nullptr) continue;
-      PrefetchRow(operands_[operand] + row * features_, features_);
+    if (rows_are_far_) {
+      ForEachOperand([&](auto operand) __attribute__((always_inline)) {
+        if constexpr (!BelongsToSegments(kPass, operand)) {
+          PrefetchRow(operands_[operand] + row * features_, features_);
+        }
+      });
     }
     if constexpr (kPass == Pass::kByRow) {
       for (const C* array : {softmax_.maxima, softmax_.totals, softmax_.means}) {
@@ -535,18 +534,14 @@ class AttentionPass {
     const int64_t e = block_.count++;
     const bool begins_run = e == 0 || segment != block_.segments[e - 1];
     if (begins_run) block_.run_begins[block_.runs++] = e;
-    for (int operand = 0; operand < kOperands; ++operand) {
-      const bool of_segment = BelongsToSegments(kPass, operand);
+    ForEachOperand([&](auto operand) __attribute__((always_inline)) {
+      constexpr bool kOfSegment = BelongsToSegments(kPass, operand);
       const C** const rows = block_.rows[operand];
-      if (operands_[operand] == nullptr) {
-        rows[e] = nullptr;
-      } else if (of_segment && !begins_run) {
-        rows[e] = rows[e - 1];
-      } else {
-        rows[e] = NumbersOf(operands_[operand] + (of_segment ? segment : row) * features_, features_,
-                            widened_[operand] + e * features_);
-      }
-    }
+      rows[e] = kOfSegment && !begins_run
+                    ? rows[e - 1]
+                    : NumbersOf(operands_[operand] + (kOfSegment ? segment : row) * features_, features_,
+                                widened_[operand] + e * features_);
+    });
     if (Score::kIsAdditive) block_.rows[kValue][e] = block_.rows[kKey][e];
     block_.first_heads[e] = (BelongsToSegments(kPass, kQuery) ? segment : row) * num_heads_;
     block_.segments[e] = segment;

@@ -16,7 +16,24 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// The reduction, for the kernels of engine/rows_cpu.h. The numbers of a cell are its maximum and its total.
+// How far a value is above the maximum of its cell. Infinities count as the largest number, so the result is NaN for a
+// NaN only.
+template <typename C>
+JB_INLINE C Distance(C value, C maximum) {
+  constexpr C kLargest = std::numeric_limits<C>::max();
+  return (value > kLargest ? kLargest : value) - (maximum > kLargest ? kLargest : maximum);
+}
+
+// Folds rows into a cell, given their maximum and their total: 1 for one row.
+template <typename C>
+JB_INLINE void FoldOne(C maximum_of_rows, C total_of_rows, C* maximum, C* total) {
+  const C distance = Distance(maximum_of_rows, *maximum), scale = Exp(-std::abs(distance));
+  *total = distance > C{0} ? *total * scale + total_of_rows : *total + total_of_rows * scale;
+  *maximum = maximum_of_rows > *maximum ? maximum_of_rows : *maximum;
+}
+
+// The reduction, for the kernels of engine/rows_cpu.h. The numbers of a cell are its maximum and its total. The maximum
+// passes over NaN, which the total keeps.
 template <typename T>
 struct LogSumExpReduction {
   using Element = T;
@@ -37,13 +54,9 @@ struct LogSumExpReduction {
 
   JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<LogSumExpReduction> cells) const {
     ForEachPart(values, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
+      First *const maxima = cells.first + begin, *const totals = cells.second + begin;
       JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) {
-        LogSumExp<First> cell{cells.first[begin + i], cells.second[begin + i]};
-        cell.Add(static_cast<First>(numbers[i]));
-        cells.first[begin + i] = cell.maximum;
-        cells.second[begin + i] = cell.total;
-      }
+      for (int64_t i = 0; i < count; ++i) FoldOne(static_cast<First>(numbers[i]), First{1}, &maxima[i], &totals[i]);
     });
   }
 
@@ -52,21 +65,17 @@ struct LogSumExpReduction {
 
   JB_INLINE void Merge(int64_t count, CellsOf<LogSumExpReduction> later, CellsOf<LogSumExpReduction> cells) const {
     JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) {
-      LogSumExp<First> cell{cells.first[i], cells.second[i]};
-      cell.Merge({later.first[i], later.second[i]});
-      cells.first[i] = cell.maximum;
-      cells.second[i] = cell.total;
-    }
+    for (int64_t i = 0; i < count; ++i) FoldOne(later.first[i], later.second[i], &cells.first[i], &cells.second[i]);
   }
 
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
                        CellsOf<LogSumExpReduction> cells) const {
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      const LogSumExp<First> cell{cells.first[i], cells.second[i]};
-      maxima[first_cell + i] = cell.total == First{0} ? LogSumExp<First>::OfNoRows().maximum : cell.maximum;
-      totals[first_cell + i] = cell.Total();
+      const LogSumExp<First> none = LogSumExp<First>::OfNoRows();
+      const First maximum = cells.first[i], total = cells.second[i], if_number = total == 0 ? none.maximum : maximum;
+      maxima[first_cell + i] = total != total ? total : if_number;
+      totals[first_cell + i] = LogSumExp<First>{maximum, total}.Total();
     }
   }
 };
@@ -77,8 +86,8 @@ JB_INLINE void RaiseMaxima(const C* values, int64_t width, C* maxima, C* distanc
   JB_VECTORIZE
   for (int64_t i = 0; i < width; ++i) {
     const C value = values[i], maximum = maxima[i];
-    distances[i] = value - maximum;
-    maxima[i] = (value > maximum) | (value != value) ? value : maximum;
+    distances[i] = Distance(value, maximum);
+    maxima[i] = value > maximum ? value : maximum;
   }
 }
 

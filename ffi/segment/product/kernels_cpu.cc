@@ -10,7 +10,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/engine/map_rows_cpu.h"
 #include "ffi/segment/product/arithmetic.h"
 #include "ffi/segment/product/handler.h"
 

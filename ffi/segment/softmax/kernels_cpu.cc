@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "ffi/core/exp_cpu.h"
-#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/engine/map_rows_cpu.h"
 #include "ffi/segment/logsumexp/reduction_cpu.h"
 #include "ffi/segment/softmax/handler.h"
 #include "ffi/segment/sum/reduction_cpu.h"
