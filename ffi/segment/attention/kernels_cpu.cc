@@ -1,10 +1,10 @@
 // The CPU kernels of attention over edges and its gradients.
 //
 // A chunk of work is a range of segments with all of their edges. Edges are computed in blocks: first all logits of a
-// block, then all exponentials, which vectorise over edges and heads, then the sums. A block has several segments, or
-// a part of the edges of one. Parts have sums of their own, which are merged into those of the segment. This keeps
-// rounding errors small in segments of many edges. Only a segment that fits in no block is cut, into blocks of its own,
-// so results do not depend on the number of chunks.
+// block, then all exponentials, which vectorise over edges and heads, then the sums. A block has several segments if
+// rows are narrow, or a part of the edges of one. Parts have sums of their own, which are merged into those of the
+// segment. This keeps rounding errors small in segments of many edges. Only a segment that fits in no block is cut, into
+// blocks of its own, so results do not depend on the number of chunks.
 //
 // The three passes (forward, gradients by segment and by row) differ in their sums, and in whether the rows of an
 // operand belong to the segments or are gathered.
@@ -26,6 +26,7 @@ namespace {
 
 constexpr int64_t kMaxBlockEdges = 32;
 constexpr int64_t kBlockNumbers = 4096;        // of the rows of a block, so that they stay in the L1 cache
+constexpr int64_t kPackedNumbers = 512;        // no other segment joins so many: prefetches would come in bursts
 constexpr int64_t kEdgePrefetchDistance = 16;  // in edges
 
 enum class Pass { kForward, kBySegment, kByRow };
@@ -344,13 +345,17 @@ To* OfBatch(void* array, int64_t batch, int64_t size) {
 template <typename T, typename C = ComputeType<T>>
 Results<T> ResultsOf(const AttentionForwardCall& call, int64_t b, int64_t cells) {
   const int64_t heads = call.problem.segments * call.heads;
-  return {OfBatch<T>(call.output, b, cells), nullptr, nullptr, OfBatch<C>(call.new_maxima, b, heads),
+  return {OfBatch<T>(call.output, b, cells),     nullptr, nullptr, OfBatch<C>(call.new_maxima, b, heads),
           OfBatch<C>(call.new_totals, b, heads), nullptr};
 }
 
 template <typename T, typename C = ComputeType<T>>
 Results<T> ResultsOf(const AttentionBySegmentCall& call, int64_t b, int64_t cells) {
-  return {OfBatch<T>(call.d_query, b, cells), nullptr, OfBatch<C>(call.d_score_weights, b, cells), nullptr, nullptr,
+  return {OfBatch<T>(call.d_query, b, cells),
+          nullptr,
+          OfBatch<C>(call.d_score_weights, b, cells),
+          nullptr,
+          nullptr,
           OfBatch<C>(call.d_bias, b, call.problem.rows * call.heads)};
 }
 
@@ -358,7 +363,11 @@ template <typename T, typename C = ComputeType<T>>
 Results<T> ResultsOf(const AttentionByRowCall& call, int64_t b, int64_t cells) {
   T *const d_key = OfBatch<T>(call.d_key, b, cells), *const d_value = OfBatch<T>(call.d_value, b, cells);
   const bool is_given = call.score == ScoreKind::kGiven;
-  return {is_given ? d_value : d_key, is_given ? nullptr : d_value, nullptr, nullptr, nullptr,
+  return {is_given ? d_value : d_key,
+          is_given ? nullptr : d_value,
+          nullptr,
+          nullptr,
+          nullptr,
           OfBatch<C>(call.d_bias, b, call.problem.rows * call.heads)};
 }
 
@@ -500,10 +509,11 @@ class AttentionPass {
     return next - memory;
   }
 
-  // Whether the rest of the block has room for the segment that begins at `place`.
+  // Whether the segment that begins at `place` joins those of the block, because the rest has room for it.
   bool Fits(int64_t place, int64_t end) const {
     const auto id = [&](int64_t i) { return ids_[first_id_ + i]; };
     const int64_t segment = id(place);
+    if (block_.count * features_ >= kPackedNumbers) return false;
     int64_t room = block_edges_ - block_.count;
     if (place + room >= end || (id(place + room) != segment && IsBelow(id(place + room), segments_))) return true;
     for (; place < end; ++place) {  // there may be dropped edges
@@ -537,10 +547,9 @@ class AttentionPass {
     ForEachOperand([&](auto operand) __attribute__((always_inline)) {
       constexpr bool kOfSegment = BelongsToSegments(kPass, operand);
       const C** const rows = block_.rows[operand];
-      rows[e] = kOfSegment && !begins_run
-                    ? rows[e - 1]
-                    : NumbersOf(operands_[operand] + (kOfSegment ? segment : row) * features_, features_,
-                                widened_[operand] + e * features_);
+      rows[e] = kOfSegment && !begins_run ? rows[e - 1]
+                                          : NumbersOf(operands_[operand] + (kOfSegment ? segment : row) * features_,
+                                                      features_, widened_[operand] + e * features_);
     });
     if (Score::kIsAdditive) block_.rows[kValue][e] = block_.rows[kKey][e];
     block_.first_heads[e] = (BelongsToSegments(kPass, kQuery) ? segment : row) * num_heads_;

@@ -92,15 +92,19 @@ struct RowMap {
     for (int64_t i = 0; i < rows.count; ++i) {
       const RowBlock row{1, 1, rows.first_row + rows.offsets[i], rows.first_segment, kAllOffsets.values, rows.ids + i};
       for (int64_t begin = feature_begin; begin < feature_end; begin += kMappedNumbers) {
-        const NumberBlock block{row,   batch, problem.segments, problem.features,
-                                begin, std::min(kMappedNumbers, feature_end - begin)};
+        const NumberBlock block{
+            row, batch, problem.segments, problem.features, begin, std::min(kMappedNumbers, feature_end - begin)};
         if (!block.IsMember(0)) {
           WriteZeros(At(block), block.width);
           continue;
         }
         if (i + kPrefetchDistance < rows.known) {
           const NumberBlock coming{{1, 1, 0, rows.first_segment, nullptr, rows.ids + i + kPrefetchDistance},
-                                   batch, problem.segments, problem.features, begin, block.width};
+                                   batch,
+                                   problem.segments,
+                                   problem.features,
+                                   begin,
+                                   block.width};
           for (const C* array : cells) PrefetchRow(array + coming.Cell(0, /*is_shared=*/false), block.width);
         }
         const C* of_cells[kArrays];

@@ -9,6 +9,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "ffi/core/exp_cpu.h"
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/logsumexp/handler.h"
 #include "ffi/segment/logsumexp/reduction_cpu.h"
@@ -159,8 +160,7 @@ class LogSumExpRows final : public TypedReduction<LogSumExpReduction<T>> {
 
 bool WithLogSumExp(const LogSumExpCall& call, FunctionRef<bool(const RowReduction&)> body) {
   bool has_memory = true;
-  DispatchFloating(call.type,
-                   [&](auto tag) { has_memory = body(LogSumExpRows<typename decltype(tag)::type>(call)); });
+  DispatchFloating(call.type, [&](auto tag) { has_memory = body(LogSumExpRows<typename decltype(tag)::type>(call)); });
   return has_memory;
 }
 

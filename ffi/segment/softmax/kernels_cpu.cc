@@ -46,8 +46,7 @@ bool Softmax(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   };
   const RowMap<T, 2, decltype(compute)> map{
       problem, {maxima.get(), totals.get()}, static_cast<T*>(call.output), compute};
-  return WithLogSumExp(reduction,
-                       [&](const RowReduction& rows) { return map.RunAfter(pool, SegmentIds(call), rows); });
+  return WithLogSumExp(reduction, [&](const RowReduction& rows) { return map.RunAfter(pool, SegmentIds(call), rows); });
 }
 
 // The sums of the products of two arrays.
