@@ -1,9 +1,13 @@
 // The CPU kernels of attention over edges and its gradients.
 //
-// A chunk of work is a range of segments with all of their edges, so results do not depend on the number of chunks. The
-// edges of a segment are computed in blocks: first all logits of a block, then all exponentials, which vectorise over
-// edges and heads, then the sums. Each block has sums of its own, which are merged into those of the segment. This
-// keeps rounding errors small in segments of many edges.
+// A chunk of work is a range of segments with all of their edges. Edges are computed in blocks: first all logits of a
+// block, then all exponentials, which vectorise over edges and heads, then the sums. A block has several segments if
+// rows are narrow, or a part of the edges of one. Parts have sums of their own, which are merged into those of the
+// segment. This keeps rounding errors small in segments of many edges. Only a segment that fits in no block is cut, into
+// blocks of its own, so results do not depend on the number of chunks.
+//
+// The three passes (forward, gradients by segment and by row) differ in their sums, and in whether the rows of an
+// operand belong to the segments or are gathered.
 
 #include <algorithm>
 #include <atomic>
@@ -22,10 +26,28 @@ namespace {
 
 constexpr int64_t kMaxBlockEdges = 32;
 constexpr int64_t kBlockNumbers = 4096;        // of the rows of a block, so that they stay in the L1 cache
+constexpr int64_t kPackedNumbers = 512;        // no other segment joins so many: prefetches would come in bursts
 constexpr int64_t kEdgePrefetchDistance = 16;  // in edges
 
-int64_t BlockEdges(int64_t features) {
-  return std::clamp<int64_t>(kBlockNumbers / std::max<int64_t>(1, features), 1, kMaxBlockEdges);
+enum class Pass { kForward, kBySegment, kByRow };
+
+// The operands that have rows [heads, features of a head].
+enum Operand { kQuery, kKey, kValue, kDOutput };
+constexpr int kOperands = 4;
+
+// Whether the rows of an operand belong to the segments of edges; otherwise edges gather them.
+constexpr bool BelongsToSegments(Pass pass, int operand) {
+  return (operand == kQuery || operand == kDOutput) == (pass != Pass::kByRow);
+}
+
+template <typename Score>
+constexpr bool HasOperand(Pass pass, int operand) {
+  if (operand == kValue) return !Score::kIsAdditive;  // there, keys are values
+  return operand == kDOutput ? pass != Pass::kForward : !Score::kIsGiven;
+}
+
+constexpr bool HasSecondSums(Pass pass, bool is_given, bool is_additive) {
+  return pass != Pass::kForward && !is_given && (pass == Pass::kByRow) != is_additive;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -42,26 +64,32 @@ struct ScoredHeads {
   int64_t features() const { return heads * head_features; }
 };
 
-// The edges of a block: rows [heads, features of a head], and the softmax of the query's segment [heads]. Each pass
-// sets those that it needs.
+// What segments, or some of their edges, add up: the sums of rows, and the softmax of each head.
 template <typename C>
-struct EdgeBlock {
-  int64_t count = 0;
-  const C* queries[kMaxBlockEdges];
-  const C* keys[kMaxBlockEdges];
-  const C* values[kMaxBlockEdges];
-  const C* d_outputs[kMaxBlockEdges];
-  const C* maxima[kMaxBlockEdges];
-  const C* totals[kMaxBlockEdges];
-  const C* means[kMaxBlockEdges];
-  int64_t edges[kMaxBlockEdges];  // their numbers
+struct SegmentStates {
+  C *first_sums, *second_sums;  // [states, heads, features of a head]
+  C *maxima, *totals;           // [states, heads]
+
+  JB_INLINE SegmentStates At(int64_t index, int64_t heads, int64_t features) const {
+    return {first_sums + index * features, second_sums + index * features, maxima + index * heads,
+            totals + index * heads};
+  }
 };
 
-// What a segment, or one block of its edges, adds up: the sums of rows, and the softmax of each head.
+// The softmax of the queries [segments or rows, heads], for gradients.
 template <typename C>
-struct SegmentState {
-  C *first_sums, *second_sums;  // [heads, features of a head]
-  C *maxima, *totals;           // [heads]
+struct Softmax {
+  const C *maxima, *totals, *means;
+};
+
+// A run of edges belongs to one segment.
+template <typename C>
+struct EdgeBlock {
+  int64_t count = 0, runs = 0;
+  int64_t run_begins[kMaxBlockEdges + 1];
+  const C* rows[kOperands][kMaxBlockEdges];
+  int64_t first_heads[kMaxBlockEdges];  // where the softmax of the query begins
+  int64_t segments[kMaxBlockEdges], edges[kMaxBlockEdges];
 };
 
 // Calls body with the number of a head's features: a constant, once body is inlined, if it is small.
@@ -96,21 +124,14 @@ JB_INLINE C SumInLanes(int64_t count, const Term& term) {
   return SumInPairs<kLanes>(static_cast<const C*>(sums));
 }
 
-template <typename C, typename Term>
+template <typename C, int kLanes = 16, typename Term>
 JB_INLINE C SumOfHead(int64_t count, const Term& term) {
-  C sum{0};
-  int64_t done = 0;
-  if (count >= 16) {
-    done = count / 16 * 16;
-    sum = SumInLanes<16, C>(done, term);
-  } else if (count >= 8) {
-    done = 8;
-    sum = SumInLanes<8, C>(done, term);
-  } else if (count >= 4) {
-    done = 4;
-    sum = SumInLanes<4, C>(done, term);
+  if constexpr (kLanes > 1) {
+    if (count < kLanes) return SumOfHead<C, kLanes / 2>(count, term);
   }
-  for (; done < count; ++done) sum += term(done);
+  const int64_t done = count / kLanes * kLanes;
+  C sum = done == 0 ? C{0} : SumInLanes<kLanes, C>(done, term);
+  for (int64_t i = done; i < count; ++i) sum += term(i);
   return sum;
 }
 
@@ -119,7 +140,7 @@ template <typename C, typename Score>
 JB_INLINE void AddScores(int64_t width, const ScoredHeads<Score>& heads, const EdgeBlock<C>& block, C* logits) {
   if constexpr (!Score::kIsGiven) {
     for (int64_t e = 0; e < block.count; ++e) {
-      const C *query = block.queries[e], *key = block.keys[e];
+      const C *query = block.rows[kQuery][e], *key = block.rows[kKey][e];
       for (int64_t head = 0; head < heads.heads; ++head) {
         const int64_t first = head * width;
         const C sum = SumOfHead<C>(width, [&](int64_t i) __attribute__((always_inline)) {
@@ -132,19 +153,11 @@ JB_INLINE void AddScores(int64_t width, const ScoredHeads<Score>& heads, const E
   }
 }
 
-// numbers[e, head] = change(numbers[e, head], e, head).
-template <typename C, typename Change>
-JB_INLINE void ForEachHead(int64_t edges, int64_t heads, C* numbers, const Change& change) {
-  for (int64_t e = 0; e < edges; ++e) {
-    for (int64_t head = 0; head < heads; ++head, ++numbers) *numbers = change(*numbers, e, head);
-  }
-}
-
-// Calls add(e, e * heads + head, first feature of the head) for the heads of all edges.
-template <typename C, typename Score, typename Add>
-JB_INLINE void AddEdges(int64_t width, const ScoredHeads<Score>& heads, const EdgeBlock<C>& block, const Add& add) {
-  for (int64_t e = 0; e < block.count; ++e) {
-    for (int64_t head = 0; head < heads.heads; ++head) add(e, e * heads.heads + head, head * width);
+// Calls body(e * heads + head, e, head) for the heads of the edges [begin, end).
+template <typename Body>
+JB_INLINE void ForEachHead(int64_t begin, int64_t end, int64_t heads, const Body& body) {
+  for (int64_t e = begin; e < end; ++e) {
+    for (int64_t head = 0; head < heads; ++head) body(e * heads + head, e, head);
   }
 }
 
@@ -154,43 +167,48 @@ JB_INLINE void ExpEach(int64_t count, C* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = Exp(numbers[i]);
 }
 
-// Replaces `logits` [edges, heads], which hold the bias, by the weights, and sets the state to that of the block.
+// Replaces `logits` [edges, heads], which hold the bias, by the weights, and sets the states to those of the runs.
 template <typename C, typename Score>
 JB_CPU_CLONES void ForwardBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, C* logits,
-                                const SegmentState<C> state) {
+                                const SegmentStates<C> states) {
   const int64_t num_heads = heads.heads;
   WithHeadFeatures(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
+    const int64_t features = num_heads * width;
     AddScores(width, heads, block, logits);
-    std::fill_n(state.maxima, num_heads, kLowestLogit<C>);
-    std::fill_n(state.totals, num_heads, C{0});
-    WriteZeros(state.first_sums, num_heads * width);
-    // This comparison drops a NaN, but the total keeps it.
-    ForEachHead(block.count, num_heads, logits, [&](C logit, int64_t, int64_t head) __attribute__((always_inline)) {
-      state.maxima[head] = logit > state.maxima[head] ? logit : state.maxima[head];
-      return logit;
-    });
-    ForEachHead(block.count, num_heads, logits, [&](C logit, int64_t, int64_t head) __attribute__((always_inline)) {
-      return logit - state.maxima[head];
-    });
+    for (int64_t run = 0; run < block.runs; ++run) {
+      const int64_t begin = block.run_begins[run], end = block.run_begins[run + 1];
+      C* const maxima = states.maxima + run * num_heads;
+      std::fill_n(maxima, num_heads, kLowestLogit<C>);
+      // This comparison drops a NaN, but the total keeps it.
+      ForEachHead(begin, end, num_heads, [&](int64_t at, int64_t, int64_t head) __attribute__((always_inline)) {
+        maxima[head] = logits[at] > maxima[head] ? logits[at] : maxima[head];
+      });
+      ForEachHead(begin, end, num_heads, [&](int64_t at, int64_t, int64_t head) __attribute__((always_inline)) {
+        logits[at] -= maxima[head];
+      });
+    }
     ExpEach(block.count * num_heads, logits);
-    ForEachHead(block.count, num_heads, logits, [&](C weight, int64_t, int64_t head) __attribute__((always_inline)) {
-      state.totals[head] += weight;
-      return weight;
-    });
-    AddEdges(width, heads, block, [&](int64_t e, int64_t at, int64_t first) __attribute__((always_inline)) {
-      const C weight = logits[at];
-      const C* const value = block.values[e] + first;
-      C* const sums = state.first_sums + first;
-      JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) sums[i] += weight * value[i];
-    });
+    for (int64_t run = 0; run < block.runs; ++run) {
+      const SegmentStates<C> state = states.At(run, num_heads, features);
+      std::fill_n(state.totals, num_heads, C{0});
+      WriteZeros(state.first_sums, features);
+      ForEachHead(block.run_begins[run], block.run_begins[run + 1], num_heads,
+                  [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+                    const C weight = logits[at];
+                    const C* const value = block.rows[kValue][e] + head * width;
+                    C* const sums = state.first_sums + head * width;
+                    state.totals[head] += weight;
+                    JB_VECTORIZE
+                    for (int64_t i = 0; i < width; ++i) sums[i] += weight * value[i];
+                  });
+    }
   });
 }
 
 // Merges the state of later edges into `state`.
 template <typename C>
-JB_CPU_CLONES void MergeStates(int64_t heads, int64_t head_features, const SegmentState<C> later,
-                               const SegmentState<C> state) {
+JB_CPU_CLONES void MergeStates(int64_t heads, int64_t head_features, const SegmentStates<C> later,
+                               const SegmentStates<C> state) {
   for (int64_t head = 0; head < heads; ++head) {
     const C largest = std::max(state.maxima[head], later.maxima[head]);
     const C shrinkage = Exp(state.maxima[head] - largest), of_later = Exp(later.maxima[head] - largest);
@@ -214,142 +232,76 @@ JB_CPU_CLONES void DivideByTotals(int64_t heads, int64_t head_features, const C*
 
 // Replaces `logits` [edges, heads], which hold the bias, by their gradient, and writes the probabilities.
 template <typename C, typename Score>
-JB_INLINE void Differentiate(int64_t width, const ScoredHeads<Score>& heads, const EdgeBlock<C>& block, C* logits,
-                             C* probabilities) {
-  const int64_t num_heads = heads.heads;
+JB_INLINE void Differentiate(int64_t width, const ScoredHeads<Score>& heads, const EdgeBlock<C>& block,
+                             const Softmax<C>& softmax, C* logits, C* probabilities) {
+  const int64_t num_heads = heads.heads, edges = block.count;
   AddScores(width, heads, block, logits);
-  ForEachHead(block.count, num_heads, probabilities, [&](C, int64_t e, int64_t head) __attribute__((always_inline)) {
-    const C distance = logits[e * num_heads + head] - block.maxima[e][head];
-    return distance > C{0} ? C{0} : distance;  // the maximum may have been rounded otherwise
+  ForEachHead(0, edges, num_heads, [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+    const C distance = logits[at] - softmax.maxima[block.first_heads[e] + head];
+    probabilities[at] = distance > C{0} ? C{0} : distance;  // the maximum may have been rounded otherwise
   });
-  ExpEach(block.count * num_heads, probabilities);
-  ForEachHead(block.count, num_heads, probabilities,
-              [&](C weight, int64_t e, int64_t head)
-                  __attribute__((always_inline)) { return weight * InverseTotal(block.totals[e][head]); });
-  ForEachHead(block.count, num_heads, logits, [&](C, int64_t e, int64_t head) __attribute__((always_inline)) {
-    const C *d_output = block.d_outputs[e] + head * width, *value = block.values[e] + head * width;
+  ExpEach(edges * num_heads, probabilities);
+  ForEachHead(0, edges, num_heads, [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+    const int64_t cell = block.first_heads[e] + head;
+    const C *d_output = block.rows[kDOutput][e] + head * width, *value = block.rows[kValue][e] + head * width;
     const C d_probability =
         SumOfHead<C>(width, [&](int64_t i) __attribute__((always_inline)) { return d_output[i] * value[i]; });
-    return probabilities[e * num_heads + head] * (d_probability - block.means[e][head]);
+    probabilities[at] *= InverseTotal(softmax.totals[cell]);
+    logits[at] = probabilities[at] * (d_probability - softmax.means[cell]);
   });
 }
 
-// As Differentiate; sets the sums to the gradients of the query and of the score weights.
-template <typename C, typename Score>
-JB_CPU_CLONES void BySegmentBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, C* logits,
-                                  C* probabilities, const SegmentState<C> state) {
+// As Differentiate; sets the sums of the runs to the gradients
+//   of the query and of the score weights               by segment
+//   of the key and, unless additive, of the value       by row
+//   of the value                                        by row, if the logits are given: there are no keys
+template <Pass kPass, typename C, typename Score>
+JB_CPU_CLONES void GradientBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, const Softmax<C> softmax,
+                                 C* logits, C* probabilities, const SegmentStates<C> states) {
+  constexpr bool kIsAdditive = Score::kIsAdditive, kByRow = kPass == Pass::kByRow;
   WithHeadFeatures(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
-    Differentiate(width, heads, block, logits, probabilities);
-    WriteZeros(state.first_sums, heads.heads * width);
-    WriteZeros(state.second_sums, heads.heads * width);
-    AddEdges(width, heads, block, [&](int64_t e, int64_t at, int64_t first) __attribute__((always_inline)) {
-      const C d_logit = logits[at];
-      const C *query = block.queries[e] + first, *key = block.keys[e] + first;
-      const C* const weights = heads.score_weights + (Score::kIsAdditive ? first : 0);
-      C *d_query = state.first_sums + first, *d_weights = state.second_sums + first;
-      JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) {
-        const C weight = Score::kIsAdditive ? weights[i] : C{0};
-        d_query[i] += d_logit * heads.score.ByQuery(query[i], key[i], weight);
-        if constexpr (Score::kIsAdditive) d_weights[i] += d_logit * heads.score.Leaky(query[i] + key[i]);
-      }
-    });
-  });
-}
-
-// As Differentiate; sets the sums to the gradients of the key and, unless additive, of the value. If the logits are
-// given, there are no keys, and the first sums are those of the value.
-template <typename C, typename Score>
-JB_CPU_CLONES void ByRowBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, C* logits, C* probabilities,
-                              const SegmentState<C> state) {
-  WithHeadFeatures(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
-    Differentiate(width, heads, block, logits, probabilities);
-    WriteZeros(state.first_sums, heads.heads * width);
-    if constexpr (Score::kIsGiven) {
-      AddEdges(width, heads, block, [&](int64_t e, int64_t at, int64_t first) __attribute__((always_inline)) {
-        const C probability = probabilities[at];
-        const C* const d_output = block.d_outputs[e] + first;
-        C* const d_value = state.first_sums + first;
-        JB_VECTORIZE
-        for (int64_t i = 0; i < width; ++i) d_value[i] += probability * d_output[i];
-      });
-    } else {
-      WriteZeros(state.second_sums, heads.heads * width);
-      AddEdges(width, heads, block, [&](int64_t e, int64_t at, int64_t first) __attribute__((always_inline)) {
+    const int64_t features = heads.heads * width;
+    Differentiate(width, heads, block, softmax, logits, probabilities);
+    for (int64_t run = 0; run < block.runs; ++run) {
+      const SegmentStates<C> state = states.At(run, heads.heads, features);
+      WriteZeros(state.first_sums, features);
+      if constexpr (HasSecondSums(kPass, Score::kIsGiven, kIsAdditive)) WriteZeros(state.second_sums, features);
+      const auto add = [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+        const int64_t first = head * width;
         const C d_logit = logits[at], probability = probabilities[at];
-        const C *query = block.queries[e] + first, *key = block.keys[e] + first, *d_output = block.d_outputs[e] + first;
-        const C* const weights = heads.score_weights + (Score::kIsAdditive ? first : 0);
-        C *d_key = state.first_sums + first, *d_value = state.second_sums + first;
+        const C* const query = Score::kIsGiven ? nullptr : block.rows[kQuery][e] + first;
+        const C* const key = Score::kIsGiven ? nullptr : block.rows[kKey][e] + first;
+        const C *d_output = block.rows[kDOutput][e] + first, *weights = heads.score_weights + (kIsAdditive ? first : 0);
+        C *first_sums = state.first_sums + first, *second_sums = state.second_sums + first;
         JB_VECTORIZE
         for (int64_t i = 0; i < width; ++i) {
-          const C weight = Score::kIsAdditive ? weights[i] : C{0};
-          const C by_key = d_logit * heads.score.ByKey(query[i], key[i], weight), of_value = probability * d_output[i];
-          if constexpr (Score::kIsAdditive) {
-            d_key[i] += by_key + of_value;
+          const C weight = kIsAdditive ? weights[i] : C{0};
+          if constexpr (Score::kIsGiven) {
+            first_sums[i] += probability * d_output[i];
+          } else if constexpr (kByRow) {
+            const C by_key = d_logit * heads.score.ByKey(query[i], key[i], weight);
+            const C of_value = probability * d_output[i];
+            first_sums[i] += kIsAdditive ? by_key + of_value : by_key;
+            if constexpr (!kIsAdditive) second_sums[i] += of_value;
           } else {
-            d_key[i] += by_key;
-            d_value[i] += of_value;
+            first_sums[i] += d_logit * heads.score.ByQuery(query[i], key[i], weight);
+            if constexpr (kIsAdditive) second_sums[i] += d_logit * heads.score.Leaky(query[i] + key[i]);
           }
         }
-      });
+      };
+      ForEachHead(block.run_begins[run], block.run_begins[run + 1], heads.heads, add);
     }
   });
 }
 
-template <bool kHasSecondSums, typename C>
-JB_CPU_CLONES void AddSums(int64_t features, const SegmentState<C> later, const SegmentState<C> state) {
+template <typename C>
+JB_CPU_CLONES void AddSums(int64_t features, const C* later, C* sums) {
   JB_VECTORIZE
-  for (int64_t i = 0; i < features; ++i) {
-    state.first_sums[i] += later.first_sums[i];
-    if constexpr (kHasSecondSums) state.second_sums[i] += later.second_sums[i];
-  }
+  for (int64_t i = 0; i < features; ++i) sums[i] += later[i];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The three passes, for a chunk of segments.
-
-// The memory of a chunk.
-template <typename C>
-class Buffers {
- public:
-  Buffers(int64_t heads, int64_t features, bool holds_rows) {
-    const int64_t edges = BlockEdges(features), rows = holds_rows ? edges : 0;
-    const auto place_all = [&](C* memory) {
-      C* next = memory;
-      const auto take = [&](int64_t count, C** part) {
-        *part = next;
-        next += (count + kLine - 1) / kLine * kLine;
-      };
-      take(edges * heads, &logits);
-      take(edges * heads, &probabilities);
-      for (C*& row : of_segment) take(features, &row);
-      for (C*& row : of_edges) take(rows * features, &row);
-      take(features, &score_weights);
-      for (SegmentState<C>* state : {&segment, &block}) {
-        take(features, &state->first_sums);
-        take(features, &state->second_sums);
-        take(heads, &state->maxima);
-        take(heads, &state->totals);
-      }
-      return next - memory;
-    };
-    memory_ = Allocate<C>(place_all(nullptr) + kLine);
-    if (memory_ != nullptr) place_all(AlignUp(memory_.get(), kCacheLine));
-  }
-
-  bool has_memory() const { return memory_ != nullptr; }
-
-  C *logits, *probabilities;  // [edges of a block, heads]
-  C* of_segment[2];           // rows of the segment
-  C* of_edges[2];             // rows of the edges of a block, unless the kernels read those in place
-  C* score_weights;
-  SegmentState<C> segment, block;
-
- private:
-  static constexpr int64_t kLine = kCacheLine / sizeof(C);
-
-  std::unique_ptr<C[]> memory_;
-};
+// The passes, for a chunk of segments.
 
 template <typename T>
 constexpr bool kHoldsRows = !std::is_same_v<T, ComputeType<T>>;
@@ -374,307 +326,50 @@ JB_INLINE void WriteRow(const ComputeType<T>* numbers, int64_t count, T* to) {
   }
 }
 
-// What the passes share: the operands of one batch element, and the block that edges are added to. A pass has
-//   Start(segment)             before the first edge of a segment
-//   Add(row, edge)             adds an edge to the block, which is not full
-//   Fold(is_first)             computes the block, which has an edge; is_first: the first of the segment
-//   Finish(segment)            writes the results of a segment with edges
-//   WriteEmpty(segment)        writes those of one without edges
-//   PrefetchEdge(row, edge)
-// and kClips: whether ids out of range name the nearest row. If kTakesRowlessEdges, it also has
-//   StartRowless(edge)         before an edge that belongs to no segment; its results are not written
-template <typename T, typename Score>
-class AttentionPass {
- public:
+// The results of a batch element; those that a pass does not have are nullptr.
+template <typename T>
+struct Results {
   using C = ComputeType<T>;
 
-  AttentionPass(const AttentionCall& call, int64_t segments, int64_t rows, int64_t b, Buffers<C>* buffers)
-      : buffers(*buffers),
-        heads{Score::Of(call), call.heads, call.head_features, nullptr},
-        num_heads(call.heads),
-        features(call.problem.features),
-        block_edges(BlockEdges(features)),
-        query(call.query.Of<T>(b, segments * features)),
-        key(call.key.Of<T>(b, rows * features)),
-        value(call.value.Of<T>(b, rows * features)),
-        d_output(call.d_output.Of<T>(b, segments * features)),
-        bias(call.bias.Of<C>(b, call.problem.rows * num_heads)),
-        maxima(call.maxima.Of<C>(b, segments * num_heads)),
-        totals(call.totals.Of<C>(b, segments * num_heads)),
-        means(call.means.Of<C>(b, segments * num_heads)),
-        rows_are_far(AreFar((segments + rows) * features, sizeof(T))) {
-    if constexpr (Score::kIsAdditive) {
-      heads.score_weights = NumbersOf(call.score_weights.Of<T>(b, features), features, buffers->score_weights);
-    }
-  }
-
-  bool IsFull() const { return block.count == block_edges; }
-  bool HasEdges() const { return block.count > 0; }
-
- protected:
-  // Rows of the segment, and of edge `e` of the block. There are two buffers for each.
-  JB_INLINE const C* SegmentRow(const T* rows, int64_t segment, int buffer) const {
-    return NumbersOf(rows + segment * features, features, buffers.of_segment[buffer]);
-  }
-  JB_INLINE const C* EdgeRow(const T* rows, int64_t row, int64_t e, int buffer) const {
-    return NumbersOf(rows + row * features, features, buffers.of_edges[buffer] + e * features);
-  }
-
-  JB_INLINE void TakeBias(int64_t e, int64_t edge) const {
-    C* const logits = buffers.logits + e * num_heads;
-    if (bias == nullptr) {
-      std::fill_n(logits, num_heads, C{0});
-    } else {
-      std::copy_n(bias + edge * num_heads, num_heads, logits);
-    }
-  }
-
-  JB_INLINE void PrefetchRows(const T* first, const T* second, int64_t row, int64_t edge) const {
-    if (rows_are_far) {
-      PrefetchRow(first + row * features, features);
-      if (second != nullptr) PrefetchRow(second + row * features, features);
-    }
-    if (bias != nullptr) __builtin_prefetch(bias + edge * num_heads);
-  }
-
-  // Calls compute(state), which sets the state to that of the block, and merges it with that of the segment.
-  template <typename Compute, typename Merge>
-  JB_INLINE void FoldBlock(bool is_first, const Compute& compute, const Merge& merge) {
-    compute(is_first ? buffers.segment : buffers.block);
-    if (!is_first) merge(buffers.block, buffers.segment);
-    block.count = 0;
-  }
-
-  // Writes the gradients of the logits of a block of `count` edges, which FoldBlock has computed.
-  JB_INLINE void WriteLogitGradients(int64_t count, C* d_bias) const {
-    for (int64_t e = 0; e < count; ++e) {
-      std::copy_n(buffers.logits + e * num_heads, num_heads, d_bias + block.edges[e] * num_heads);
-    }
-  }
-
-  const Buffers<C>& buffers;
-  ScoredHeads<Score> heads;
-  EdgeBlock<C> block;
-  const int64_t num_heads, features, block_edges;
-  const T *const query, *const key, *const value, *const d_output;
-  const C *const bias, *const maxima, *const totals, *const means;
-  const bool rows_are_far;
+  T *first, *second;   // rows: the first and the second sums of segments
+  C* d_score_weights;  // the second sums
+  C *maxima, *totals;
+  C* d_bias;
 };
 
-template <typename T, typename Score>
-class ForwardPass final : public AttentionPass<T, Score> {
- public:
-  using C = ComputeType<T>;
-  static constexpr bool kClips = true, kTakesRowlessEdges = false;
+template <typename To>
+To* OfBatch(void* array, int64_t batch, int64_t size) {
+  return array == nullptr ? nullptr : static_cast<To*>(array) + batch * size;
+}
 
-  ForwardPass(const AttentionForwardCall& call, int64_t b, Buffers<C>* buffers)
-      : AttentionPass<T, Score>(call, call.problem.segments, call.num_rows, b, buffers),
-        output_(static_cast<T*>(call.output) + b * call.problem.segments * call.problem.features),
-        new_maxima_(static_cast<C*>(call.new_maxima) + b * call.problem.segments * call.heads),
-        new_totals_(static_cast<C*>(call.new_totals) + b * call.problem.segments * call.heads) {}
+template <typename T, typename C = ComputeType<T>>
+Results<T> ResultsOf(const AttentionForwardCall& call, int64_t b, int64_t cells) {
+  const int64_t heads = call.problem.segments * call.heads;
+  return {OfBatch<T>(call.output, b, cells),     nullptr, nullptr, OfBatch<C>(call.new_maxima, b, heads),
+          OfBatch<C>(call.new_totals, b, heads), nullptr};
+}
 
-  JB_INLINE void Start(int64_t segment) {
-    if constexpr (!Score::kIsGiven) query_ = this->SegmentRow(this->query, segment, 0);
-  }
+template <typename T, typename C = ComputeType<T>>
+Results<T> ResultsOf(const AttentionBySegmentCall& call, int64_t b, int64_t cells) {
+  return {OfBatch<T>(call.d_query, b, cells),
+          nullptr,
+          OfBatch<C>(call.d_score_weights, b, cells),
+          nullptr,
+          nullptr,
+          OfBatch<C>(call.d_bias, b, call.problem.rows * call.heads)};
+}
 
-  JB_INLINE void Add(int64_t row, int64_t edge) {
-    const int64_t e = this->block.count++;
-    if constexpr (!Score::kIsGiven) {
-      this->block.queries[e] = query_;
-      this->block.keys[e] = this->EdgeRow(this->key, row, e, 0);
-    }
-    this->block.values[e] = Score::kIsAdditive ? this->block.keys[e] : this->EdgeRow(this->value, row, e, 1);
-    this->TakeBias(e, edge);
-  }
-
-  JB_INLINE void Fold(bool is_first) {
-    this->FoldBlock(
-        is_first,
-        [&](const SegmentState<C>& state) { ForwardBlock(this->heads, this->block, this->buffers.logits, state); },
-        [&](const SegmentState<C>& later, const SegmentState<C>& state) {
-          MergeStates(this->num_heads, this->heads.head_features, later, state);
-        });
-  }
-
-  JB_INLINE void Finish(int64_t segment) const {
-    const SegmentState<C>& state = this->buffers.segment;
-    DivideByTotals(this->num_heads, this->heads.head_features, state.totals, state.first_sums);
-    WriteRow(state.first_sums, this->features, output_ + segment * this->features);
-    std::copy_n(state.maxima, this->num_heads, new_maxima_ + segment * this->num_heads);
-    std::copy_n(state.totals, this->num_heads, new_totals_ + segment * this->num_heads);
-  }
-
-  JB_INLINE void WriteEmpty(int64_t segment) const {
-    WriteZeros(output_ + segment * this->features, this->features);
-    std::fill_n(new_maxima_ + segment * this->num_heads, this->num_heads, kLowestLogit<C>);
-    std::fill_n(new_totals_ + segment * this->num_heads, this->num_heads, C{0});
-  }
-
-  JB_INLINE void PrefetchEdge(int64_t row, int64_t edge) const {
-    const bool has_both = !Score::kIsGiven && !Score::kIsAdditive;
-    this->PrefetchRows(Score::kIsGiven ? this->value : this->key, has_both ? this->value : nullptr, row, edge);
-  }
-
- private:
-  T* const output_;
-  C *const new_maxima_, *const new_totals_;
-  const C* query_ = nullptr;
-};
-
-template <typename T, typename Score>
-class BySegmentPass final : public AttentionPass<T, Score> {
- public:
-  using C = ComputeType<T>;
-  static constexpr bool kClips = true, kTakesRowlessEdges = false;
-
-  BySegmentPass(const AttentionBySegmentCall& call, int64_t b, Buffers<C>* buffers)
-      : AttentionPass<T, Score>(call, call.problem.segments, call.num_rows, b, buffers) {
-    const int64_t cells = call.problem.segments * this->features;
-    d_query_ = static_cast<T*>(call.d_query) + b * cells;
-    if (call.d_bias != nullptr) d_bias_ = static_cast<C*>(call.d_bias) + b * call.problem.rows * this->num_heads;
-    if constexpr (Score::kIsAdditive) d_score_weights_ = static_cast<C*>(call.d_score_weights) + b * cells;
-  }
-
-  JB_INLINE void Start(int64_t segment) {
-    query_ = this->SegmentRow(this->query, segment, 0);
-    d_output_ = this->SegmentRow(this->d_output, segment, 1);
-    first_head_ = segment * this->num_heads;
-  }
-
-  JB_INLINE void Add(int64_t row, int64_t edge) {
-    EdgeBlock<C>& block = this->block;
-    const int64_t e = block.count++;
-    block.queries[e] = query_;
-    block.keys[e] = this->EdgeRow(this->key, row, e, 0);
-    block.values[e] = Score::kIsAdditive ? block.keys[e] : this->EdgeRow(this->value, row, e, 1);
-    block.d_outputs[e] = d_output_;
-    block.maxima[e] = this->maxima + first_head_;
-    block.totals[e] = this->totals + first_head_;
-    block.means[e] = this->means + first_head_;
-    this->block.edges[e] = edge;
-    this->TakeBias(e, edge);
-  }
-
-  JB_INLINE void Fold(bool is_first) {
-    const int64_t count = this->block.count;
-    this->FoldBlock(
-        is_first,
-        [&](const SegmentState<C>& state) {
-          BySegmentBlock(this->heads, this->block, this->buffers.logits, this->buffers.probabilities, state);
-        },
-        [&](const SegmentState<C>& later, const SegmentState<C>& state) {
-          AddSums<Score::kIsAdditive>(this->features, later, state);
-        });
-    if (d_bias_ != nullptr) this->WriteLogitGradients(count, d_bias_);
-  }
-
-  JB_INLINE void Finish(int64_t segment) const {
-    WriteRow(this->buffers.segment.first_sums, this->features, d_query_ + segment * this->features);
-    if constexpr (Score::kIsAdditive) {
-      std::copy_n(this->buffers.segment.second_sums, this->features, d_score_weights_ + segment * this->features);
-    }
-  }
-
-  JB_INLINE void WriteEmpty(int64_t segment) const {
-    WriteZeros(d_query_ + segment * this->features, this->features);
-    if constexpr (Score::kIsAdditive) WriteZeros(d_score_weights_ + segment * this->features, this->features);
-  }
-
-  JB_INLINE void PrefetchEdge(int64_t row, int64_t edge) const {
-    this->PrefetchRows(this->key, Score::kIsAdditive ? nullptr : this->value, row, edge);
-  }
-
- private:
-  T* d_query_;
-  C *d_bias_ = nullptr, *d_score_weights_ = nullptr;
-  const C *query_ = nullptr, *d_output_ = nullptr;
-  int64_t first_head_ = 0;
-};
-
-template <typename T, typename Score>
-class ByRowPass final : public AttentionPass<T, Score> {
- public:
-  using C = ComputeType<T>;
-  static constexpr bool kClips = false, kTakesRowlessEdges = Score::kIsGiven;
-
-  ByRowPass(const AttentionByRowCall& call, int64_t b, Buffers<C>* buffers)
-      : AttentionPass<T, Score>(call, call.num_rows, call.problem.segments, b, buffers) {
-    const int64_t cells = call.problem.segments * this->features;
-    if constexpr (!Score::kIsGiven) d_key_ = static_cast<T*>(call.d_key) + b * cells;
-    if constexpr (!Score::kIsAdditive) d_value_ = static_cast<T*>(call.d_value) + b * cells;
-    if constexpr (Score::kIsGiven) {
-      d_bias_ = static_cast<C*>(call.d_bias) + b * call.problem.rows * this->num_heads;
-      rows_of_edges_ = call.rows_of_edges.Of<int32_t>(b, call.problem.rows);
-      num_rows_ = call.problem.segments;
-    }
-  }
-
-  JB_INLINE void Start(int64_t segment) {
-    if constexpr (!Score::kIsGiven) key_ = this->SegmentRow(this->key, segment, 0);
-    value_ = Score::kIsAdditive ? key_ : this->SegmentRow(this->value, segment, 1);
-  }
-
-  JB_INLINE void StartRowless(int64_t edge) { Start(NearestRow(rows_of_edges_[edge], num_rows_)); }
-
-  JB_INLINE void Add(int64_t row, int64_t edge) {
-    EdgeBlock<C>& block = this->block;
-    const int64_t e = block.count++, first_head = row * this->num_heads;
-    if constexpr (!Score::kIsGiven) {
-      block.queries[e] = this->EdgeRow(this->query, row, e, 0);
-      block.keys[e] = key_;
-    }
-    block.values[e] = value_;
-    block.d_outputs[e] = this->EdgeRow(this->d_output, row, e, 1);
-    block.maxima[e] = this->maxima + first_head;
-    block.totals[e] = this->totals + first_head;
-    block.means[e] = this->means + first_head;
-    block.edges[e] = edge;
-    this->TakeBias(e, edge);
-  }
-
-  JB_INLINE void Fold(bool is_first) {
-    const int64_t count = this->block.count;
-    this->FoldBlock(
-        is_first,
-        [&](const SegmentState<C>& state) {
-          ByRowBlock(this->heads, this->block, this->buffers.logits, this->buffers.probabilities, state);
-        },
-        [&](const SegmentState<C>& later, const SegmentState<C>& state) {
-          AddSums<kHasSecondSums>(this->features, later, state);
-        });
-    if constexpr (Score::kIsGiven) this->WriteLogitGradients(count, d_bias_);
-  }
-
-  JB_INLINE void Finish(int64_t segment) const {
-    const SegmentState<C>& state = this->buffers.segment;
-    WriteRow(state.first_sums, this->features, (Score::kIsGiven ? d_value_ : d_key_) + segment * this->features);
-    if constexpr (kHasSecondSums) WriteRow(state.second_sums, this->features, d_value_ + segment * this->features);
-  }
-
-  JB_INLINE void WriteEmpty(int64_t segment) const {
-    if constexpr (!Score::kIsGiven) WriteZeros(d_key_ + segment * this->features, this->features);
-    if constexpr (!Score::kIsAdditive) WriteZeros(d_value_ + segment * this->features, this->features);
-  }
-
-  JB_INLINE void PrefetchEdge(int64_t row, int64_t edge) const {
-    this->PrefetchRows(this->d_output, Score::kIsGiven ? nullptr : this->query, row, edge);
-    for (const C* statistic : {this->maxima, this->totals, this->means}) {
-      __builtin_prefetch(statistic + row * this->num_heads);
-    }
-  }
-
- private:
-  static constexpr bool kHasSecondSums = !Score::kIsAdditive && !Score::kIsGiven;
-
-  T *d_key_ = nullptr, *d_value_ = nullptr;
-  C* d_bias_ = nullptr;
-  const C *key_ = nullptr, *value_ = nullptr;
-  const int32_t* rows_of_edges_ = nullptr;
-  int64_t num_rows_ = 0;
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Chunks.
+template <typename T, typename C = ComputeType<T>>
+Results<T> ResultsOf(const AttentionByRowCall& call, int64_t b, int64_t cells) {
+  T *const d_key = OfBatch<T>(call.d_key, b, cells), *const d_value = OfBatch<T>(call.d_value, b, cells);
+  const bool is_given = call.score == ScoreKind::kGiven;
+  return {is_given ? d_value : d_key,
+          is_given ? nullptr : d_value,
+          nullptr,
+          nullptr,
+          nullptr,
+          OfBatch<C>(call.d_bias, b, call.problem.rows * call.heads)};
+}
 
 JB_INLINE bool IsBelow(int64_t id, int64_t count) { return static_cast<uint64_t>(id) < static_cast<uint64_t>(count); }
 
@@ -705,52 +400,254 @@ void FindBorders(const SegmentCall& call, int64_t first_id, int64_t edges, int64
   borders[chunks] = {edges, segments};
 }
 
-// Dropped edges may stand between those of a segment. If the ids are not sorted, edges of earlier segments are dropped.
-template <typename Pass>
-void RunChunk(const AttentionCall& call, int64_t batch, ChunkBorder begin, ChunkBorder end, Pass& pass) {
-  const Problem& problem = call.problem;
-  const int32_t* const gather_ids = OfElement(call.gather_ids, call.gather_ids_are_shared, batch, problem.rows);
-  const EdgeNumbers numbers(call.edge_order, call.edge_order_is_shared, batch, problem.rows);
-  const SegmentIds ids(call);
-  const int64_t first_id = problem.IdIndex(batch, 0), segments = problem.segments;
-  int64_t place = begin.place;
-  for (int64_t segment = begin.segment; segment < end.segment; ++segment) {
-    bool is_empty = true, is_first = true;
-    for (; place < end.place; ++place) {
-      const int64_t id = ids[first_id + place];
-      if (id > segment && id < segments) break;
-      const int64_t coming = place + kEdgePrefetchDistance;
-      if (coming < end.place) pass.PrefetchEdge(NearestRow(gather_ids[coming], call.num_rows), numbers[coming]);
-      if (id != segment || (!Pass::kClips && !IsBelow(gather_ids[place], call.num_rows))) continue;
-      if (is_empty) pass.Start(segment);
-      is_empty = false;
-      pass.Add(NearestRow(gather_ids[place], call.num_rows), numbers[place]);
-      if (pass.IsFull()) {
-        pass.Fold(is_first);
-        is_first = false;
+template <typename T, typename Score, Pass kPass>
+class AttentionPass {
+ public:
+  using C = ComputeType<T>;
+
+  AttentionPass(const AttentionCall& call, int64_t b, const Results<T>& results)
+      : heads_{Score::Of(call), call.heads, call.head_features, nullptr},
+        num_heads_(call.heads),
+        features_(call.problem.features),
+        segments_(call.problem.segments),
+        num_rows_(call.num_rows),
+        block_edges_(std::clamp<int64_t>(kBlockNumbers / std::max<int64_t>(1, features_), 1, kMaxBlockEdges)),
+        rows_are_far_(AreFar((segments_ + num_rows_) * features_, sizeof(T))),
+        first_id_(call.problem.IdIndex(b, 0)),
+        ids_(call),
+        gather_ids_(OfElement(call.gather_ids, call.gather_ids_are_shared, b, call.problem.rows)),
+        numbers_(call.edge_order, call.edge_order_is_shared, b, call.problem.rows),
+        rows_of_edges_(call.rows_of_edges.Of<int32_t>(b, call.problem.rows)),
+        bias_(call.bias.Of<C>(b, call.problem.rows * num_heads_)),
+        results_(results) {
+    const AttentionOperand* const operands[kOperands] = {&call.query, &call.key, &call.value, &call.d_output};
+    ForEachOperand([&](auto operand) {
+      const int64_t extent = BelongsToSegments(kPass, operand) ? segments_ : num_rows_;
+      operands_[operand] = operands[operand]->template Of<T>(b, extent * features_);
+    });
+    const int64_t queries = BelongsToSegments(kPass, kQuery) ? segments_ : num_rows_, size = queries * num_heads_;
+    softmax_ = {call.maxima.Of<C>(b, size), call.totals.Of<C>(b, size), call.means.Of<C>(b, size)};
+    memory_ = Allocate<C>(PlaceAll(nullptr) + kLine);
+    if (memory_ == nullptr) return;
+    PlaceAll(AlignUp(memory_.get(), kCacheLine));
+    WriteZeros(empty_.first_sums, features_);
+    WriteZeros(empty_.second_sums, features_);
+    std::fill_n(empty_.maxima, num_heads_, kLowestLogit<C>);
+    std::fill_n(empty_.totals, num_heads_, C{0});
+    if constexpr (Score::kIsAdditive) {
+      heads_.score_weights = NumbersOf(call.score_weights.Of<T>(b, features_), features_, score_weights_);
+    }
+  }
+
+  bool has_memory() const { return memory_ != nullptr; }
+
+  // Dropped edges may stand between those of a segment. If the ids are not sorted, edges of earlier segments are dropped.
+  void Run(ChunkBorder begin, ChunkBorder end) {
+    int64_t segment_of_last = -1, next_segment = begin.segment;
+    for (int64_t place = begin.place; place < end.place; ++place) {
+      const int64_t coming = place + kEdgePrefetchDistance, segment = ids_[first_id_ + place];
+      if (coming < end.place) Prefetch(NearestRow(gather_ids_[coming], num_rows_), numbers_[coming]);
+      if (!IsBelow(segment, end.segment) || (segment < next_segment && segment != segment_of_last)) continue;
+      if (kPass == Pass::kByRow && !IsBelow(gather_ids_[place], num_rows_)) continue;
+      if (segment != segment_of_last) {
+        while (next_segment < segment) Finish(next_segment++, empty_);
+        segment_of_last = next_segment++;
+        if (!Fits(place, end.place)) Fold();
+      }
+      Add(segment, NearestRow(gather_ids_[place], num_rows_), numbers_[place]);
+      if (block_.count == block_edges_) Fold();
+    }
+    Fold();
+    FinishCarried();
+    while (next_segment < end.segment) Finish(next_segment++, empty_);
+    if constexpr (kPass == Pass::kByRow && Score::kIsGiven) RunRowless(begin, end);
+  }
+
+ private:
+  static constexpr int64_t kLine = kCacheLine / sizeof(C);
+  static constexpr bool kHasSecondSums = HasSecondSums(kPass, Score::kIsGiven, Score::kIsAdditive);
+
+  // Calls body with each operand that the pass has, as a constant.
+  template <typename Body>
+  JB_INLINE static void ForEachOperand(const Body& body) {
+    if constexpr (HasOperand<Score>(kPass, kQuery)) body(std::integral_constant<int, kQuery>{});
+    if constexpr (HasOperand<Score>(kPass, kKey)) body(std::integral_constant<int, kKey>{});
+    if constexpr (HasOperand<Score>(kPass, kValue)) body(std::integral_constant<int, kValue>{});
+    if constexpr (HasOperand<Score>(kPass, kDOutput)) body(std::integral_constant<int, kDOutput>{});
+  }
+
+  // The last edges may belong to no segment. The gradients of their logits take the values of other rows.
+  void RunRowless(ChunkBorder begin, ChunkBorder end) {
+    for (int64_t place = end.place; place > begin.place && !IsBelow(ids_[first_id_ + place - 1], segments_); --place) {
+      const int64_t row = gather_ids_[place - 1], edge = numbers_[place - 1];
+      if (!IsBelow(row, num_rows_)) continue;
+      Add(NearestRow(rows_of_edges_[edge], segments_), row, edge);
+      if (block_.count == block_edges_) Compute();
+    }
+    Compute();
+  }
+
+  // Places all arrays in `memory`, and returns how many numbers they have.
+  int64_t PlaceAll(C* memory) {
+    C* next = memory;
+    const auto take = [&](int64_t count) {
+      C* const array = next;
+      next += (count + kLine - 1) / kLine * kLine;
+      return array;
+    };
+    const auto take_states = [&](int64_t count) {
+      return SegmentStates<C>{take(count * features_), take(count * features_), take(count * num_heads_),
+                              take(count * num_heads_)};
+    };
+    logits_ = take(block_edges_ * num_heads_);
+    probabilities_ = take(block_edges_ * num_heads_);
+    score_weights_ = take(features_);
+    for (C*& rows : widened_) rows = take(kHoldsRows<T> ? block_edges_ * features_ : 0);
+    of_runs_ = take_states(block_edges_);
+    carry_ = take_states(1);
+    empty_ = take_states(1);
+    return next - memory;
+  }
+
+  // Whether the segment that begins at `place` joins those of the block, because the rest has room for it.
+  bool Fits(int64_t place, int64_t end) const {
+    const auto id = [&](int64_t i) { return ids_[first_id_ + i]; };
+    const int64_t segment = id(place);
+    if (block_.count * features_ >= kPackedNumbers) return false;
+    int64_t room = block_edges_ - block_.count;
+    if (place + room >= end || (id(place + room) != segment && IsBelow(id(place + room), segments_))) return true;
+    for (; place < end; ++place) {  // there may be dropped edges
+      if (id(place) == segment && room-- == 0) return false;
+      if (id(place) != segment && IsBelow(id(place), segments_)) break;
+    }
+    return true;
+  }
+
+  JB_INLINE void Prefetch(int64_t row, int64_t edge) const {
+    if (rows_are_far_) {
+      ForEachOperand([&](auto operand) __attribute__((always_inline)) {
+        if constexpr (!BelongsToSegments(kPass, operand)) {
+          PrefetchRow(operands_[operand] + row * features_, features_);
+        }
+      });
+    }
+    if constexpr (kPass == Pass::kByRow) {
+      for (const C* array : {softmax_.maxima, softmax_.totals, softmax_.means}) {
+        __builtin_prefetch(array + row * num_heads_);
       }
     }
-    if (pass.HasEdges()) pass.Fold(is_first);
-    if (is_empty) {
-      pass.WriteEmpty(segment);
-    } else {
-      pass.Finish(segment);
-    }
+    if (bias_ != nullptr) __builtin_prefetch(bias_ + edge * num_heads_);
   }
-  if constexpr (Pass::kTakesRowlessEdges) {
-    // The last edges. Each may have a row of its own.
-    for (place = end.place; place > begin.place && !IsBelow(ids[first_id + place - 1], segments); --place) {
-      const int64_t row = gather_ids[place - 1], edge = numbers[place - 1];
-      if (!IsBelow(row, call.num_rows)) continue;
-      pass.StartRowless(edge);
-      pass.Add(row, edge);
-      pass.Fold(/*is_first=*/true);
-    }
-  }
-}
 
-// Returns false if memory allocation fails. kTakesGiven: whether the logits may be given.
-template <template <typename, typename> class Pass, bool kTakesGiven, typename Call>
+  // Adds an edge to the block, which is not full.
+  JB_INLINE void Add(int64_t segment, int64_t row, int64_t edge) {
+    const int64_t e = block_.count++;
+    const bool begins_run = e == 0 || segment != block_.segments[e - 1];
+    if (begins_run) block_.run_begins[block_.runs++] = e;
+    ForEachOperand([&](auto operand) __attribute__((always_inline)) {
+      constexpr bool kOfSegment = BelongsToSegments(kPass, operand);
+      const C** const rows = block_.rows[operand];
+      rows[e] = kOfSegment && !begins_run ? rows[e - 1]
+                                          : NumbersOf(operands_[operand] + (kOfSegment ? segment : row) * features_,
+                                                      features_, widened_[operand] + e * features_);
+    });
+    if (Score::kIsAdditive) block_.rows[kValue][e] = block_.rows[kKey][e];
+    block_.first_heads[e] = (BelongsToSegments(kPass, kQuery) ? segment : row) * num_heads_;
+    block_.segments[e] = segment;
+    block_.edges[e] = edge;
+    C* const logits = logits_ + e * num_heads_;
+    if (bias_ == nullptr) {
+      std::fill_n(logits, num_heads_, C{0});
+    } else {
+      std::copy_n(bias_ + edge * num_heads_, num_heads_, logits);
+    }
+  }
+
+  // Computes the states of the runs of the block, and empties it. Returns the number of runs.
+  int64_t Compute() {
+    const int64_t runs = block_.runs;
+    block_.run_begins[runs] = block_.count;
+    if constexpr (kPass == Pass::kForward) {
+      ForwardBlock(heads_, block_, logits_, of_runs_);
+    } else {
+      GradientBlock<kPass>(heads_, block_, softmax_, logits_, probabilities_, of_runs_);
+    }
+    for (int64_t e = 0; results_.d_bias != nullptr && e < block_.count; ++e) {
+      std::copy_n(logits_ + e * num_heads_, num_heads_, results_.d_bias + block_.edges[e] * num_heads_);
+    }
+    block_.count = block_.runs = 0;
+    return runs;
+  }
+
+  // Computes the block, and finishes its segments but the last one, which may have more edges.
+  void Fold() {
+    const int64_t runs = Compute();
+    for (int64_t run = 0; run < runs; ++run) {
+      const int64_t segment = block_.segments[block_.run_begins[run]];
+      const SegmentStates<C> state = of_runs_.At(run, num_heads_, features_);
+      if (segment == carried_segment_) {
+        MergeIntoCarry(state);
+        continue;
+      }
+      FinishCarried();
+      if (run + 1 < runs) {
+        Finish(segment, state);
+      } else {
+        carried_segment_ = segment;
+        std::copy_n(state.first_sums, features_, carry_.first_sums);
+        if (kHasSecondSums) std::copy_n(state.second_sums, features_, carry_.second_sums);
+        std::copy_n(state.maxima, num_heads_, carry_.maxima);
+        std::copy_n(state.totals, num_heads_, carry_.totals);
+      }
+    }
+  }
+
+  void MergeIntoCarry(const SegmentStates<C>& later) {
+    if constexpr (kPass == Pass::kForward) return MergeStates(num_heads_, heads_.head_features, later, carry_);
+    AddSums(features_, later.first_sums, carry_.first_sums);
+    if (kHasSecondSums) AddSums(features_, later.second_sums, carry_.second_sums);
+  }
+
+  void FinishCarried() {
+    if (carried_segment_ >= 0) Finish(carried_segment_, carry_);
+    carried_segment_ = -1;
+  }
+
+  // Writes the results of a segment.
+  void Finish(int64_t segment, const SegmentStates<C>& state) const {
+    const int64_t cell = segment * features_;
+    if constexpr (kPass == Pass::kForward) {
+      DivideByTotals(num_heads_, heads_.head_features, state.totals, state.first_sums);
+      std::copy_n(state.maxima, num_heads_, results_.maxima + segment * num_heads_);
+      std::copy_n(state.totals, num_heads_, results_.totals + segment * num_heads_);
+    }
+    WriteRow(state.first_sums, features_, results_.first + cell);
+    if (results_.second != nullptr) WriteRow(state.second_sums, features_, results_.second + cell);
+    if (results_.d_score_weights != nullptr) std::copy_n(state.second_sums, features_, results_.d_score_weights + cell);
+  }
+
+  ScoredHeads<Score> heads_;
+  const int64_t num_heads_, features_, segments_, num_rows_, block_edges_;
+  const bool rows_are_far_;
+  const int64_t first_id_;
+  const SegmentIds ids_;
+  const int32_t* const gather_ids_;
+  const EdgeNumbers numbers_;
+  const int32_t* const rows_of_edges_;
+  const T* operands_[kOperands];
+  const C* const bias_;
+  Softmax<C> softmax_;
+  const Results<T> results_;
+  EdgeBlock<C> block_;
+  int64_t carried_segment_ = -1;  // whose state is carry_
+  std::unique_ptr<C[]> memory_;
+  C *logits_, *probabilities_, *score_weights_;
+  C* widened_[kOperands];
+  SegmentStates<C> of_runs_, carry_, empty_;
+};
+
+// Returns false if memory allocation fails.
+template <Pass kPass, typename Call>
 bool RunPass(ffi::ThreadPool& pool, const Call& call) {
   const Problem& problem = call.problem;
   const int64_t edges = call.num_rows == 0 || problem.features == 0 ? 0 : problem.rows;
@@ -764,25 +661,22 @@ bool RunPass(ffi::ThreadPool& pool, const Call& call) {
     FindBorders(call, problem.IdIndex(b, 0), edges, chunks, borders.get() + b * (chunks + 1));
   }
   std::atomic<bool> has_memory{true};
-  const auto run = [&](auto type, auto score) {
-    using T = typename decltype(type)::type;
-    using C = ComputeType<T>;
-    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-      const int64_t b = index / chunks, list = problem.ids_are_shared ? 0 : b;
-      const ChunkBorder* const border = borders.get() + list * (chunks + 1) + index % chunks;
-      if (border[0].segment == border[1].segment) return;
-      Buffers<C> buffers(call.heads, problem.features, kHoldsRows<T>);
-      if (!buffers.has_memory()) {
-        has_memory = false;
-        return;
-      }
-      Pass<T, decltype(score)> pass(call, b, &buffers);
-      RunChunk(call, b, border[0], border[1], pass);
-    });
-  };
   DispatchFloating(call.type, [&](auto type) {
-    using C = ComputeType<typename decltype(type)::type>;
-    DispatchScore<C, kTakesGiven>(call, [&](auto score) { run(type, score); });
+    using T = typename decltype(type)::type;
+    DispatchScore<ComputeType<T>, kPass != Pass::kBySegment>(call, [&](auto score) {
+      ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+        const int64_t b = index / chunks, list = problem.ids_are_shared ? 0 : b;
+        const ChunkBorder* const border = borders.get() + list * (chunks + 1) + index % chunks;
+        if (border[0].segment == border[1].segment) return;
+        AttentionPass<T, decltype(score), kPass> pass(call, b,
+                                                      ResultsOf<T>(call, b, problem.segments * problem.features));
+        if (pass.has_memory()) {
+          pass.Run(border[0], border[1]);
+        } else {
+          has_memory = false;
+        }
+      });
+    });
   });
   return has_memory;
 }
@@ -790,7 +684,7 @@ bool RunPass(ffi::ThreadPool& pool, const Call& call) {
 bool RunForward(ffi::ThreadPool& pool, const AttentionForwardCall& call) {
   const Problem& problem = call.problem;
   AdviseHugePages(call.output, problem.batch * problem.segments * problem.features * ElementBytes(call.type));
-  return RunPass<ForwardPass, /*kTakesGiven=*/true>(pool, call);
+  return RunPass<Pass::kForward>(pool, call);
 }
 
 // Dropped edges, and edges missing from an invalid order, get 0.
@@ -802,7 +696,7 @@ bool RunBySegment(ffi::ThreadPool& pool, const AttentionBySegmentCall& call) {
   const Problem& problem = call.problem;
   ZeroBiasGradient(pool, call, call.d_bias);
   AdviseHugePages(call.d_query, problem.batch * problem.segments * problem.features * ElementBytes(call.type));
-  return RunPass<BySegmentPass, /*kTakesGiven=*/false>(pool, call);
+  return RunPass<Pass::kBySegment>(pool, call);
 }
 
 bool RunByRow(ffi::ThreadPool& pool, const AttentionByRowCall& call) {
@@ -812,7 +706,7 @@ bool RunByRow(ffi::ThreadPool& pool, const AttentionByRowCall& call) {
     if (result != nullptr) AdviseHugePages(result, bytes);
   }
   ZeroBiasGradient(pool, call, call.d_bias);
-  return RunPass<ByRowPass, /*kTakesGiven=*/true>(pool, call);
+  return RunPass<Pass::kByRow>(pool, call);
 }
 
 template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>

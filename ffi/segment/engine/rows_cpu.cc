@@ -347,7 +347,9 @@ int64_t BytesOfWork(const Problem& problem, int64_t row_bytes) {
 
 int64_t RowBytes(const RowReduction& reduction) { return reduction.problem.features * reduction.type.element_bytes; }
 
-bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts) {
+// `then` may be nullptr.
+bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts,
+                  const FunctionRef<void(const Block&, const RowBlock&)>* then) {
   const Problem& problem = reduction.problem;
   const int64_t num_threads = NumThreads(pool, BytesOfWork(problem, RowBytes(reduction)));
   const int64_t item_size = reduction.splits_features ? reduction.type.element_bytes : 0;
@@ -361,9 +363,12 @@ bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& re
       end = std::min(begin + max_segments, block.segment_end);
       FoldTarget target = cells.Start(block.batch, {begin, end});
       target.rows_are_scattered = true;
-      grouped.ForEachBlock(begin - block.segment_begin, end - block.segment_begin, begin, reduction.block_rows,
-                           [&](const RowBlock& rows) { reduction.Fold(rows, target); });
+      const auto for_each_block = [&](FunctionRef<void(const RowBlock&)> body) {
+        grouped.ForEachBlock(begin - block.segment_begin, end - block.segment_begin, begin, reduction.block_rows, body);
+      };
+      for_each_block([&](const RowBlock& rows) { reduction.Fold(rows, target); });
       cells.Write(target, {begin, end});
+      if (then != nullptr) for_each_block([&](const RowBlock& rows) { (*then)(block, rows); });
     }
     return true;
   };
@@ -539,10 +544,27 @@ bool ReduceAll(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduct
     case Strategy::kNothing:
       return true;
     case Strategy::kGroupBySegment:
-      return ReduceGrouped(pool, ids, reduction, row_counts);
+      return ReduceGroups(pool, ids, reduction, row_counts, /*then=*/nullptr);
     default:
       return Scan(pool, ids, reduction, row_counts);
   }
+}
+
+bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction,
+                   FunctionRef<void(const Block&, const RowBlock&)> then) {
+  return ReduceGroups(pool, ids, reduction, /*row_counts=*/nullptr, &then);
+}
+
+void WriteDroppedRows(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,
+                      int64_t element_bytes) {
+  const int64_t row_bytes = problem.features * element_bytes, rows = problem.batch * problem.rows;
+  ForEachRange(pool, rows, rows * sizeof(int64_t), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t segment = ids[problem.ids_are_shared ? i % problem.rows : i];
+      if (segment >= 0 && segment < problem.segments) continue;
+      WriteZeros(static_cast<char*>(result) + i * row_bytes, row_bytes);
+    }
+  });
 }
 
 void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,

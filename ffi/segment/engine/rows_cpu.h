@@ -521,21 +521,11 @@ class GroupedRows {
   // [Begin(i), End(i)) are the positions of the rows of segment segment_begin + i.
   int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
   int32_t End(int64_t i) const { return ends_[i]; }
-  int32_t operator[](int32_t place) const { return rows_ == nullptr ? first_row_ + place : rows_[place]; }
 
   // The rows of segments [begin, end), counted from segment_begin, in blocks whose first_segment is `first_segment`,
   // that of `begin`.
   void ForEachBlock(int64_t begin, int64_t end, int64_t first_segment, int64_t max_rows,
                     FunctionRef<void(const RowBlock&)> body) const;
-
-  // Calls body(row) for the rows at positions [begin, end), and prefetch(row) for rows ahead.
-  template <typename Prefetch, typename Body>
-  JB_INLINE void ForEachRow(int32_t begin, int32_t end, const Prefetch& prefetch, const Body& body) const {
-    for (int32_t place = begin; place < end; ++place) {
-      if (place + kPrefetchDistance < size_) prefetch((*this)[place + kPrefetchDistance]);
-      body((*this)[place]);
-    }
-  }
 
  private:
   std::unique_ptr<int32_t[]> ends_;
@@ -556,6 +546,11 @@ struct Block {
 // body.
 bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, int64_t item_size, int64_t num_threads,
                          SegmentIds ids, FunctionRef<bool(const Block&, const GroupedRows&)> body);
+
+// Reduces all rows, grouped by segment. Calls then(block, rows) for the rows of a few segments whose results are written.
+// Returns false if allocation fails.
+bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction,
+                   FunctionRef<void(const Block&, const RowBlock&)> then);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Results with one row per input row.
@@ -602,18 +597,9 @@ inline Plan PlanOfGather(const PlanParameters& parameters) {
 void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,
                           int64_t element_bytes, int64_t max_rows, FunctionRef<void(int64_t, const RowBlock&)> body);
 
-// Writes zeros to the dropped rows of a batch element. Only blocks with the first segments do so, each in its own
-// features.
-template <typename T>
-void WriteDroppedRows(const Problem& problem, const Block& block, SegmentIds ids, T* result) {
-  if (block.segment_begin != 0) return;
-  T* const rows = result + block.batch * problem.rows * problem.features;
-  for (int64_t row = 0; row < problem.rows; ++row) {
-    const int64_t segment = ids[problem.IdIndex(block.batch, row)];
-    if (segment >= 0 && segment < problem.segments) continue;
-    WriteZeros(rows + row * problem.features + block.feature_begin, block.feature_end - block.feature_begin);
-  }
-}
+// Writes zeros to the dropped rows of a result [batch, rows, features].
+void WriteDroppedRows(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,
+                      int64_t element_bytes);
 
 // Writes the rows of a block to the result of a batch element: write(row, segment, to) for the rows of a segment, zeros
 // for dropped rows. Calls prefetch(segment) ahead.

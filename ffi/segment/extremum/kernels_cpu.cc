@@ -199,6 +199,7 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   const SegmentIds ids(call);
   if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !AreSorted(problem, ids)) {
     AdviseHugePages(call.d_data, problem.batch * problem.rows * problem.features * sizeof(T));
+    WriteDroppedRows(pool, problem, ids, call.d_data, sizeof(T));
     const auto write = [&](const Block& block, const GroupedRows& grouped) {
       const auto arrays = ArraysOfBatch<T>(call, block.batch);
       const StreamBuffer<Bits> buffer(problem.features);
@@ -206,7 +207,6 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
       grouped.ForEachBlock(
           0, block.segment_end - block.segment_begin, block.segment_begin, kConvertedIds,
           [&](const RowBlock& rows) { GradientOfWideRows(rows, problem.segments, problem.features, arrays, &buffer); });
-      WriteDroppedRows(problem, block, ids, static_cast<Bits*>(call.d_data));
       FinishStreaming();
       return true;
     };

@@ -25,7 +25,4 @@ ffi::Error HandleLogSumExp(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   return kRun(context, kOp, scratch, &call);
 }
 
-// The CPU kernel, which softmax runs too. Returns false if memory allocation fails.
-bool RunLogSumExp(ffi::ThreadPool& pool, const LogSumExpCall& call);
-
 }  // namespace jax_baracuda::segment

@@ -6,10 +6,6 @@
 
 #include "ffi/segment/problem.h"
 
-#ifndef __CUDACC__
-#include "ffi/core/exp_cpu.h"
-#endif
-
 namespace jax_baracuda::segment {
 
 struct LogSumExpCall : SegmentCall {
@@ -23,11 +19,7 @@ struct LogSumExpCall : SegmentCall {
 
 template <typename C>
 JB_ALWAYS_INLINE C Exponential(C x) {
-#ifdef __CUDACC__
   return std::exp(x);
-#else
-  return Exp(x);  // vectorises
-#endif
 }
 
 // The state of a cell after some of its rows: their maximum, NaN if one of them is NaN, and the total of

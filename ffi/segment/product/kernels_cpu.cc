@@ -1,5 +1,7 @@
 // The CPU kernels of segment_prod and its gradient. Rows with only ordinary numbers use a shorter form of the
 // arithmetic of arithmetic.h, with the same results.
+//
+// The gradient multiplies products and cotangents once per cell. Each row then divides these numerators by its numbers.
 
 #include <algorithm>
 #include <cstdint>
@@ -8,7 +10,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/engine/map_rows_cpu.h"
 #include "ffi/segment/product/arithmetic.h"
 #include "ffi/segment/product/handler.h"
 
@@ -28,6 +30,14 @@ inline constexpr int kShiftedField = (kFirstShiftedField<C> + FloatingFormat<C>:
 template <typename C>
 JB_INLINE bool IsShifted(C cell) {
   return FieldOf(cell) >= kFirstShiftedField<C>;
+}
+
+template <typename C>
+JB_INLINE bool AnyIsShifted(const C* cells, int64_t count) {
+  SignedBits<C> any = 0;
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) any |= IsShifted(cells[i]) ? 1 : 0;
+  return any != 0;
 }
 
 // 0 if `product` is normal and of the same form as the cell, so that it can replace the cell; otherwise 1.
@@ -86,16 +96,7 @@ struct FloatingProduct {
   void Convert(const T* from, int64_t count, First* to) const { Widen(from, count, to); }
 
   JB_INLINE void Merge(int64_t count, CellsOf<FloatingProduct> later, CellsOf<FloatingProduct> cells) const {
-    SignedBits<First> leaves = 0;
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) {
-      leaves |= LeavesSide(cells.first[i], cells.first[i] * later.first[i]) | (IsShifted(later.first[i]) ? 1 : 0);
-    }
-    if (leaves == 0) {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) cells.first[i] *= later.first[i];
-      return;
-    }
+    if (!AnyIsShifted(later.first, count)) return FoldNumbers(later.first, count, cells);
     for (int64_t i = 0; i < count; ++i) {
       SetShifted(ProductOfBoth(ProductOf(cells, i), ProductOf(later, i)), cells, i);
     }
@@ -115,27 +116,17 @@ struct FloatingProduct {
   JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
                        CellsOf<FloatingProduct> cells) const {
     T* const to = output + first_cell;
-    SignedBits<First> are_shifted = 0;
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) are_shifted |= IsShifted(cells.first[i]) ? 1 : 0;
-    if (are_shifted == 0) {
-      WriteNumbers(cells.first, count, to);
-    } else {
+    if (AnyIsShifted(cells.first, count)) {
       StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) { return ValueOf(ProductOf(cells, i)); });
+    } else {
+      WriteNumbers(cells.first, count, to);
     }
     if (mantissa == nullptr) return;
-    const auto write_residuals = [&](auto packed_of) __attribute__((always_inline)) {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) {
-        const auto residual = Residual<First>::Of(cells.first[i], packed_of(i));
-        packed[first_cell + i] = residual.packed;
-        mantissa[first_cell + i] = residual.mantissa;
-      }
-    };
-    if (are_shifted == 0) {
-      write_residuals([](int64_t) __attribute__((always_inline)) { return int32_t{0}; });
-    } else {
-      write_residuals([&](int64_t i) __attribute__((always_inline)) { return ProductOf(cells, i).packed; });
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      const auto residual = Residual<First>::Of(cells.first[i], ProductOf(cells, i).packed);
+      packed[first_cell + i] = residual.packed;
+      mantissa[first_cell + i] = residual.mantissa;
     }
   }
 };
@@ -171,7 +162,7 @@ struct IntegerProduct {
   }
 };
 
-constexpr int64_t kBlockNumbers = 128;  // per block of narrow rows; one unusual number slows down a whole block
+constexpr int64_t kDividedNumbers = 128;  // one unusual number slows down so many
 
 // Bounds of exponents, so that intermediates of (product * cotangent) / number neither overflow nor underflow.
 template <typename C>
@@ -179,157 +170,47 @@ inline constexpr SignedBits<C> kMaxProduct = FloatingFormat<C>::kExponentBias / 
 template <typename C>
 inline constexpr SignedBits<C> kMaxOther = kMaxProduct<C> / 2 - 1;
 
-// The cells of a batch element, or copies of some of them.
-template <typename T>
-struct CellsOfGradient {
-  const T* d_output;
-  const ComputeType<T>* mantissa;
-  const int32_t* packed;
-
-  static CellsOfGradient OfBatch(const ProductBackwardCall& call, int64_t batch) {
-    const int64_t first = batch * call.problem.segments * call.problem.features;
-    const int64_t product = call.product_is_shared ? 0 : first;
-    return {static_cast<const T*>(call.d_output) + (call.d_output_is_shared ? 0 : first),
-            static_cast<const ComputeType<T>*>(call.mantissa) + product, call.packed + product};
-  }
-};
-
-// The general formula, for `count` elements of a row. The cells are those from `cell` on.
-template <typename T>
-JB_CPU_CLONES void GradientOfAnyRow(const CellsOfGradient<T> cells, int64_t cell, const T* data, int64_t count,
-                                    T* d_row) {
-  using C = ComputeType<T>;
+// Products of cells times their cotangents; NaN for a cell that needs the general formula.
+template <typename T, typename C>
+JB_CPU_CLONES void WriteNumerators(const T* d_output, const C* mantissa, const int32_t* packed, int64_t count, C* to) {
   JB_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
-    const Residual<C> product{cells.mantissa[cell + i], cells.packed[cell + i]};
-    Store(product.OfOthersTimes(static_cast<C>(data[i]), static_cast<C>(cells.d_output[cell + i])), d_row + i);
-  }
-}
-
-// The product of each cell of [begin, end) times its cotangent; NaN if the cell needs the general formula.
-template <typename T, typename C>
-JB_CPU_CLONES void WriteNumerators(const CellsOfGradient<T> cells, int64_t begin, int64_t end, C* to) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < end - begin; ++i) {
-    const C d_output = static_cast<C>(cells.d_output[begin + i]);
-    const Residual<C> residual{cells.mantissa[begin + i], cells.packed[begin + i]};
+    const C factor = static_cast<C>(d_output[i]);
+    const Residual<C> residual{mantissa[i], packed[i]};
     const SignedBits<C> exponent = residual.Exponent();
     const C product = WithExponent(residual.mantissa, exponent);
     const bool is_enough = (residual.packed & kCountMask) == 0 && std::abs(exponent) <= kMaxProduct<C> &&
-                           (d_output == 0 || std::abs(ExponentOf(d_output)) <= kMaxOther<C>);
-    to[i] = is_enough ? product * d_output : std::numeric_limits<C>::quiet_NaN();
+                           (factor == 0 || std::abs(ExponentOf(factor)) <= kMaxOther<C>);
+    to[i] = is_enough ? product * factor : std::numeric_limits<C>::quiet_NaN();
   }
 }
 
-// Writes the gradient as numerator / number and returns true, unless an element needs the general formula.
-template <typename T, typename C, typename Number>
-JB_INLINE bool Divide(const C* numerators, const Number* numbers, int64_t width, T* d_row) {
+// Writes the gradient as numerator / number. Returns false if a number needs the general formula.
+template <typename T, typename C>
+JB_CPU_CLONES bool Divide(const C* numerators, const T* data, int64_t count, T* d_data) {
   SignedBits<C> unusual = 0;
+  ForEachPart(data, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < part; ++i) {
+      const C numerator = numerators[begin + i];
+      const bool is_far = std::abs(ExponentOf(static_cast<C>(numbers[i]))) > kMaxOther<C>;
+      unusual |= numerator != numerator || is_far ? 1 : 0;
+    }
+    StoreEach(part, d_data + begin, [&](int64_t i) __attribute__((always_inline)) {
+      return numerators[begin + i] / static_cast<C>(numbers[i]);
+    });
+  });
+  return unusual == 0;
+}
+
+// The general formula.
+template <typename T, typename C>
+JB_CPU_CLONES void WriteGradients(const T* d_output, const C* mantissa, const int32_t* packed, const T* data,
+                                  int64_t count, T* d_data) {
   JB_VECTORIZE
-  for (int64_t i = 0; i < width; ++i) {
-    const bool is_far = std::abs(ExponentOf(static_cast<C>(numbers[i]))) > kMaxOther<C>;
-    unusual |= numerators[i] != numerators[i] || is_far ? 1 : 0;
-  }
-  if (unusual != 0) return false;
-  StoreEach(width, d_row,
-            [&](int64_t i) __attribute__((always_inline)) { return numerators[i] / static_cast<C>(numbers[i]); });
-  return true;
-}
-
-// Divides the numbers of a row, or of a block of rows. Returns false if an element needs the general formula.
-template <typename T, typename C>
-JB_INLINE bool DivideAll(const C* numerators, const T* data, int64_t count, T* d_data) {
-  bool is_done = true;
-  ForEachPart(data, count, [&](int64_t first, int64_t numbers, const auto* part) __attribute__((always_inline)) {
-    is_done = is_done && Divide(numerators + first, part, numbers, d_data + first);
-  });
-  return is_done;
-}
-
-template <typename T, typename C>
-JB_CPU_CLONES bool DivideBlock(const C* numerators, const T* data, int64_t count, T* d_data) {
-  return DivideAll(numerators, data, count, d_data);
-}
-
-// Whether to multiply products and cotangents once per cell, so that each row reads only one scattered array.
-bool UsesNumerators(const Problem& problem) {
-  if (problem.segments == 0) return false;
-  return problem.features <= kMaxNarrowWidth ? 4 * problem.rows >= problem.segments
-                                             : problem.rows >= kMinRowsPerCellRow * problem.segments;
-}
-
-// Copies the numerators of the narrow rows of a block, one row after another; arbitrary ones for dropped rows.
-// Returns whether there are dropped rows.
-template <typename C>
-JB_AVX2 bool CopyNumerators(const C* numerators, const RowBlock block, uint64_t segments, int64_t features, C* to) {
-  bool has_dropped = false;
-  DispatchNarrow(features, [&](auto width) __attribute__((always_inline)) {
-    for (int64_t i = 0; i < block.count; ++i) {
-      const int64_t ahead = i + kScanPrefetchDistance;
-      if (ahead < block.known && static_cast<uint64_t>(block.ids[ahead]) < segments) {
-        __builtin_prefetch(numerators + (block.first_segment + block.ids[ahead]) * width);
-      }
-      const bool is_member = static_cast<uint64_t>(block.ids[i]) < segments;
-      has_dropped = has_dropped || !is_member;
-      const C* const from = numerators + (is_member ? (block.first_segment + block.ids[i]) * width : 0);
-      for (int64_t j = 0; j < width; ++j) to[i * width + j] = from[j];
-    }
-  });
-  return has_dropped;
-}
-
-// `numerators` are those of a batch element, or nullptr if they are computed for each row.
-template <typename T, typename C>
-JB_CPU_CLONES void GradientOfWideRows(const RowBlock block, int64_t segments, int64_t features,
-                                      const CellsOfGradient<T> cells, const C* numerators, const T* data, T* d_data) {
-  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    if (numerators != nullptr) return PrefetchRow(numerators + segment * features, features);
-    PrefetchRow(cells.d_output + segment * features, features);
-    PrefetchRow(cells.mantissa + segment * features, features);
-    PrefetchRow(cells.packed + segment * features, features);
-  };
-  WriteRowsOfBlock(block, segments, features, d_data, prefetch,
-                   [&](int64_t row, int64_t segment, T* d_row) __attribute__((always_inline)) {
-                     const T* const numbers = data + row * features;
-                     C of_row[kWidenedAtOnce];
-                     for (int64_t begin = 0; begin < features; begin += kWidenedAtOnce) {
-                       const int64_t count = std::min(kWidenedAtOnce, features - begin);
-                       const int64_t cell = segment * features + begin;
-                       if (numerators == nullptr) WriteNumerators(cells, cell, cell + count, of_row);
-                       const C* const from = numerators == nullptr ? of_row : numerators + cell;
-                       if (DivideAll(from, numbers + begin, count, d_row + begin)) continue;
-                       GradientOfAnyRow(cells, cell, numbers + begin, count, d_row + begin);
-                     }
-                   });
-}
-
-// `numerators` are those of a batch element.
-template <typename T, typename C>
-void GradientOfNarrowRows(const RowBlock& block, int64_t num_segments, int64_t features,
-                          const CellsOfGradient<T>& cells, const C* numerators, const T* data, T* d_data) {
-  const uint64_t segments = static_cast<uint64_t>(num_segments);
-  const int64_t numbers = block.count * features;
-  const T* const from = data + block.first_row * features;
-  T* const to = d_data + block.first_row * features;
-  C of_rows[kBlockNumbers];
-  const bool has_dropped = CopyNumerators(numerators, block, segments, features, of_rows);
-  const auto is_member = [&](int64_t i) { return static_cast<uint64_t>(block.ids[i]) < segments; };
-  if (!DivideBlock(of_rows, from, numbers, to)) {
-    T d_output[kBlockNumbers];
-    C mantissa[kBlockNumbers];
-    int32_t packed[kBlockNumbers];
-    for (int64_t row = 0; row < block.count; ++row) {
-      const int64_t first_cell = is_member(row) ? (block.first_segment + block.ids[row]) * features : 0;
-      for (int64_t i = 0; i < features; ++i) {
-        d_output[row * features + i] = cells.d_output[first_cell + i];
-        mantissa[row * features + i] = cells.mantissa[first_cell + i];
-        packed[row * features + i] = cells.packed[first_cell + i];
-      }
-    }
-    GradientOfAnyRow(CellsOfGradient<T>{d_output, mantissa, packed}, 0, from, numbers, to);
-  }
-  for (int64_t i = 0; has_dropped && i < block.count; ++i) {
-    if (!is_member(i)) WriteZeros(to + i * features, features);
+  for (int64_t i = 0; i < count; ++i) {
+    const Residual<C> product{mantissa[i], packed[i]};
+    Store(product.OfOthersTimes(static_cast<C>(data[i]), static_cast<C>(d_output[i])), d_data + i);
   }
 }
 
@@ -338,35 +219,39 @@ template <typename T>
 bool GradientOfAll(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
-  // Without a result, arrays may have any number of segments.
-  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return true;
-  const int64_t segments = problem.segments, features = problem.features, cells_per_batch = segments * features;
-  std::unique_ptr<C[]> numerators;
-  if (UsesNumerators(problem)) {
-    numerators = Allocate<C>(problem.batch * cells_per_batch);
-    if (numerators == nullptr) return false;
-    const int64_t chunks = ChunksFor(pool, cells_per_batch * sizeof(C));
-    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-      const int64_t batch = index / chunks, begin = ChunkBegin(cells_per_batch, chunks, index % chunks);
-      WriteNumerators(CellsOfGradient<T>::OfBatch(call, batch), begin,
-                      ChunkBegin(cells_per_batch, chunks, index % chunks + 1),
-                      numerators.get() + batch * cells_per_batch + begin);
-    });
-  }
-  const bool is_narrow = numerators != nullptr && IsNarrow(features);
-  ForEachBlockOfResult(pool, problem, SegmentIds(call), call.d_data, sizeof(T),
-                       is_narrow ? kBlockNumbers / features : kConvertedIds, [&](int64_t batch, const RowBlock& block) {
-                         const auto cells = CellsOfGradient<T>::OfBatch(call, batch);
-                         const C* const of_batch =
-                             numerators == nullptr ? nullptr : numerators.get() + batch * cells_per_batch;
-                         const T* const data = static_cast<const T*>(call.data) + problem.DataRow(batch, 0) * features;
-                         T* const d_data = static_cast<T*>(call.d_data) + batch * problem.rows * features;
-                         if (is_narrow) {
-                           GradientOfNarrowRows(block, segments, features, cells, of_batch, data, d_data);
-                         } else {
-                           GradientOfWideRows(block, segments, features, cells, of_batch, data, d_data);
-                         }
-                       });
+  if (problem.batch * problem.rows * problem.features == 0) return true;
+  const T* const d_output = static_cast<const T*>(call.d_output);
+  const C* const mantissa = static_cast<const C*>(call.mantissa);
+  const int64_t cells = problem.segments * problem.features, chunks = ChunksFor(pool, cells * sizeof(C));
+  const auto numerators = Allocate<C>(problem.batch * cells);
+  if (numerators == nullptr) return false;
+  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+    const int64_t batch = index / chunks, begin = ChunkBegin(cells, chunks, index % chunks);
+    const int64_t product = (call.product_is_shared ? 0 : batch * cells) + begin;
+    WriteNumerators(d_output + (call.d_output_is_shared ? 0 : batch * cells) + begin, mantissa + product,
+                    call.packed + product, ChunkBegin(cells, chunks, index % chunks + 1) - begin,
+                    numerators.get() + batch * cells + begin);
+  });
+  const auto compute = [&](const NumberBlock& block, const C* const* of_cells, T* to) {
+    const T* const data = static_cast<const T*>(call.data) + block.First(problem.rows, problem.data_is_shared);
+    C of_mantissa[kMappedNumbers];
+    T of_d_output[kMappedNumbers];
+    int32_t of_packed[kMappedNumbers];
+    bool has_cells = false;
+    for (int64_t begin = 0; begin < block.count(); begin += kDividedNumbers) {
+      const int64_t count = std::min(kDividedNumbers, block.count() - begin);
+      if (Divide(of_cells[0] + begin, data + begin, count, to + begin)) continue;
+      if (!has_cells) {
+        GatherCells(block, d_output, call.d_output_is_shared, static_cast<T*>(of_d_output));
+        GatherCells(block, mantissa, call.product_is_shared, static_cast<C*>(of_mantissa));
+        GatherCells(block, call.packed, call.product_is_shared, static_cast<int32_t*>(of_packed));
+        has_cells = true;
+      }
+      WriteGradients(of_d_output + begin, of_mantissa + begin, of_packed + begin, data + begin, count, to + begin);
+    }
+  };
+  T* const d_data = static_cast<T*>(call.d_data);
+  RowMap<T, 1, decltype(compute)>{problem, {numerators.get()}, d_data, compute}.Run(pool, SegmentIds(call));
   return true;
 }
 

@@ -1,0 +1,156 @@
+// Rows of a result, each computed from its numbers and those of the cells of its segment, on CPUs. There are two ways:
+// - In order. The numbers of cells are first copied to those of narrow rows, block by block, so that loops run over all
+//   numbers of a block.
+// - Grouped by segment, together with the reduction that computes the cells, if that groups rows: while the rows of a few
+//   segments are in a near cache. Results larger than the caches are written past them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "ffi/segment/engine/rows_cpu.h"
+
+namespace jax_baracuda::segment {
+
+inline constexpr int64_t kMappedNumbers = 2048;   // the numbers of a block
+inline constexpr int64_t kMaxGatheredWidth = 32;  // rows of up to this width are narrow
+
+// Consecutive numbers of a result [batch, rows, features]: those of a few rows, or some of one row.
+struct NumberBlock {
+  RowBlock rows;
+  int64_t batch, segments, features;  // features of a row
+  int64_t feature_begin, width;       // the features of the block
+
+  int64_t count() const { return rows.count * width; }
+  // The index of the first number in an array [batch or 1, rows, features].
+  int64_t First(int64_t rows_per_batch, bool is_shared) const {
+    return ((is_shared ? 0 : batch * rows_per_batch) + rows.first_row) * features + feature_begin;
+  }
+  JB_INLINE bool IsMember(int64_t row) const {
+    return static_cast<uint64_t>(rows.ids[row]) < static_cast<uint64_t>(segments);
+  }
+  // The first cell of a row in an array [batch or 1, segments, features]; an arbitrary one for a dropped row.
+  JB_INLINE int64_t Cell(int64_t row, bool is_shared) const {
+    const int64_t segment = IsMember(row) ? rows.first_segment + rows.ids[row] : 0;
+    return ((is_shared ? 0 : batch * segments) + segment) * features + feature_begin;
+  }
+};
+
+// Copies to each number of a block that of its cell in an array [batch or 1, segments, features]; an arbitrary one for
+// dropped rows. Returns whether there are such rows.
+template <typename T>
+JB_AVX2_CLONES bool GatherCells(const NumberBlock block, const T* cells, bool is_shared, T* to) {
+  const T* const of_batch = cells + (is_shared ? 0 : block.batch * block.segments * block.features);
+  bool has_dropped = false;
+  WithWidth(block.width, [&](auto width) __attribute__((always_inline)) {
+    T* next = to;
+    for (int64_t row = 0; row < block.rows.count; ++row, next += width) {
+      const bool is_member = block.IsMember(row);
+      const int64_t segment = is_member ? block.rows.first_segment + block.rows.ids[row] : 0;
+      std::memcpy(next, of_batch + segment * block.features + block.feature_begin,
+                  static_cast<size_t>(width) * sizeof(T));
+      has_dropped |= !is_member;
+    }
+  });
+  return has_dropped;
+}
+
+// Computes blocks of a result from the numbers of rows and of the cells of their segments:
+// compute(block, of_cells, to) writes them, given the numbers of the arrays `cells` [batch, segments, features].
+template <typename T, int kArrays, typename Compute>
+struct RowMap {
+  using C = ComputeType<T>;
+
+  const Problem& problem;
+  const C* cells[kArrays];
+  T* result;
+  Compute compute;
+
+  T* At(const NumberBlock& block) const { return result + block.First(problem.rows, /*is_shared=*/false); }
+
+  // A block of narrow rows, one after another. The cells are copied, so that loops run over all numbers.
+  void WriteNarrow(const NumberBlock& block) const {
+    C numbers[kArrays][kMappedNumbers];
+    const C* of_cells[kArrays];
+    bool has_dropped = false;
+    for (int i = 0; i < kArrays; ++i) {
+      has_dropped = GatherCells(block, cells[i], /*is_shared=*/false, static_cast<C*>(numbers[i]));
+      of_cells[i] = numbers[i];
+    }
+    T* const to = At(block);
+    compute(block, of_cells, to);
+    for (int64_t row = 0; has_dropped && row < block.rows.count; ++row) {
+      if (!block.IsMember(row)) WriteZeros(to + row * block.width, block.width);
+    }
+  }
+
+  // Each row of a block, with some of its features. If streamed, it is written past the caches.
+  void WriteWide(int64_t batch, const RowBlock& rows, int64_t feature_begin, int64_t feature_end,
+                 bool is_streamed) const {
+    alignas(kCacheLine) char memory[kMappedNumbers * sizeof(T) + kCacheLine];
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const RowBlock row{1, 1, rows.first_row + rows.offsets[i], rows.first_segment, kAllOffsets.values, rows.ids + i};
+      for (int64_t begin = feature_begin; begin < feature_end; begin += kMappedNumbers) {
+        const NumberBlock block{
+            row, batch, problem.segments, problem.features, begin, std::min(kMappedNumbers, feature_end - begin)};
+        if (!block.IsMember(0)) {
+          WriteZeros(At(block), block.width);
+          continue;
+        }
+        if (i + kPrefetchDistance < rows.known) {
+          const NumberBlock coming{{1, 1, 0, rows.first_segment, nullptr, rows.ids + i + kPrefetchDistance},
+                                   batch,
+                                   problem.segments,
+                                   problem.features,
+                                   begin,
+                                   block.width};
+          for (const C* array : cells) PrefetchRow(array + coming.Cell(0, /*is_shared=*/false), block.width);
+        }
+        const C* of_cells[kArrays];
+        for (int k = 0; k < kArrays; ++k) of_cells[k] = cells[k] + block.Cell(0, /*is_shared=*/false);
+        T* const to = At(block);
+        if (!is_streamed) {
+          compute(block, of_cells, to);
+          continue;
+        }
+        T* const computed = reinterpret_cast<T*>(memory + reinterpret_cast<uintptr_t>(to) % kCacheLine);
+        compute(block, of_cells, computed);
+        StreamLines(to, computed, block.width * static_cast<int64_t>(sizeof(T)));
+      }
+    }
+    if (is_streamed) FinishStreaming();
+  }
+
+  // All rows, in order.
+  void Run(ffi::ThreadPool& pool, SegmentIds ids) const {
+    const int64_t features = problem.features;
+    if (problem.segments == 0) {
+      return WriteZeroBytes(pool, result, problem.batch * problem.rows * features * sizeof(T));
+    }
+    const bool is_narrow = features > 0 && features <= kMaxGatheredWidth;
+    ForEachBlockOfResult(pool, problem, ids, result, sizeof(T), is_narrow ? kMappedNumbers / features : kConvertedIds,
+                         [&](int64_t batch, const RowBlock& rows) {
+                           if (!is_narrow) return WriteWide(batch, rows, 0, features, /*is_streamed=*/false);
+                           WriteNarrow({rows, batch, problem.segments, features, 0, features});
+                         });
+  }
+
+  // As Run, after a reduction of the rows to the cells. Grouped by segment, the rows of a few segments after the others
+  // are reduced and computed, while they are in a near cache. Returns false if memory allocation fails.
+  bool RunAfter(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction) const {
+    if (ChooseStrategy(problem, reduction.type, /*has_counts=*/false) != Strategy::kGroupBySegment) {
+      const bool has_memory = ReduceAll(pool, ids, reduction);
+      if (has_memory) Run(pool, ids);
+      return has_memory;
+    }
+    const int64_t result_bytes = problem.batch * problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
+    AdviseHugePages(result, result_bytes);
+    WriteDroppedRows(pool, problem, ids, result, sizeof(T));
+    return ReduceGrouped(pool, ids, reduction, [&](const Block& block, const RowBlock& rows) {
+      WriteWide(block.batch, rows, block.feature_begin, block.feature_end, result_bytes >= kMinStreamedBytes);
+    });
+  }
+};
+
+}  // namespace jax_baracuda::segment
