@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import pytest
 from causal_conv1d import reference as convolutions
-from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, in_layout, named_arrays
-from support.cases import FLOATING, assert_same_bits
+from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, named_arrays
+from support.cases import FLOATING
 from support.handlers import Array, Call, assert_refused, with_dtypes
 
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
@@ -37,16 +37,6 @@ def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarra
 # Valid calls.
 
 
-@each_layout
-@each_target
-def test_valid_calls_succeed(rng: np.random.Generator, target: str, channels_last: bool) -> None:
-    """The calls that the tests below make invalid are valid themselves, with any choice of optional operands."""
-    for optional in subsets(TARGETS[target].optional_operands, range(5)):
-        call = good_call(target, channels_last, optional=optional)
-        results = call.results_of(random_operands(rng, call))
-        assert all(np.isfinite(x).all() for x in results.values()), f"{optional} leaves results unwritten"
-
-
 @each_target
 def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
     """Parameters have the dtype of x. For x of 16 bits, float32 gives the same results. Other dtypes are refused."""
@@ -62,47 +52,6 @@ def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
                 continue
             for name, result in call.results_of({**operands, array.name: operands[array.name].astype(other)}).items():
                 convolutions.assert_close(result, expected[name], f"{name} for {array.name} {other}, not {dtype}")
-
-
-EMPTY_SIZES = (
-    *({name: 0} for name in ("batch", "examples", "channels", "length")),
-    {"examples": 0, "length": 0},
-    {"length": 0, "width": 1, "state_length": 0},
-    {"batch": 0, "examples": 0, "channels": 0, "length": 0},
-)
-
-
-@each_layout
-@each_target
-def test_empty_arrays(rng: np.random.Generator, target: str, channels_last: bool) -> None:
-    """For empty arrays, parameter gradients are zero and states pass through, whatever was in the results' memory."""
-    options = TARGETS[target].optional_operands
-    parameters, signals = ("weight", "bias"), ("x", "dy", "same_sequence", "state", "initial_state", "d_final_state")
-    for empty in EMPTY_SIZES:
-        sizes = dataclasses.replace(SIZES, **empty)
-        present = [name for name in options if sizes.width > 1 or "state" not in name]
-        for optional, shared in (((), ()), (present, ()), (present, parameters), (present, signals)):
-            call = good_call(target, channels_last, optional=optional, shared=shared, sizes=sizes, dtype="bfloat16")
-            operands = random_operands(rng, call)
-            results = call.results_of(operands)
-            for x in call.results:
-                source = {"d_initial_state": "d_final_state", "new_state": "state"}.get(x.name)
-                expected = np.zeros(x.shape, x.aval().dtype)
-                if source in operands:
-                    expected[...] = operands[source]
-                assert_same_bits(results[x.name], expected, f"{x.name}, {empty}, {optional}, shared: {shared}")
-
-
-@each_layout
-def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> None:
-    """A filter of one tap needs no state."""
-    call = good_call("causal_conv1d_update", channels_last, sizes=Sizes(width=1, state_length=0))
-    operands = random_operands(rng, call)
-    results = call.results_of(operands)
-    x = in_layout(operands["x"], channels_last).astype(np.float64)
-    z = operands["weight"][:, None] * x + operands["bias"][:, None, :, None]
-    convolutions.assert_close(in_layout(results["y"], channels_last), z / (1 + np.exp(-z)))
-    assert results["new_state"].size == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

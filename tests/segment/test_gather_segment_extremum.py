@@ -158,27 +158,6 @@ def test_mean(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> No
     Expected(expected.exact, expected.dtype, error).check(gradients["data"], "gradient")
 
 
-def test_mean_with_weights(rng: np.random.Generator) -> None:
-    """The mean divides by the number of edges, whatever their weights. Powers of two make it exact."""
-    data, weights = small_integers(rng, (50, 2, 6), "float32"), small_integers(rng, (900, 2), "float32")
-    d_output = small_integers(rng, (30, 2, 6), "float32")
-    segment_ids = rng.permutation(np.concatenate([np.arange(896) % 28, np.full(4, 28)]))  # none in the last segment
-    plan = segment_plan(segment_ids, 30, rng.integers(0, 50, 900), 50)
-    count = np.maximum(cases.counts(segment_ids, 30), 1)[:, None, None]
-
-    def by_sum(data: Any, weights: Any) -> jax.Array:
-        return jax_baracuda.gather_segment_sum(data, weights=weights, plan=plan) / count
-
-    def by_mean(data: Any, weights: Any) -> jax.Array:
-        return jax_baracuda.gather_segment_mean(data, weights=weights, plan=plan)
-
-    def value_and_gradients(call: Callable[..., jax.Array]) -> Any:
-        value, vjp = jax.vjp(call, data, weights)
-        return value, *vjp(d_output)
-
-    jax.tree.map(np.testing.assert_array_equal, value_and_gradients(by_mean), value_and_gradients(by_sum))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Transformations.
 

@@ -14,7 +14,6 @@ import pytest
 from support import cases
 
 from jax_baracuda import segment_attention, segment_plan
-from jax_baracuda._examples.segment import attention
 
 # (nodes, edges, segments, heads, row_shape)
 SIZES = (
@@ -198,35 +197,6 @@ def test_rows_out_of_range(rng: np.random.Generator, form: str) -> None:
     case.gather_ids = rng.choice([-100, 100], 500)
     _, d_logits, d_data = case.check(form, d_output)
     assert np.any(np.asarray(d_logits) != 0) and not np.any(d_data)
-
-
-@pytest.mark.parametrize("form", ["ids", "plan"])
-def test_gradients(rng: np.random.Generator, form: str) -> None:
-    """First and second derivatives by logits and data agree with plain JAX in float64."""
-    with cases.x64_for("float64"):
-        logits, data = rng.normal(size=(40, 2)), rng.normal(size=(9, 2, 3))
-        ids = rng.integers(0, 9, 40), rng.integers(0, 7, 40)
-        plan = segment_plan(ids[1], 7, ids[0], 9)
-
-        def ours(logits: Any, data: Any) -> jax.Array:
-            if form == "plan":
-                return segment_attention(logits, data, plan=plan)
-            return segment_attention(logits, data, *ids, 7)
-
-        def loss(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-            return lambda logits, data: (call(logits, data) ** 2).sum()
-
-        def gradient_of_gradient(call: Callable[..., jax.Array]) -> Any:
-            def squares(*arrays: Any) -> jax.Array:
-                return sum((g**2).sum() for g in jax.grad(loss(call), (0, 1))(*arrays))
-
-            return jax.jit(jax.grad(squares, (0, 1)))(logits, data)
-
-        def by_jax(logits: Any, data: Any) -> jax.Array:
-            return attention(logits, data, *ids, 7)
-
-        for of in (lambda call: jax.jit(jax.grad(loss(call), (0, 1)))(logits, data), gradient_of_gradient):
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11), of(ours), of(by_jax))
 
 
 DATA, LOGITS, IDS = np.ones((4, 2, 3), np.float32), np.ones((5, 2), np.float32), np.zeros(5, np.int32)

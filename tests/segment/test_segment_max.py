@@ -23,7 +23,6 @@ from support.cases import FLOATING, TIE_BREAKS, assert_same_bits
 from jax_baracuda import unsorted_segment_max_backward
 
 each_extremum = pytest.mark.parametrize("extremum", [MAX, MIN], ids=str)
-each_tie_break = pytest.mark.parametrize("tie_break", TIE_BREAKS)
 
 
 def flip(extremum: Reduction, data: np.ndarray) -> np.ndarray:
