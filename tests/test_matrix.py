@@ -153,6 +153,8 @@ def test_combinations(op: str, chunk: int) -> None:
 def test_every_strategy_is_reached(family: str) -> None:
     platforms = [name for name, native in NATIVE_MODULES.items() if native.module is not None]
     assert platforms
+    for names in (names for platform in platforms for names in NATIVE_MODULES[platform].strategies().values()):
+        assert 0 < len(names) == len(set(names))
     _, problems = strategies.covering(family, platforms)
     assert not problems, "\n".join(problems)
 

@@ -91,7 +91,7 @@ def test_transformation(rng: np.random.Generator, example: Example, transformati
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @programs.each_function
 def test_donated(rng: np.random.Generator, example: Example) -> None:
-    """Values and gradients are the same if all operands are donated, or one that is used again. Others keep their bits."""
+    """Values and gradients are the same if all operands are donated, or one that is used again. Others keep theirs."""
     program, operands = with_gradient(example, call_of(example)), exact_operands(rng, example)
     before = jax.tree.map(np.array, operands)
     expected = jax.jit(program)(operands)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Collection, Iterator
 
 import numpy as np
 import pytest
@@ -18,10 +16,6 @@ WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
 
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
-
-
-def subsets(names: Collection[str], sizes: Collection[int]) -> Iterator[tuple[str, ...]]:
-    return itertools.chain.from_iterable(itertools.combinations(names, size) for size in sizes)
 
 
 def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:

@@ -209,6 +209,19 @@ def test_sizes(rng: np.random.Generator, dtype: str, interleaved: bool, layout: 
     batch.run()
 
 
+@each_layout
+@each_dtype
+def test_many_rows(rng: np.random.Generator, dtype: str, layout: str) -> None:
+    """The GPU's strategy for many rows is right: in vectors and in single pairs, with every kind of positions."""
+    batch, length = Batch(), 3011 if cases.PLATFORM == "cuda" else 301
+    for (kind, features), interleaved in itertools.product(enumerate((16, 14, 16, 14)), PAIRINGS):
+        positions = make_positions(rng, kind, 6, length)
+        rotation = Rotation(positions, interleaved=interleaved, layout=layout, rotary_dim=(8, 10)[kind % 2])
+        add_call(batch, rng, rotation, (6, 8, length, features), (8, 2)[: 1 + kind // 2], dtype)
+    with cases.x64_for(dtype):
+        batch.run()
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     size=st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 40), st.integers(1, 40).map(lambda d: 2 * d)),
