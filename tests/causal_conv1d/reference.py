@@ -281,19 +281,6 @@ def part_of(expected: Expected, index: Any) -> Expected:
 # Comparison.
 
 
-def assert_close(actual: Any, expected: Any, where: str = "") -> None:
-    """Asserts that two results of direct calls with :data:`SIZES` agree, element by element.
-
-    Sums are short, and their terms have size 1. So each result is within 8 eps of the accumulator, relative to the
-    exact number or to 1, whichever is larger. Then each is rounded to its dtype.
-    """
-    expected = np.asarray(expected).astype(np.float64)
-    bound = np.maximum(np.abs(expected), 1)
-    dtype = np.asarray(actual).dtype
-    of_rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(expected)
-    Expected(expected, dtype, 16 * cases.eps_of(dtype) * bound + of_rounding).check(actual, where)
-
-
 def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: Any, where: str = "") -> None:
     expected_y, expected_state = expected_outputs(problem)
     assert not y.weak_type, where

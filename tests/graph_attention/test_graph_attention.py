@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graph_attention.matrix import attention, of_additive_scores, of_dot_products
+from segment.gather_reference import attention_in_segment
 from support import cases
 
 import jax_baracuda
@@ -152,21 +153,9 @@ def reference(
             of_edges, size = of_edges + bias, size + np.where(np.isfinite(bias), abs(bias), 0)
         if logits is not None:
             of_edges, size = logits[edges].astype(wide), np.zeros_like(size)
-        with np.errstate(invalid="ignore"):  # infinity minus infinity
-            highest = of_edges.max(axis=0)
-            exponentials = np.exp(of_edges - np.where(highest == -np.inf, 0, highest))
-            total = exponentials.sum(axis=0)
-            p = exponentials / np.where(total == 0, 1, total)
-        inflated = p * (1 + size + size.max(axis=0))
-        output.exact[segment] = (p[..., None] * v).sum(axis=0)
-        output.of_arithmetic[segment] = (inflated[..., None] * abs(v)).sum(axis=0)
-        d_p, size_of_d_p = (g * v).sum(-1), (abs(g) * abs(v)).sum(-1)
-        mean, size_of_mean = (p * d_p).sum(axis=0), (inflated * size_of_d_p).sum(axis=0)
-        d_logits = (
-            p * (d_p - mean),
-            inflated * (size_of_d_p + size_of_mean),
-            p * (abs(g) * abs(output.exact[segment])).sum(-1),
-        )
+        of_segment, d_logits, to_value = attention_in_segment(of_edges, size, v, g)
+        for total, terms in zip(vars(output).values(), of_segment, strict=True):
+            total[segment] = terms
         add("query", segment, tuple((x[..., None] * y).sum(0) for x, y in _with_sizes(d_logits, by_query)))
         if "bias" in arrays:
             is_shared = arrays["bias"].ndim == 1
@@ -175,7 +164,6 @@ def reference(
             add("score_weights", ..., tuple((x[..., None] * y).sum(0) for x, y in _with_sizes(d_logits, slope * x)))
         to_key = tuple((d[..., None] * y)[has_gradient[edges]] for d, y in _with_sizes(d_logits, by_key))
         add("key", rows[edges][has_gradient[edges]], to_key)
-        to_value = (p[..., None] * g, inflated[..., None] * abs(g), np.zeros((*p.shape, g.shape[-1]), wide))
         to_value = tuple(x[has_gradient[edges]] for x in to_value)
         add("key" if is_additive else "value", rows[edges][has_gradient[edges]], to_value)
     return output, gradients

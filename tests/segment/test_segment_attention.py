@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from segment.gather_reference import attention_in_segment
 from support import cases
 
 from jax_baracuda import segment_attention, segment_plan
@@ -70,27 +71,15 @@ class Case:
         rows = np.where(self.gather_ids < 0, self.gather_ids + len(data), self.gather_ids)
         has_gradient = (rows >= 0) & (rows < len(data))
         rows = np.clip(rows, 0, len(data) - 1)
-        # Each with its error: of sums, relative to magnitudes; of what uses the rounded result, relative to that.
         output, d_data, d_logits = (np.zeros((3, *shape), wide) for shape in (d_output.shape, data.shape, logits.shape))
         for segment in np.unique(self.ids[(self.ids >= 0) & (self.ids < self.num_segments)]):
             edges = np.flatnonzero(self.ids == segment)
-            of_edges, v, g = logits[edges], data[rows[edges]], d_output[segment]
-            with np.errstate(invalid="ignore"):  # infinity minus infinity
-                highest = of_edges.max(axis=0)
-                exponentials = np.exp(of_edges - np.where(highest == -np.inf, 0, highest))
-                total = exponentials.sum(axis=0)
-                p = exponentials / np.where(total == 0, 1, total)
-            size = np.where(np.isfinite(of_edges), abs(of_edges), 0)
-            inflated = p * (1 + size + size.max(axis=0))
-            output[:2, segment] = [(x[..., None] * y).sum(0) for x, y in ((p, v), (inflated, abs(v)))]
-            d_p, size_of_d_p = (g * v).sum(-1), (abs(g) * abs(v)).sum(-1)
-            mean, size_of_mean = (p * d_p).sum(axis=0), (inflated * size_of_d_p).sum(axis=0)
-            d_logits[0, edges] = p * (d_p - mean)
-            d_logits[1, edges] = inflated * (size_of_d_p + size_of_mean)
-            d_logits[2, edges] = p * (abs(g) * abs(output[0, segment])).sum(-1)
-            chosen = has_gradient[edges]
-            for of, x, y in ((d_data[0], p, g), (d_data[1], inflated, abs(g))):
-                np.add.at(of, rows[edges][chosen], (x[..., None] * y)[chosen])
+            of_edges, chosen = logits[edges], has_gradient[edges]
+            sizes = np.where(np.isfinite(of_edges), abs(of_edges), 0)
+            results = attention_in_segment(of_edges, sizes, data[rows[edges]], d_output[segment])
+            output[:, segment], d_logits[:, edges] = results[:2]
+            for total, terms in zip(d_data, results[2], strict=True):
+                np.add.at(total, rows[edges][chosen], terms[chosen])
         terms = len(self.ids) + math.prod(self.data.shape[1:])
         arithmetic, rounding = (4 + 4 * math.sqrt(terms)) * cases.eps_of(dtype), float(jnp.finfo(dtype).eps)
         tiny = 4 * float(jnp.finfo(dtype).smallest_subnormal) * (dtype.itemsize == 2) + float(np.finfo(np.float32).tiny)
