@@ -522,6 +522,12 @@ def test_decorator() -> None:
     assert context.report.redirected == {"jax.ops.segment_sum": 1}
 
 
+def test_calls_count_in_every_context() -> None:
+    with redirect() as outer, redirect() as inner:
+        assert is_redirected()
+    assert outer.redirected == inner.redirected == {"jax.ops.segment_sum": 1}
+
+
 def _generator() -> Iterator[bool]:
     yield is_redirected()
 
