@@ -1,4 +1,4 @@
-"""causal_conv1d, its gradient and its update: values, sequences, states, transformations, derivatives, errors."""
+"""causal_conv1d, its gradient and its update: values, sequences, states, errors."""
 
 from __future__ import annotations
 

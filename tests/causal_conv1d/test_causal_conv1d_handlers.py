@@ -67,7 +67,7 @@ def test_bad_widths_are_refused(target: str, channels_last: bool) -> None:
     """A filter of 0 or 9 taps is refused, even if all other arrays fit it."""
     for width in (0, 9):
         good = good_call(target, channels_last, optional=("bias", "same_sequence"), sizes=Sizes(state_length=9))
-        arrays = named_arrays(Sizes(width=width, state_length=9), channels_last, "float32", "float32")
+        arrays = named_arrays(Sizes(width=width, state_length=9), channels_last, "float32")
         operands, results = (tuple(arrays[x.name] for x in kind) for kind in (good.operands, good.results))
         assert_refused(dataclasses.replace(good, operands=operands, results=results), f"width {width}", "weight")
 

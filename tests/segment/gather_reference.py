@@ -1,4 +1,4 @@
-"""Sums of gathered rows in NumPy."""
+"""Sums of gathered rows, and attention in a segment, in NumPy."""
 
 from __future__ import annotations
 

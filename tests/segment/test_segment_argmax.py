@@ -1,4 +1,4 @@
-"""Properties of segment_argmax and segment_argmin alone: the first winner, NaN, zeros of both signs, integers."""
+"""Properties of segment_argmax and segment_argmin alone: the first of many ties, subnormal numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""segment_attention: values and gradients against float64 NumPy and plain JAX, and errors."""
+"""segment_attention: values and gradients against float64 NumPy, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of segment_softmax alone: large and infinite logits, normalisation, shift invariance, its gradient."""
+"""Properties of segment_softmax alone: large and infinite logits, shift invariance, its gradient."""
 
 from __future__ import annotations
 

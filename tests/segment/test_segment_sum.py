@@ -1,4 +1,4 @@
-"""Properties of segment_sum and segment_mean alone: the accumulator, wrapping integers, exact counts."""
+"""Properties of segment_sum and segment_mean alone: the accumulator, special values, exact counts."""
 
 from __future__ import annotations
 
