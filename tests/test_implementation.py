@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from segment.reference import DIFFERENTIABLE
 from support import cases, programs, recorded
 from support.matrix.calls import load_all
 from support.meshes import collectives
@@ -72,8 +71,6 @@ def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 X = jax.ShapeDtypeStruct((2, 3, 8, 16), np.float32)
 IDS = np.array([1, 0])
-REDUCTIONS = tuple(reduction.name for reduction in DIFFERENTIABLE)
-GATHERS = tuple(f"gather_segment_{kind}" for kind in ("max", "min", "sum", "mean"))
 
 
 CALLS = [
@@ -593,10 +590,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "name",
-    ["rope", "rope_qk", "where", "write_slice", "write_slices", "causal_conv1d", *REDUCTIONS, *GATHERS, "take_rows"],
-)
+@pytest.mark.parametrize("name", OPS_OF_USERS)
 def test_results_agree(rng: np.random.Generator, users_rules: None, name: str, dtype: str) -> None:
     """Value and gradient of all implementations agree with float64 within the guarantee, vmapped or not."""
     for example in examples_of(name):

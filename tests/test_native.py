@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import shutil
 import subprocess
@@ -15,8 +14,10 @@ from types import SimpleNamespace
 
 import jax
 import jaxlib
+import numpy as np
 import pytest
-from support import cases
+from support import cases, recorded
+from support.programs import exact_operands
 
 import jax_baracuda
 from jax_baracuda._core import native
@@ -26,7 +27,9 @@ from jax_baracuda._core.op import OPS
 PACKAGE = Path(jax_baracuda.__file__).parent
 
 
-def run_python(code: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, path: Path | None = None, *arguments: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs code in a fresh interpreter that finds jax_baracuda in the folder `path`, by default where we found it."""
     search_path = [str(path or PACKAGE.parent), *(entry for entry in sys.path if entry)]
     code = textwrap.dedent(code)
@@ -35,7 +38,7 @@ def run_python(code: str, path: Path | None = None, **environment: str) -> subpr
         forget = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Redirect' not in type(f).__name__]\n"
         code = forget + code
     return subprocess.run(
-        [sys.executable, "-W", "always::RuntimeWarning", "-c", code],
+        [sys.executable, "-W", "always::RuntimeWarning", "-c", code, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path)} | environment,
         capture_output=True,
         text=True,
@@ -231,63 +234,33 @@ USE_AN_OP = """
     print("kernels:", call.lower(data).as_text().count("@jax_baracuda."))
 """
 
-USE_THE_OPS = """
+USE_EVERY_OP = """
+    import sys
     import warnings
     with warnings.catch_warnings(record=True) as at_import:
         warnings.simplefilter("always")
         import jax_baracuda
-    import jax, jax.numpy as jnp, numpy as np
     print("import:", [f"{w.category.__name__}: {w.message}" for w in at_import])
-    assert jnp.arange(4).sum() == 6
-    data, ids = np.array([1, 5, 5, 2], np.float32), np.array([0, 1, 1, 0])
-    loss = lambda x: (jnp.array([3, 8]) * jax_baracuda.segment_max(x, ids, 2)).sum()
+    import numpy as np
+    import test_native
     with warnings.catch_warnings(record=True) as at_call:
         warnings.simplefilter("always")
-        print("value:", jax_baracuda.segment_max(data, ids, 2).tolist())
-        print("gradient:", jax.grad(loss)(data).tolist())
-        print("kernels:", jax.jit(jax.grad(loss)).lower(data).as_text().count("@jax_baracuda."))
-        for reduce in (jax_baracuda.segment_max, jax_baracuda.segment_min, jax_baracuda.segment_sum,
-                       jax_baracuda.segment_mean, jax_baracuda.segment_prod, jax_baracuda.segment_softmax,
-                       jax_baracuda.segment_logsumexp):
-            jax.grad(lambda x: reduce(x, ids, 2).sum())(data)
-            print(reduce.__name__, reduce(data, ids, 2).tolist())
-        for reduce in (jax_baracuda.segment_argmax, jax_baracuda.segment_argmin):
-            print(reduce.__name__, reduce(data, ids, 2).tolist())
-        for reduce in (jax_baracuda.gather_segment_max, jax_baracuda.gather_segment_min,
-                       jax_baracuda.gather_segment_mean):
-            jax.grad(lambda x: reduce(x, ids, ids, 2).sum())(data)
-            print(reduce.__name__, reduce(data, ids, ids, 2).tolist())
-        print("segment_order", jax_baracuda.segment_plan(ids, 2).edge_order.tolist())
-        gathered = lambda x, w: jax_baracuda.gather_segment_sum(x, ids, ids, 2, weights=w).sum()
-        jax.grad(gathered, (0, 1))(data, data)
-        print("gather_segment_sum", jax_baracuda.gather_segment_sum(data, ids, ids, 2).tolist())
-        print("gather_segment_dot", jax_baracuda.gather_segment_dot(data[:, None], data[:2, None], ids, ids).tolist())
-        nodes, edges = data.reshape(4, 1, 1), (np.arange(4), ids)
-        attend = lambda x: jax_baracuda.graph_dot_product_attention(x[:2], x, x, *edges)[:, 0, 0]
-        jax.grad(lambda x: attend(x).sum())(nodes)
-        print("graph_dot_product_attention", attend(nodes).tolist())
-        attend = lambda x: jax_baracuda.graph_additive_attention(x[:2], x, x[0], *edges)[:, 0, 0]
-        jax.grad(lambda x: attend(x).sum())(nodes)
-        print("graph_additive_attention", attend(nodes).tolist())
-        attend = lambda x: jax_baracuda.segment_attention(np.zeros(4, np.float32), x, *edges, 2)
-        jax.grad(lambda x: attend(x).sum())(data)
-        print("segment_attention", attend(data).tolist())
-        signal, weight = data[None, None], np.array([[2, 1]], np.float32)
-        jax.grad(lambda x: jax_baracuda.causal_conv1d(x, weight).sum())(signal)
-        print("causal_conv1d", jax_baracuda.causal_conv1d(signal, weight)[0, 0].tolist())
-        y, state = jax_baracuda.causal_conv1d_update(signal[:, :, -1], signal[:, :, :-1], weight)
-        print("causal_conv1d_update", [*y[0].tolist(), *state[0, 0].tolist()])
-        pair = data.reshape(1, 1, 1, 4), np.array([7])
-        jax.grad(lambda x: sum(y.sum() for y in jax_baracuda.rope_qk(x, x, pair[1])))(pair[0])
-        jax.grad(lambda x: jax_baracuda.rope(x, pair[1]).sum())(pair[0])
-        print("rope", jax_baracuda.rope(*pair)[0, 0, 0].tolist())
-        print("where", jax_baracuda.where(data > 2, data, -1).tolist())
-        print("where_backward", np.concatenate(jax_baracuda.where_backward(data, data > 2)).tolist())
-        jax.grad(lambda x: jax_baracuda.write_slice(x, data[:2], [1]).sum())(data)
-        print("write_slice", jax_baracuda.write_slice(data, data[:2], [1]).tolist())
+        np.savez(sys.argv[1], **test_native.results_of_every_op())
     for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):
         print("call:", message)
 """
+
+
+def results_of_every_op() -> dict[str, np.ndarray]:
+    """Results of programs of examples, at least one for each op."""
+    rng = np.random.default_rng(0)
+    programs = {(example.name, i): example for op in sorted(OPS) for example, i in recorded.callers()[op][:1]}
+    results = {}
+    for (name, i), example in programs.items():
+        program = jax.jit(recorded.programs_of(example)[i])
+        leaves = jax.tree.leaves(program(exact_operands(rng, example)))
+        results |= {f"{name}, program {i}, result {k}": np.asarray(x) for k, x in enumerate(leaves)}
+    return results
 
 
 def copy_of_package(folder: Path, cpu_module: bytes | None) -> None:
@@ -299,86 +272,41 @@ def copy_of_package(folder: Path, cpu_module: bytes | None) -> None:
         (folder / "jax_baracuda" / "_core" / Path(module.__file__).name).write_bytes(cpu_module)
 
 
-VALUES = {
-    "segment_max": [2, 5],
-    "segment_min": [1, 5],
-    "segment_sum": [3, 10],
-    "segment_mean": [1.5, 5],
-    "segment_prod": [2, 25],
-    "segment_softmax": [0.26894142, 0.5, 0.5, 0.73105858],
-    "segment_logsumexp": [2.31326169, 5.69314718],
-    "segment_argmax": [3, 1],
-    "segment_argmin": [0, 1],
-    "segment_order": [0, 3, 1, 2],
-    "gather_segment_max": [1, 5],
-    "gather_segment_min": [1, 5],
-    "gather_segment_mean": [1, 5],
-    "gather_segment_sum": [2, 10],
-    "gather_segment_dot": [1, 25, 25, 1],
-    "graph_dot_product_attention": [1.73105858, 5],
-    "graph_additive_attention": [1.73105858, 5],
-    "segment_attention": [1.5, 5],
-    "causal_conv1d": [1, 7, 15, 12],
-    "causal_conv1d_update": [12, 5, 5, 2],
-    "rope": [-2.5310307, 4.4264979, 4.8478693, 2.3448162],
-    "where": [-1, 5, 5, -1],
-    "where_backward": [0, 5, 5, 0, 1, 0, 0, 2],
-    "write_slice": [1, 1, 5, 2],
-}
-
-
-def check_values(output: str) -> None:
-    assert "value: [2.0, 5.0]" in output
-    assert "gradient: [0.0, 4.0, 4.0, 3.0]" in output
-    printed = dict(line.split(" ", 1) for line in output.splitlines() if line.split(" ", 1)[0] in VALUES)
-    assert {name: pytest.approx(values) for name, values in VALUES.items()} == {
-        name: json.loads(values) for name, values in printed.items()
-    }
-
-
-def check_ops_are_plain_jax(output: str, reason: str) -> None:
-    check_values(output)
-    assert "kernels: 0" in output
+def check_ops_are_plain_jax(child: subprocess.CompletedProcess[str], results: Path, reason: str) -> None:
+    """Every op says that it runs as plain JAX, and why. The results are those of the kernels."""
     for op in OPS:
-        assert f"call: RuntimeWarning: jax_baracuda: {op} runs as plain JAX on cpu: {reason}" in output, output
-
-
-def test_whole_package_for_comparison() -> None:
-    """The script of the two tests below, with the package as it is: kernels run, nothing warns."""
-    if cases.native_problem("cpu") is not None:
-        cases.skip_for_lack_of("cpu", "there is no CPU module")
-    child = run_python(USE_THE_OPS, JAX_PLATFORMS="cpu")
-    assert child.returncode == 0, child.stderr
-    check_values(child.stdout)
-    assert child.stdout.startswith("import: []\n")
-    assert "kernels: 2" in child.stdout
-    assert "Warning" not in child.stdout
+        assert f"call: RuntimeWarning: jax_baracuda: {op} runs as plain JAX on cpu: {reason}" in child.stdout
+    expected = results_of_every_op()
+    with np.load(results) as actual:
+        assert actual.keys() == expected.keys()
+        for name, want in expected.items():
+            np.testing.assert_allclose(actual[name], want, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 def test_missing_cpu_module(tmp_path: Path) -> None:
     """Without its CPU module the package imports silently, and each op says once that it runs as plain JAX, and why."""
     copy_of_package(tmp_path, None)
-    child = run_python(USE_THE_OPS, tmp_path, JAX_PLATFORMS="cpu")
+    child = run_python(USE_EVERY_OP, tmp_path, tmp_path / "results.npz", JAX_PLATFORMS="cpu")
     assert child.returncode == 0, child.stderr
     assert child.stdout.startswith("import: []\n")
-    check_ops_are_plain_jax(child.stdout, f"there is no CPU module in {tmp_path / 'jax_baracuda' / '_core'}")
+    problem = f"there is no CPU module in {tmp_path / 'jax_baracuda' / '_core'}"
+    check_ops_are_plain_jax(child, tmp_path / "results.npz", problem)
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no shared library\n" * 1000], ids=["empty", "garbage"])
 def test_broken_cpu_module(tmp_path: Path, content: bytes) -> None:
     """With a CPU module that does not load, the import warns, says why, and the ops run as plain JAX."""
     copy_of_package(tmp_path, content)
-    # Only garbage is tested with every op, because that takes long.
-    child = run_python(USE_THE_OPS if content else USE_AN_OP, tmp_path, JAX_PLATFORMS="cpu")
+    child = run_python(USE_AN_OP, tmp_path, JAX_PLATFORMS="cpu")
     assert child.returncode == 0, child.stderr
-    problem = "the native module jax_baracuda._core._cpu does not load ("
-    assert f"RuntimeWarning: jax_baracuda: {problem}" in child.stdout.splitlines()[0]
-    assert child.stdout.splitlines()[0].count("RuntimeWarning") == 1
-    assert "reinstall jax_baracuda" in child.stdout.splitlines()[0]
-    if content:
-        check_ops_are_plain_jax(child.stdout, problem)
-    else:
-        assert "value: [2.0, 5.0]\nkernels: 0\n" in child.stdout
+    of_import, value, kernels = child.stdout.splitlines()
+    assert "RuntimeWarning: jax_baracuda: the native module jax_baracuda._core._cpu does not load (" in of_import
+    assert of_import.count("RuntimeWarning") == 1 and "reinstall jax_baracuda" in of_import
+    assert (value, kernels) == ("value: [2.0, 5.0]", "kernels: 0")
+    assert (
+        "segment_max runs as plain JAX on cpu: the native module jax_baracuda._core._cpu does not load ("
+        in child.stderr
+    )
 
 
 @pytest.mark.versions

@@ -91,10 +91,22 @@ def test_transformation(rng: np.random.Generator, example: Example, transformati
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @programs.each_function
 def test_donated(rng: np.random.Generator, example: Example) -> None:
-    """Values and gradients are the same if all operands are donated."""
+    """Values and gradients are the same if all operands are donated, or one that is used again. Others keep theirs."""
     program, operands = with_gradient(example, call_of(example)), exact_operands(rng, example)
+    before = jax.tree.map(np.array, operands)
     expected = jax.jit(program)(operands)
     programs.assert_same(example, jax.jit(program, donate_argnums=0)(jax.tree.map(jnp.copy, operands)), expected)
+
+    def used_again(donated: Arrays, others: Arrays) -> Any:
+        return program({**donated, **others}), jax.tree.map(lambda x: ~x if x.dtype == bool else x + x, donated)
+
+    for name, x in operands.items():
+        others = {key: other for key, other in operands.items() if key != name}
+        results, doubled = jax.jit(used_again, donate_argnums=0)({name: jnp.copy(x)}, others)
+        programs.assert_same(example, results, expected, name)
+        cases.assert_same_bits(doubled[name], ~before[name] if x.dtype == bool else before[name] + before[name], name)
+    for name, x in operands.items():
+        cases.assert_same_bits(x, before[name], name)
 
 
 @programs.each_function

@@ -281,19 +281,6 @@ def part_of(expected: Expected, index: Any) -> Expected:
 # Comparison.
 
 
-def assert_close(actual: Any, expected: Any, where: str = "") -> None:
-    """Asserts that two results of direct calls with :data:`SIZES` agree, element by element.
-
-    Sums are short, and their terms have size 1. So each result is within 8 eps of the accumulator, relative to the
-    exact number or to 1, whichever is larger. Then each is rounded to its dtype.
-    """
-    expected = np.asarray(expected).astype(np.float64)
-    bound = np.maximum(np.abs(expected), 1)
-    dtype = np.asarray(actual).dtype
-    of_rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(expected)
-    Expected(expected, dtype, 16 * cases.eps_of(dtype) * bound + of_rounding).check(actual, where)
-
-
 def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: Any, where: str = "") -> None:
     expected_y, expected_state = expected_outputs(problem)
     assert not y.weak_type, where
@@ -349,7 +336,7 @@ TARGETS = {
 }
 
 
-def named_arrays(sizes: Sizes, channels_last: bool, dtype: str, parameter_dtype: str) -> dict[str, Array]:
+def named_arrays(sizes: Sizes, channels_last: bool, dtype: str) -> dict[str, Array]:
     """All arrays that a target can have."""
     outer = (sizes.batch, sizes.examples)
     time_and_channel = (sizes.length, sizes.channels) if channels_last else (sizes.channels, sizes.length)
@@ -357,8 +344,8 @@ def named_arrays(sizes: Sizes, channels_last: bool, dtype: str, parameter_dtype:
     weight, bias = (sizes.batch, sizes.channels, sizes.width), (sizes.batch, sizes.channels)
     arrays = [
         *(Array(name, (*outer, *time_and_channel), dtype) for name in ("x", "dy", "y", "dx")),
-        Array("weight", weight, parameter_dtype),
-        Array("bias", bias, parameter_dtype),
+        Array("weight", weight, dtype),
+        Array("bias", bias, dtype),
         Array("dweight", weight, compute_dtype),
         Array("dbias", bias, compute_dtype),
         Array("same_sequence", (*outer, sizes.length), "uint8"),
@@ -376,28 +363,17 @@ def good_call(
     channels_last: bool = False,
     *,
     optional: Collection[str] | None = None,
-    shared: Collection[str] = (),
     sizes: Sizes = SIZES,
     dtype: str = "float32",
-    parameter_dtype: str | None = None,
 ) -> Call:
-    """A valid call.
-
-    Args:
-      optional: the optional operands to pass; None: all of them.
-      shared: the operands shared by the batch.
-    """
+    """A valid call, with these optional operands; None: all of them."""
     names = TARGETS[target]
     present = [name for name in names.optional_operands if optional is None or name in optional]
     results = [*names.results]
     if target == "causal_conv1d_backward" and "initial_state" in present:
         results.append("d_initial_state")
-    arrays = named_arrays(sizes, channels_last, dtype, parameter_dtype or dtype)
-    operands = [arrays[name].shared() if name in shared else arrays[name] for name in (*names.operands, *present)]
-    params = {"channels_last": channels_last, "silu": True}
-    return handlers.good_call(target, operands, [arrays[name] for name in results], params | presence(target, present))
-
-
-def presence(target: str, optional: Collection[str]) -> dict[str, bool]:
-    """The attributes for the presence of these optional operands."""
-    return {f"has_{name}": name in optional for name in TARGETS[target].optional_operands}
+    arrays = named_arrays(sizes, channels_last, dtype)
+    operands = [arrays[name] for name in (*names.operands, *present)]
+    params = {f"has_{name}": name in present for name in names.optional_operands}
+    params |= {"channels_last": channels_last, "silu": True}
+    return handlers.good_call(target, operands, [arrays[name] for name in results], params)

@@ -1,4 +1,4 @@
-"""causal_conv1d, its gradient and its update: values, sequences, states, transformations, derivatives, errors."""
+"""causal_conv1d, its gradient and its update: values, sequences, states, errors."""
 
 from __future__ import annotations
 
@@ -97,13 +97,23 @@ def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_
 
 
 def test_reference_itself(rng: np.random.Generator) -> None:
-    """The NumPy reference agrees with np.convolve; its outputs and gradients agree with the reference of the matrix."""
+    """The NumPy reference agrees with np.convolve, and sequences do not depend on those that they are packed with. Its
+    outputs and gradients agree with the reference of the matrix."""
     problem = make_problem(rng, (2, 3, 20), 4, "float64", activation=None)
     x, weight, bias = problem.arrays.values()
     y, _ = convolutions.reference(problem)
     for example, channel in np.ndindex(2, 3):
         expected = np.convolve(x[example, channel], weight[channel, ::-1])[:20] + bias[channel]
         np.testing.assert_allclose(y[example, channel].astype(np.float64), expected, rtol=1e-12, atol=1e-12)
+    starts = [0, 1, 3, 10, 13, 14, 20]
+    packed, state = convolutions.reference(
+        dataclasses.replace(problem, segment_ids=np.searchsorted(starts, [np.arange(20)] * 2, "right"))
+    )
+    for start, end in itertools.pairwise(starts):
+        alone = dataclasses.replace(problem, arrays=problem.arrays | {"x": x[:, :, start:end]})
+        np.testing.assert_array_equal(packed[:, :, start:end], convolutions.reference(alone)[0])
+        if end == 20:
+            np.testing.assert_array_equal(state, convolutions.reference(alone)[1])
 
     def of_matrix(problem: Problem, arrays: dict[str, Any]) -> Any:
         activation = jax.nn.silu if problem.activation else lambda z: z
@@ -209,14 +219,6 @@ def test_positive_long_sums_of_16_bits(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(dweight, np.tile(3 * np.array([6999, 7000, 7001]) / 2, (2, 1)))
 
 
-@each_layout
-def test_plain_activation_names(rng: np.random.Generator, channels_last: bool) -> None:
-    problem = make_problem(rng, (2, 3, 9), 4)
-    operands = problem.operands(channels_last)
-    silu, swish = (causal_conv1d(**operands, activation=a, channels_last=channels_last) for a in ("silu", "swish"))
-    assert_same_bits(silu, np.asarray(swish))
-
-
 def test_extreme_activations() -> None:
     """Where exp overflows or underflows, silu is 0 or z, and its gradient is 0 or 1."""
     z = np.array([-1e4, -200, -89, -88, 0, 88, 89, 200, 1e4], np.float32).reshape(1, 1, -1)
@@ -257,46 +259,6 @@ def test_kernels(rng: np.random.Generator) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Packed sequences.
-
-
-@each_layout
-def test_packed_sequences_equal_separate_sequences(rng: np.random.Generator, channels_last: bool) -> None:
-    """Packed sequences give the same values, gradients and states as separate sequences."""
-    lengths = (1, 2, 7, 3, 1, 20, 4, 2)
-    starts = np.cumsum((0, *lengths[:-1]))
-    full = make_problem(rng, (1, 5, sum(lengths)), 4, has_state=True)
-    ids = np.repeat(rng.permutation(len(lengths)), lengths)[None]
-    packed = Problem(full.arrays, ids, full.activation)
-    dy, d_state = cotangents(rng, packed)
-    parts = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    nothing = np.zeros(full.state_shape, np.float32)
-
-    def arguments(problem: Problem, dy: np.ndarray, d_state: np.ndarray) -> tuple[Any, ...]:
-        return problem, channels_last, problem.operands(channels_last), in_layout(dy, channels_last), d_state
-
-    alone = []
-    for k, part in enumerate(parts):
-        arrays = full.arrays | {"x": full.arrays["x"][:, :, part]}
-        arrays["initial_state"] = nothing if k else full.arrays["initial_state"]
-        d_last = d_state if k == len(parts) - 1 else nothing
-        alone.append((Problem(arrays, None, full.activation), dy[:, :, part], d_last))
-    results = jax.jit(lambda: [value_and_pullback(*arguments(*call)) for call in ((packed, dy, d_state), *alone)])()
-    (together_y, together_state), together = results.pop(0)
-    of_alone = [expected_gradients(*call) for call in alone]
-    for k, (part, ((y, _), gradients)) in enumerate(zip(parts, results, strict=True)):
-        expected_y, _ = expected_outputs(alone[k][0])
-        for name, all_parts, by_itself, expected in (
-            ("y", together_y, y, expected_y),
-            ("dx", together["x"], gradients["x"], of_alone[k]["x"]),
-        ):
-            expected.check(in_layout(by_itself, channels_last), f"{name} {k} alone")
-            expected.check(in_layout(all_parts, channels_last)[:, :, part], f"{name} {k}")
-    assert_same_bits(together_state, np.asarray(results[-1][0][1]), "final state")
-    of_alone[0]["initial_state"].check(together["initial_state"], "d_initial_state")
-    of_packed = expected_gradients(packed, dy, d_state)
-    for name in ("weight", "bias"):
-        total = np.sum([expected[name].exact for expected in of_alone], axis=0)
-        dataclasses.replace(of_packed[name], exact=total).check(together[name], name)
 
 
 @each_layout
@@ -363,55 +325,6 @@ def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # States and decoding.
-
-
-@each_layout
-@each_dtype
-def test_chunks_that_pass_on_their_state(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
-    """A sequence in chunks gives the same results as the whole sequence, even in chunks shorter than W - 1 or empty."""
-    batch = Batch()
-    for width, has_ids in ((1, True), (2, False), (4, False), (4, True), (7, True), (9, False)):
-        # Ids do not recur here: a state does not hold the inputs before the last sequence.
-        ids = np.cumsum(rng.random((2, 40)) < 0.2, axis=1) if has_ids else None
-        problem = Problem(make_problem(rng, (2, 5, 40), width, dtype, has_state=True).arrays, ids, "silu")
-
-        def in_chunks(operands: dict[str, Any], problem: Problem = problem, ids: Any = ids) -> Any:
-            time, state, chunks = 1 if channels_last else 2, operands["initial_state"], []
-            for start, stop in itertools.pairwise((0, 1, 3, 3, 20, 22, 39, 40)):
-                if ids is not None and 0 < start < stop:
-                    is_continued = ids[:, start - 1] == ids[:, start]
-                    state = jnp.where(is_continued[:, None, None], state, 0)
-                x = jax.lax.slice_in_dim(operands["x"], start, stop, axis=time)
-                chunk_ids = None if ids is None else ids[:, start:stop]
-                chunk = Problem(problem.arrays, chunk_ids, problem.activation)
-                y, state = chunk.call(operands | {"x": x, "initial_state": state}, channels_last)
-                chunks.append(y)
-            return *problem.call(operands, channels_last), jnp.concatenate(chunks, axis=time), state
-
-        def check(y: Any, final_state: Any, y_of_chunks: Any, last_state: Any, problem: Problem = problem) -> None:
-            check_outputs(problem, channels_last, y, final_state, f"width {problem.width}")
-            check_outputs(problem, channels_last, y_of_chunks, last_state, f"width {problem.width}, in chunks")
-
-        batch.add(in_chunks, (problem.operands(channels_last),), check)
-    with cases.x64_for(dtype):
-        batch.run()
-
-
-def test_gradient_through_chunks(rng: np.random.Generator) -> None:
-    """The gradient flows from chunk to chunk through the states."""
-    problem = make_problem(rng, (2, 3, 12), 4, has_state=True)
-    dy, d_state = cotangents(rng, problem)
-
-    def in_chunks(arrays: dict[str, Any]) -> tuple[Any, Any]:
-        state, outputs = arrays["initial_state"], []
-        for x in jnp.split(arrays["x"], [1, 3, 9], axis=2):
-            y, state = problem.call(arrays | {"x": x, "initial_state": state}, False)
-            outputs.append(y)
-        return jnp.concatenate(outputs, axis=2), state
-
-    _, vjp = jax.vjp(in_chunks, problem.arrays)
-    expected = expected_gradients(problem, dy, d_state)
-    check_gradients(vjp((dy, d_state))[0], expected, False)
 
 
 def test_state_of_a_filter_without_past(rng: np.random.Generator) -> None:
@@ -511,29 +424,6 @@ def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> No
         assert batch.run() == {"causal_conv1d_update": num_kernels, "causal_conv1d_backward": num_kernels}
 
 
-@each_layout
-@each_dtype
-def test_decoding_equals_the_convolution(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
-    """A loop of updates, one input at a time, gives the outputs and the final state of the convolution."""
-    for width, num_states in ((4, 3), (4, 4), (3, 9), (1, 0), (1, 2)):
-        problem = make_problem(rng, (3, 20, 24), width, dtype)
-        x, weight, bias = problem.arrays.values()
-
-        @jax.jit
-        def decode(state: Any, x: Any, weight: Any = weight, bias: Any = bias) -> Any:
-            def step(state: Any, x: Any) -> Any:
-                y, state = causal_conv1d_update(x, state, weight, bias, activation="silu", channels_last=channels_last)
-                return state, y
-
-            return jax.lax.scan(step, state, x)
-
-        with cases.x64_for(dtype):
-            state, y = decode(np.zeros((3, 20, num_states), problem.dtype), np.moveaxis(x, 2, 0))
-        expected, _ = expected_outputs(problem)
-        expected.check(np.moveaxis(np.asarray(y), 0, 2))
-        assert_same_bits(state, x[:, :, x.shape[2] - num_states :])
-
-
 STATE_SHAPE = (7, 24, 5)
 
 
@@ -574,28 +464,6 @@ def test_donated_state_is_updated_in_place(rng: np.random.Generator, loop: str) 
     num_steps = 1 if loop == "step" else len(x)
     expected = np.concatenate([state, np.moveaxis(x[:num_steps], 0, 2)], axis=2)[:, :, num_steps:]
     assert_same_bits(new_state, expected)
-
-
-def test_state_that_is_not_donated_is_unchanged(rng: np.random.Generator) -> None:
-    """A state that is not donated is unchanged: eagerly, under jit, and where it is used again."""
-    weight, x = np.ones((6, 4), np.float32), rng.normal(size=(2, 6)).astype(np.float32)
-    state = rng.normal(size=(2, 6, 5)).astype(np.float32)
-    expected = np.concatenate([state, x[:, :, None]], axis=2)[:, :, 1:]
-    given = jnp.array(state)
-
-    def used_again(x: Any, state: Any) -> Any:
-        _, new_state = causal_conv1d_update(x, state, weight)
-        return new_state, 2 * state
-
-    for call in (
-        lambda x, s: (causal_conv1d_update(x, s, weight)[1], 2 * s),
-        jax.jit(used_again),
-        lambda x, s: jax.jit(used_again, donate_argnums=1)(x, jnp.array(s)),
-    ):
-        new_state, doubled = call(x, given)
-        assert_same_bits(new_state, expected)
-        assert_same_bits(doubled, 2 * state)
-        assert_same_bits(given, state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Collection, Iterator
 
-import numpy as np
 import pytest
-from causal_conv1d import reference as convolutions
-from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, in_layout, named_arrays
-from support.cases import FLOATING, assert_same_bits
-from support.handlers import Array, Call, assert_refused, with_dtypes
+from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, named_arrays
+from support.cases import FLOATING
+from support.handlers import Array, assert_refused, with_dtypes
 
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
 
@@ -20,93 +16,18 @@ each_target = pytest.mark.parametrize("target", TARGETS)
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
 
 
-def subsets(names: Collection[str], sizes: Collection[int]) -> Iterator[tuple[str, ...]]:
-    return itertools.chain.from_iterable(itertools.combinations(names, size) for size in sizes)
-
-
-def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
-    return {
-        x.name: rng.integers(256, size=x.shape, dtype=np.uint8) | 1
-        if x.name == "same_sequence"
-        else rng.normal(size=x.shape).astype(x.aval().dtype)
-        for x in call.operands
-    }
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Valid calls.
-
-
-@each_layout
 @each_target
-def test_valid_calls_succeed(rng: np.random.Generator, target: str, channels_last: bool) -> None:
-    """The calls that the tests below make invalid are valid themselves, with any choice of optional operands."""
-    for optional in subsets(TARGETS[target].optional_operands, range(5)):
-        call = good_call(target, channels_last, optional=optional)
-        results = call.results_of(random_operands(rng, call))
-        assert all(np.isfinite(x).all() for x in results.values()), f"{optional} leaves results unwritten"
-
-
-@each_target
-def test_dtypes_of_parameters(rng: np.random.Generator, target: str) -> None:
-    """Parameters have the dtype of x. For x of 16 bits, float32 gives the same results. Other dtypes are refused."""
+def test_dtypes_of_parameters(target: str) -> None:
+    """Parameters have the dtype of x or, for x of 16 bits, float32. Other dtypes are refused."""
     for dtype in FLOATING:
         good = good_call(target, dtype=dtype)
-        operands = random_operands(rng, good)
-        expected = good.results_of(operands)
+        good.run()
         for other, array, call in good.with_other(lambda array: with_dtypes(array, FLOATING)):
-            if array.name not in ("weight", "bias"):
-                continue
-            if other != "float32" or dtype == "float64":
-                assert_refused(call, f"{array.name} {other} for {dtype}", array.name)
-                continue
-            for name, result in call.results_of({**operands, array.name: operands[array.name].astype(other)}).items():
-                convolutions.assert_close(result, expected[name], f"{name} for {array.name} {other}, not {dtype}")
-
-
-EMPTY_SIZES = (
-    *({name: 0} for name in ("batch", "examples", "channels", "length")),
-    {"examples": 0, "length": 0},
-    {"length": 0, "width": 1, "state_length": 0},
-    {"batch": 0, "examples": 0, "channels": 0, "length": 0},
-)
-
-
-@each_layout
-@each_target
-def test_empty_arrays(rng: np.random.Generator, target: str, channels_last: bool) -> None:
-    """For empty arrays, parameter gradients are zero and states pass through, whatever was in the results' memory."""
-    options = TARGETS[target].optional_operands
-    parameters, signals = ("weight", "bias"), ("x", "dy", "same_sequence", "state", "initial_state", "d_final_state")
-    for empty in EMPTY_SIZES:
-        sizes = dataclasses.replace(SIZES, **empty)
-        present = [name for name in options if sizes.width > 1 or "state" not in name]
-        for optional, shared in (((), ()), (present, ()), (present, parameters), (present, signals)):
-            call = good_call(target, channels_last, optional=optional, shared=shared, sizes=sizes, dtype="bfloat16")
-            operands = random_operands(rng, call)
-            results = call.results_of(operands)
-            for x in call.results:
-                source = {"d_initial_state": "d_final_state", "new_state": "state"}.get(x.name)
-                expected = np.zeros(x.shape, x.aval().dtype)
-                if source in operands:
-                    expected[...] = operands[source]
-                assert_same_bits(results[x.name], expected, f"{x.name}, {empty}, {optional}, shared: {shared}")
-
-
-@each_layout
-def test_state_without_inputs(rng: np.random.Generator, channels_last: bool) -> None:
-    """A filter of one tap needs no state."""
-    call = good_call("causal_conv1d_update", channels_last, sizes=Sizes(width=1, state_length=0))
-    operands = random_operands(rng, call)
-    results = call.results_of(operands)
-    x = in_layout(operands["x"], channels_last).astype(np.float64)
-    z = operands["weight"][:, None] * x + operands["bias"][:, None, :, None]
-    convolutions.assert_close(in_layout(results["y"], channels_last), z / (1 + np.exp(-z)))
-    assert results["new_state"].size == 0
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Invalid calls.
+            if array.name in ("weight", "bias"):
+                if other == "float32" and dtype != "float64":
+                    call.run()
+                else:
+                    assert_refused(call, f"{array.name} {other} for {dtype}", array.name)
 
 
 @each_target
@@ -146,7 +67,7 @@ def test_bad_widths_are_refused(target: str, channels_last: bool) -> None:
     """A filter of 0 or 9 taps is refused, even if all other arrays fit it."""
     for width in (0, 9):
         good = good_call(target, channels_last, optional=("bias", "same_sequence"), sizes=Sizes(state_length=9))
-        arrays = named_arrays(Sizes(width=width, state_length=9), channels_last, "float32", "float32")
+        arrays = named_arrays(Sizes(width=width, state_length=9), channels_last, "float32")
         operands, results = (tuple(arrays[x.name] for x in kind) for kind in (good.operands, good.results))
         assert_refused(dataclasses.replace(good, operands=operands, results=results), f"width {width}", "weight")
 

@@ -104,8 +104,11 @@ def test_sage_conv(
 @pytest.mark.parametrize("concat", [True, False], ids=["concat", "mean"])
 @pytest.mark.parametrize("self_loops", [True, False])
 @pytest.mark.parametrize("bias, slope, heads", [(True, 0.2, 3), (False, 0.01, 1)])
+@pytest.mark.parametrize("layer_type, recipe", [(GATConv, "gat_conv"), (GATv2Conv, "gatv2_conv")])
 def test_gat_conv(
     rng: np.random.Generator,
+    layer_type: type[torch.nn.Module],
+    recipe: str,
     dtype: str,
     with_plan: bool,
     concat: bool,
@@ -118,42 +121,13 @@ def test_gat_conv(
         edge_index = random_edges(rng)
         edges = edges_of(edge_index, with_plan, self_loops)
         options = dict(concat=concat, add_self_loops=self_loops, bias=bias, negative_slope=slope)
-        layer = GATConv(WIDTH, OUT, heads, **options)
+        layer = layer_type(WIDTH, OUT, heads, **options)
         check(
             dtype,
             rng,
             layer,
             lambda x: layer(x, torch.as_tensor(edge_index)),
-            lambda weights, x: RECIPES["gat_conv"](weights, x, edges, concat, slope),
-        )
-
-
-@IN_DTYPE
-@WITH_PLAN
-@pytest.mark.parametrize("concat", [True, False], ids=["concat", "mean"])
-@pytest.mark.parametrize("self_loops", [True, False])
-@pytest.mark.parametrize("bias, slope, heads", [(True, 0.2, 3), (False, 0.01, 1)])
-def test_gatv2_conv(
-    rng: np.random.Generator,
-    dtype: str,
-    with_plan: bool,
-    concat: bool,
-    self_loops: bool,
-    bias: bool,
-    slope: float,
-    heads: int,
-) -> None:
-    with jax.enable_x64(dtype == "float64"):
-        edge_index = random_edges(rng)
-        edges = edges_of(edge_index, with_plan, self_loops)
-        options = dict(concat=concat, add_self_loops=self_loops, bias=bias, negative_slope=slope)
-        layer = GATv2Conv(WIDTH, OUT, heads, **options)
-        check(
-            dtype,
-            rng,
-            layer,
-            lambda x: layer(x, torch.as_tensor(edge_index)),
-            lambda weights, x: RECIPES["gatv2_conv"](weights, x, edges, concat, slope),
+            lambda weights, x: RECIPES[recipe](weights, x, edges, concat, slope),
         )
 
 

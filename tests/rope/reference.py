@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support import cases, handlers
-from support.cases import FLOATING
-from support.handlers import Array, Call
+from support import cases
 
 LAYOUTS = ("BHSD", "BSHD")
 PAIRINGS = (True, False)
@@ -147,75 +144,3 @@ class Rotation:
         errors = np.broadcast_to(errors[..., None], rotated.shape)
         rotated, lengths, errors = (_from_pairs(pairs, self.interleaved) for pairs in (rotated, lengths, errors))
         return ExpectedRotation(rotated, lengths, errors, features[..., rotary_dim:])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Direct calls of the native targets.
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """All of them different, so that no dimension passes for another."""
-
-    batch: int | None = 5
-    """None: the call has no batch dimension."""
-    examples: int = 3
-    heads: tuple[int, int] = (6, 2)
-    length: int = 7
-    features: int = 12
-    rotary_dim: int = 8
-
-    def with_batch(self, *shape: int) -> tuple[int, ...]:
-        return shape if self.batch is None else (self.batch, *shape)
-
-
-SIZES = Sizes()
-
-TARGETS = {
-    "rope": (("x",), ("y",)),
-    "rope_backward": (("x",), ("y",)),
-    "rope_qk": (("q", "k"), ("q_out", "k_out")),
-    "rope_qk_backward": (("q", "k"), ("q_out", "k_out")),
-}
-"""The rotated operands and the results of each target."""
-
-
-def good_call(
-    target: str,
-    layout: str = "BHSD",
-    *,
-    interleaved: bool = True,
-    has_positions: bool = True,
-    shared: Collection[str] = (),
-    sizes: Sizes = SIZES,
-    dtype: str = "float32",
-    positions_dtype: str = "int32",
-) -> Call:
-    """A valid call.
-
-    Args:
-      shared: the operands shared by the batch; "positions of examples": the examples share the positions.
-    """
-    rotated, results = TARGETS[target]
-    shapes = [
-        sizes.with_batch(*features_shape(layout, sizes.examples, heads, sizes.length, sizes.features))
-        for heads in sizes.heads
-    ]
-    operands = [Array(name, shape, dtype) for name, shape in zip(rotated, shapes, strict=False)]
-    compute_dtype = cases.accumulator(dtype).name if dtype in FLOATING else "float32"
-    operands.append(Array("frequencies", sizes.with_batch(2, sizes.rotary_dim // 2), compute_dtype))
-    if has_positions:
-        examples = 1 if "positions of examples" in shared else sizes.examples
-        operands.append(Array("positions", sizes.with_batch(examples, sizes.length), positions_dtype))
-    operands = [x.shared() if x.name in shared else x for x in operands]
-    params = {
-        "heads_first": layout == "BHSD",
-        "interleaved": interleaved,
-        "rotary_dim": np.int64(sizes.rotary_dim),
-        "scale": np.float64(1.25),
-        "has_positions": has_positions,
-        "num_batch_dims": 0 if sizes.batch is None else 1,
-    }
-    return handlers.good_call(
-        target, operands, [Array(name, shape, dtype) for name, shape in zip(results, shapes, strict=False)], params
-    )

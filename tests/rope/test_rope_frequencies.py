@@ -187,41 +187,6 @@ def test_exactness(dim: int) -> None:
     np.testing.assert_allclose(inv_freq, np.longdouble(500000) ** exponents, rtol=1e-15)
 
 
-def test_llama3_of_the_published_model() -> None:
-    """Llama 3.1: pairs of over 4 turns in 8192 positions are unchanged; pairs of under one turn are 8 times slower."""
-    plain, _ = rope_frequencies(128, 500000.0)
-    inv_freq, scale = rope_frequencies(128, 500000.0, {"rope_type": "llama3", **LLAMA3, "rope_theta": 500000.0})
-    wavelength = 2 * math.pi / plain
-    is_fast, is_slow = wavelength < 8192 / 4, wavelength > 8192
-    assert (is_fast.sum(), is_slow.sum()) == (29, 29) and scale == 1
-    np.testing.assert_array_equal(inv_freq[is_fast], plain[is_fast])
-    np.testing.assert_allclose(inv_freq[is_slow], plain[is_slow] / 8, rtol=1e-15)
-    assert (np.diff(inv_freq / plain) <= 0).all()
-    for pair in np.flatnonzero(~is_fast & ~is_slow):
-        smooth = (8192 / wavelength[pair] - 1) / (4 - 1)
-        assert inv_freq[pair] == pytest.approx((1 - smooth) * plain[pair] / 8 + smooth * plain[pair], rel=1e-12)
-
-
-def test_yarn_of_a_published_model() -> None:
-    """DeepSeek-V3: fast pairs are unchanged, slow ones are 40 times slower. Pairs 10 to 23 form a ramp between them."""
-    parameters = {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    inv_freq, scale = rope_frequencies(64, 10000.0, parameters)
-    plain, _ = rope_frequencies(64)
-    assert scale == 1
-    np.testing.assert_allclose(inv_freq[:11], plain[:11], rtol=1e-15)
-    np.testing.assert_allclose(inv_freq[23:], plain[23:] / 40, rtol=1e-12)
-    ramp = np.arange(1, 13) / 13
-    np.testing.assert_allclose(inv_freq[11:23], plain[11:23] * (1 - ramp + ramp / 40), rtol=1e-12)
-
-
 def published(dim: int, base: float, scaling: dict[str, Any], scale: float = 1.0, **lengths: int) -> Any:
     """The arguments of a published model, and its scale."""
     return {"dim": dim, "base": base, "scaling": scaling, **lengths}, scale

@@ -439,7 +439,7 @@ FROM_IDS = Rule(
 )
 FROM_UNBATCHED_IDS = Rule(
     "the number of segments comes from the ids only where these are not mapped",
-    lambda num_segments, batch: num_segments is ABSENT and batch not in ("none", "one:data", "one:logits"),
+    lambda num_segments, batch: num_segments is ABSENT and batch in ("all", "nested", "one:segment_ids"),
 )
 FROM_SOME_IDS = Rule(
     "there is no greatest id of none, and where it is large so is the result",
@@ -876,15 +876,7 @@ declare(
             "deterministic": (ABSENT, True),
         },
         problem=_softmax_backward_problem,
-        rules=tuple(rule for rule in COMMON_RULES if rule is not FROM_UNBATCHED_IDS)
-        + (
-            Rule(
-                "the number of segments comes from the ids only where these are not mapped",
-                lambda num_segments, batch: (
-                    num_segments is ABSENT and batch not in ("none", "one:d_output", "one:probabilities")
-                ),
-            ),
-        ),
+        rules=COMMON_RULES,
         has_carry=True,
     )
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from segment.gather_reference import Graph, gathered
 from support import cases
 from support.meshes import COLLECTIVES
 
@@ -189,22 +190,15 @@ def test_ids_of_every_dtype(rng: np.random.Generator, name: str, form: str, ids_
 
         arrays = data, weights, gather_ids, segment_ids
         _, d_data, d_weights = jax.jit(value_and_gradients(mapped(call)))(*arrays, d_output)
-    expected = np.zeros_like(d_data)
+    expected = np.zeros(data.shape)
     for i in range(BATCH):
-        rows = gather_ids[i].astype(np.float64)
-        rows = np.where(rows < 0, rows + nodes, rows)
-        is_row, row = (rows >= 0) & (rows < nodes), np.clip(rows, 0, nodes - 1).astype(np.int64)
-        segment = segment_ids[i].astype(np.float64)
-        is_member = (segment >= 0) & (segment < segments)
-        for s in range(segments):
-            members = np.flatnonzero(is_member & (segment == s))
-            for e in members[is_row[members]]:
-                if name == "max":
-                    wins = data[row[e]] == data[row[members]].max(axis=0)
-                    ties = (data[row[members]] == data[row[members]].max(axis=0)).sum(axis=0)
-                    expected[row[e]] += np.where(wins, d_output[i, s] / ties, 0)
-                else:
-                    expected[row[e]] += weights[i, e] * d_output[i, s]
+        graph = Graph(data, gather_ids[i], segment_ids[i], segments, weights[i])
+        if name == "max":
+            rows, row = gathered(data, gather_ids[i])
+            of_edges = cases.reference_max_gradient(d_output[i], rows, segment_ids[i], "split")
+            expected += cases.segment_sum(of_edges, row, nodes)
+        else:
+            expected += graph.gradient_of_data(d_output[i]).exact
     np.testing.assert_array_equal(d_data, expected)
     assert d_weights.shape == weights.shape
 

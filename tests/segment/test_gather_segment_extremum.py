@@ -25,7 +25,6 @@ from segment.gather_reference import (
 )
 from support import cases
 from support.cases import Expected
-from support.programs import small_integers
 
 import jax_baracuda
 from jax_baracuda import Implementation, forward_mode, segment_plan
@@ -81,20 +80,6 @@ def test_extremum(
         output, "value"
     )
     extremum_gradient(kind, graph, d_output, tie_break).check(gradients["data"], "gradient")
-
-
-@pytest.mark.parametrize("tie_break", ["split", "first"])
-@each_kind
-def test_plan_in_plain_jax(rng: np.random.Generator, kind: str, tie_break: str) -> None:
-    """In plain JAX, a plan gives the right value and gradient, also if some of its ids are out of range."""
-    graph = make_graph(rng, 50, 400, 41, (3,), "float32", is_sorted=False)
-    graph = dataclasses.replace(graph, data=rng.integers(-3, 4, graph.data.shape).astype(np.float32))
-    d_output = small_integers(rng, (41, 3), "float32")
-    call = call_of(kind, graph, "plan", tie_break=tie_break, implementation="xla")
-    output, pull_back = jax.vjp(call, jnp.asarray(graph.data))
-    rows, _ = gathered(graph.data, graph.gather_ids)
-    np.testing.assert_array_equal(output, getattr(cases, f"reference_{kind}")(rows, graph.segment_ids, 41))
-    extremum_gradient(kind, graph, d_output, tie_break).check(pull_back(d_output)[0], "gradient")
 
 
 @pytest.mark.parametrize("implementation", [None, "kernel", "xla"])
@@ -158,33 +143,8 @@ def test_mean(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> No
     Expected(expected.exact, expected.dtype, error).check(gradients["data"], "gradient")
 
 
-def test_mean_with_weights(rng: np.random.Generator) -> None:
-    """The mean divides by the number of edges, whatever their weights. Powers of two make it exact."""
-    data, weights = small_integers(rng, (50, 2, 6), "float32"), small_integers(rng, (900, 2), "float32")
-    d_output = small_integers(rng, (30, 2, 6), "float32")
-    segment_ids = rng.permutation(np.concatenate([np.arange(896) % 28, np.full(4, 28)]))  # none in the last segment
-    plan = segment_plan(segment_ids, 30, rng.integers(0, 50, 900), 50)
-    count = np.maximum(cases.counts(segment_ids, 30), 1)[:, None, None]
-
-    def by_sum(data: Any, weights: Any) -> jax.Array:
-        return jax_baracuda.gather_segment_sum(data, weights=weights, plan=plan) / count
-
-    def by_mean(data: Any, weights: Any) -> jax.Array:
-        return jax_baracuda.gather_segment_mean(data, weights=weights, plan=plan)
-
-    def value_and_gradients(call: Callable[..., jax.Array]) -> Any:
-        value, vjp = jax.vjp(call, data, weights)
-        return value, *vjp(d_output)
-
-    jax.tree.map(np.testing.assert_array_equal, value_and_gradients(by_mean), value_and_gradients(by_sum))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Transformations.
-
-
-def plain(kind: str, data: Any, gather_ids: Any, segment_ids: Any, num_segments: int) -> jax.Array:
-    return getattr(jax.ops, f"segment_{kind}")(data[gather_ids], segment_ids, num_segments)
 
 
 SECOND_DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

@@ -213,19 +213,6 @@ def test_special_values_exhaustively(rng: np.random.Generator, reduction: Reduct
         batch.run()
 
 
-@each_reduction_and_dtype(LIKE_JAX)
-def test_value_equals_jax(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
-    """Eager values equal those of jax.ops exactly, if the accumulator of jax.ops is wide enough."""
-    if dtype in ("float16", "bfloat16") and reduction is SUM:
-        pytest.skip("jax.ops accumulates in 16 bits")
-    data, ids = reduction.make_data(rng, shape := Shape(200, (6,), 30), dtype), cases.make_ids(rng, 200, 30)
-    if reduction is PROD and cases.is_floating(data.dtype):
-        data = rng.choice([1, -1, 2, 0.5, 0, np.inf, np.nan], data.shape, p=[0.3, 0.3, 0.1, 0.1, 0.1, 0.05, 0.05])
-        data = data.astype(jnp.dtype(dtype))
-    with cases.x64_for(dtype):
-        assert_same_values(reduction(data, ids, shape.segments), reduction.by_jax(data, ids, shape.segments))
-
-
 @each_reduction
 def test_ids_dtypes(rng: np.random.Generator, reduction: Reduction) -> None:
     """Ids may have any integer dtype. Ids out of range are dropped and never wrap, up to the limits of the dtype."""
@@ -839,6 +826,6 @@ def test_sorted_unsigned_ids_beyond_the_signed_ones(
             reduction(data, ids[0], segments, indices_are_sorted=True)
     for call in calls:
         [ids_of_kernel] = [x for name, x in zip(call.op.operands, call.operands, strict=False) if name == "segment_ids"]
-        assert (np.diff(np.asarray(ids_of_kernel)) >= 0).all()
+        np.testing.assert_array_equal(ids_of_kernel, np.sort(ids_of_kernel))  # differences of int32 would wrap
     for result, of_one in zip(results, ids, strict=True):
         reduction.value(data, of_one, segments).check(result)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ from support import cases, handlers
 from support.handlers import Array, with_dtypes
 from support.recorded import direct_calls
 
-from jax_baracuda._core.native import KERNEL_PLATFORMS, NATIVE_MODULES
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda.ops.segment.edge_attention import MAX_HEAD_BYTES
 from jax_baracuda.ops.segment.edges import VECTOR_BYTES
@@ -88,38 +84,3 @@ def test_widths_of_heads(target: str, features: int) -> None:
     least, most = 1 if target.startswith("segment") else VECTOR_BYTES // 4, MAX_HEAD_BYTES // 4
     expected = f"has {features} features of a head, expected a power of two from {least} to {most}"
     assert expected in handlers.refusal(call, f"{features} features")
-
-
-def planned_calls(target: str, rows: int) -> Iterator[tuple[list[jax.ShapeDtypeStruct], dict[str, Any]]]:
-    """Operands and params of calls with this many rows, for all sizes and flags that a plan may depend on."""
-    op, dtypes = OPS[target], ("float16", "float32")
-    segment_counts, feature_counts = (0, 1, 3, 40, 900, 5000, 100_000), (0, 1, 2, 3, 4, 8, 33, 64, 128, 1 << 20)
-    for batch, segments, features in itertools.product((1, 3), segment_counts, feature_counts):
-        sizes = {"row": rows, "segment": segments, "...": features}
-        for dtype, flag, other_flag in itertools.product(dtypes, (False, True), (False, True)):
-            operands = [
-                jax.ShapeDtypeStruct(
-                    (batch, *(sizes[name] for name in dimensions)), dtype if "..." in dimensions else np.int32
-                )
-                for dimensions in op.operands.values()
-            ]
-            options = {"indices_are_sorted": flag, "deterministic": other_flag}
-            yield operands, {"num_segments": segments, "num_batch_dims": 1, **options}
-
-
-@pytest.mark.parametrize("platform", KERNEL_PLATFORMS)
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_strategy_is_planned(target: str, platform: str) -> None:
-    """Each strategy that the native module names runs some call, and no call has any other strategy."""
-    native = NATIVE_MODULES[platform]
-    if native.module is None:
-        cases.skip_for_lack_of(platform, f"{platform}: {native.problem}")
-    plans = {
-        OpCall(OPS[target], operands, OPS[target].targets[target] | params).plan(platform)
-        for rows in (0, 1, 64, 3000, 40_000, 1 << 21, 1 << 25)
-        for operands, params in planned_calls(target, rows)
-    }
-    strategies = native.strategies()[target]
-    assert {plan.strategy for plan in plans} == set(strategies) and len(strategies) == len(set(strategies))
-    assert all(plan.scratch_bytes >= 0 for plan in plans)
-    assert platform != "cpu" or all(plan.scratch_bytes == 0 for plan in plans)

@@ -1,4 +1,4 @@
-"""segment_var and segment_std: values, gradients and second derivatives against NumPy in float64."""
+"""segment_var and segment_std: values and gradients against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -174,58 +174,6 @@ def in_plain_jax(function: Callable[..., Any], ids: np.ndarray, segments: int, d
     reduce = jnp.var if function is segment_var else jnp.std
     rows_of = [np.flatnonzero(ids == segment) for segment in range(segments)]
     return lambda data: jnp.stack([reduce(data[rows], axis=0, ddof=ddof) for rows in rows_of])
-
-
-@pytest.mark.parametrize("mode", ["reverse over reverse", "forward over reverse", "forward over forward"])
-@pytest.mark.parametrize("ddof", [0, 1])
-@each_function
-def test_second_derivatives(rng: np.random.Generator, function: Callable[..., Any], ddof: int, mode: str) -> None:
-    ids = np.array([0, 1, 2, 0, -1, 1, 0, 2, 5, 1])
-    data, direction = rng.normal(1, 2, (2, 10, 2))
-    weights = rng.normal(size=(3, 2))
-    twin = getattr(forward_mode, function.__name__)
-    functions = {
-        "ours": lambda x: (function if mode == "reverse over reverse" else twin)(x, ids, 3, ddof=ddof),
-        "plain JAX": in_plain_jax(function, ids, 3, ddof),
-    }
-
-    def second(reduce: Callable[..., Any]) -> Any:
-        def loss(x: Any) -> Any:
-            return jnp.sum(weights * reduce(x) ** 2)
-
-        def slope(x: Any) -> Any:
-            return jax.jvp(loss, (x,), (direction,))[1]
-
-        if mode == "reverse over reverse":
-            return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) * direction))(data)
-        if mode == "forward over reverse":
-            return jax.jvp(jax.grad(loss), (data,), (direction,))
-        return jax.jvp(slope, (data,), (direction,))
-
-    with jax.enable_x64(True):
-        actual, expected = (second(reduce) for reduce in functions.values())
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("shares_ids", [False, True], ids=["own ids", "shared ids"])
-@each_function
-def test_vmap(rng: np.random.Generator, function: Callable[..., Any], shares_ids: bool) -> None:
-    """Each element of a batch, with its gradient, as alone; under jit, too."""
-    data, d_output = rng.normal(1, 2, (4, 60, 3)).astype(np.float32), rng.normal(size=(4, 5, 3)).astype(np.float32)
-    ids = np.stack([cases.make_ids(rng, 60, 5)] * 4 if shares_ids else [cases.make_ids(rng, 60, 5) for _ in range(4)])
-
-    def pull_back(data: Any, ids: Any, d_output: Any) -> Any:
-        value, vjp = jax.vjp(lambda x: function(x, ids, 5, ddof=1), data)
-        return value, vjp(d_output)[0]
-
-    mapped = jax.vmap(pull_back, (0, None if shares_ids else 0, 0))
-    for run in (mapped, jax.jit(mapped)):
-        values, gradients = run(data, ids[0] if shares_ids else ids, d_output)
-        for i in range(4):
-            reference, is_root = Reference(data[i], ids[i], 5, 1), function is segment_std
-            reference.value(is_root).check(values[i])
-            reference.gradient(d_output[i], is_root).check(gradients[i])
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -286,32 +285,6 @@ def test_mapped_plans_of_a_shared_table(rng: np.random.Generator) -> None:
     exact = np.zeros(columns.shape)
     np.add.at(exact, (slice(None), ids[0]), d_columns.astype(np.float64))
     np.testing.assert_array_equal(vjp(d_columns)[0], exact)
-
-
-@pytest.mark.parametrize("levels", [(), ((None, 1),), ((None, 0), (None, 0))], ids=str)
-def test_forward_mode_without_the_twin(rng: np.random.Generator, levels: Levels) -> None:
-    """``jvp``, ``jacfwd``, ``linearize``, ``linear_transpose`` and second derivatives equal their formulas."""
-    data, tangent = small_floats(rng, 2, 6)
-    ids = rng.integers(-6, 6, (3, 4))
-    mapped = map_over(levels, take_rows)
-
-    def take(data: Any) -> jax.Array:
-        return mapped(data, ids)
-
-    order = np.swapaxes(ids, 0, 1) if levels == ((None, 1),) else ids
-    rows, one_hot = data[order], np.eye(6)[order]
-    for actual in (jax.jvp(take, (data,), (tangent,)), (take(data), jax.linearize(take, data)[1](tangent))):
-        np.testing.assert_array_equal(actual[0], rows)
-        np.testing.assert_array_equal(actual[1], tangent[order])
-    np.testing.assert_array_equal(jax.jacfwd(take)(data), one_hot)
-    np.testing.assert_array_equal(jax.jacrev(take)(data), one_hot)
-    [cotangent] = jax.linear_transpose(take, data)(rows)
-    np.testing.assert_array_equal(cotangent, one_hot.reshape(-1, 6).T @ rows.ravel())
-    second = np.diag(6 * data.astype(np.float64) * np.bincount(order.ravel() % 6, minlength=6))
-    modes = (jax.jacfwd, jax.jacrev)
-    for outer, inner in itertools.product(modes, modes):
-        actual = outer(inner(lambda data: (take(data) ** 3).sum()))(data)
-        np.testing.assert_array_equal(actual, second)
 
 
 def test_integers_have_no_tangent(rng: np.random.Generator) -> None:

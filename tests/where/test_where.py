@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits, assert_same_memory, random_bits
-from where import reference as selections
 from where.reference import (
     GRADIENT_SHAPES,
     KERNEL_DTYPES,
@@ -400,15 +399,3 @@ def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
     _, vjp = jax.vjp(lambda dy: where_backward(dy, cond, a_shape=(), b_shape=()), dy)
     expected = np.broadcast_to(reference(cond, d_scalar, -d_scalar), (5, 40))
     assert_same_memory(vjp((d_scalar, -d_scalar))[0], expected)
-
-
-def test_references(rng: np.random.Generator) -> None:
-    """The references of the tests above agree with NumPy and plain JAX."""
-    for shapes in (*SHAPES[9:12], *SHAPES[-4:]):
-        cond, a, b = make_operands(rng, shapes, "float64")
-        np.testing.assert_array_equal(reference(cond, a, b), np.where(cond, a, b))
-        dy = rng.normal(size=joint_shape(shapes))
-        with jax.enable_x64(True):
-            _, *gradients = value_and_pullback(jnp.where, cond, a, b, dy)
-        for got, expected in zip(gradients, selections.reference_gradients(cond, dy, a.shape, b.shape), strict=True):
-            expected.check(got)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases, handlers
+from support import handlers
 from support.cases import assert_same_memory
 from support.handlers import Array, Call, with_dtypes
 from write_slice.reference import (
@@ -106,36 +106,6 @@ def test_valid_calls_succeed(rng: np.random.Generator, target: str, batched: boo
         for _ in range(4):
             call = good_call(target, batched, drop=drop)
             check(call, random_operands(rng, call))
-
-
-@each_target
-def test_dtypes(rng: np.random.Generator, target: str) -> None:
-    """Every dtype of the op and every dtype of starts is accepted."""
-    for i, dtype in enumerate(sorted(OPS[target].dtypes_of(target))):
-        start_dtype = START_DTYPES[i % len(START_DTYPES)]
-        call = good_call(target, dtypes=(dtype, dtype), start_dtypes=(start_dtype, "int32"), drop=i % 2 == 0)
-        with cases.x64_for(dtype, start_dtype):
-            check(call, random_operands(rng, call))
-
-
-@each_batched
-@each_target
-def test_empty_arrays(rng: np.random.Generator, target: str, batched: bool) -> None:
-    """Empty arrays, windows and batches are accepted. The elements of dest pass through."""
-    for shapes, sizes in (
-        (((0, 5, 4), (6, 9)), (0, 3, 5)),
-        (((7, 0, 4), (0, 9)), (2, 3, 5)),
-        (SHAPES, (0, 3, 5)),
-        (SHAPES, (2, 0, 0)),
-    ):
-        windows = tuple(w._replace(size=size) for w, size in zip(WINDOWS, sizes, strict=True))
-        for batch in (BATCH, 0) if batched else (1,):
-            call = good_call(target, batched, shapes=shapes, windows=windows, batch=batch)
-            operands = random_operands(rng, call)
-            if batch == 0:
-                assert all(x.size == 0 for x in call.results_of(operands).values())
-            else:
-                check(call, operands, windows)
 
 
 @each_target

@@ -32,6 +32,7 @@ def recorded() -> Iterator[list[Asked]]:
 
     def record(self: NativeModule, target: str, parameters: dict[str, int]) -> Any:
         answer = plan(self, target, parameters)
+        assert answer.strategy in self.strategies()[target], f"{target}: {answer.strategy}"
         asked.append((self.platform, target, dict(parameters), answer.strategy))
         return answer
 
