@@ -857,7 +857,12 @@ def _canonicalize(
     _check_parameter_dtype(name, "weight", weight, x)
     fits_x = f"to fit x of shape {layout} = {x.shape}"
     if weight.ndim != 2 or weight.shape[0] != channels:
-        raise ValueError(f"{name}: weight must have shape [C, W] = ({channels}, W) {fits_x}, got {weight.shape}")
+        advice = ""
+        if weight.ndim == 3 and weight.shape[1] == 1:
+            advice = "; weights [C, 1, W], as those of PyTorch, are weight[:, 0] here"
+        elif weight.ndim > 0 and weight.shape[0] == length and not channels_last:
+            advice = "; for x of shape [B, L, C] pass channels_last=True"
+        raise ValueError(f"{name}: weight must have shape [C, W] = ({channels}, W) {fits_x}, got {weight.shape}{advice}")
     width = weight.shape[1]
     if width == 0:
         raise ValueError(f"{name}: weight must have shape [C, W] with W >= 1, got {weight.shape}")

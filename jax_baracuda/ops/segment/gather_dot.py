@@ -68,7 +68,6 @@ def gather_segment_dot(
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype, or ids and plan are missing.
-      IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
         given.
 
@@ -99,8 +98,6 @@ def gather_segment_dot(
             f"{name}: data must be [N, ..., D] and segment_data [S, ..., D], with the same dimensions after the first; "
             f"got {data.shape} and {segment_data.shape}"
         )
-    if plan is None and (gather_ids is None or segment_ids is None):
-        raise TypeError(f"{name}: gather_ids and segment_ids must be given, or a plan")
     num_segments = segment_data.shape[0] if plan is None else None
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     if call.num_segments != segment_data.shape[0]:

@@ -73,7 +73,6 @@ def gather_segment_sum(
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
-      IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
         given.
 

@@ -117,7 +117,6 @@ def segment_sum(
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
       ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
         there are no ids.
       jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
@@ -163,7 +162,7 @@ def segment_sum_backward(
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.
 
     Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_sum`.
+      TypeError, ValueError: an argument does not fit, as in :func:`segment_sum`.
 
     Numerical guarantees: exact. Bit-equal from run to run.
 
