@@ -122,6 +122,7 @@ clients:
 # Warnings are errors; the pages are in build/docs.
 docs: $(VENV)/installed
 	$(BIN)/pip install --quiet $(call REQUIREMENTS,docs)
+	JAX_PLATFORMS=cpu $(BIN)/python docs/make_reference.py
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
 	@echo "The pages are in build/docs; open build/docs/index.html."
 

@@ -117,7 +117,9 @@ def test_a_plan_of_another_graph() -> None:
 
 def test_a_plan_as_a_static_argument() -> None:
     program = jax.jit(lambda x, plan: jb.gather_segment_sum(x, plan=plan), static_argnames="plan")
-    with pytest.raises(ValueError, match="pass it to compiled programs as an ordinary argument, without static_argnums"):
+    with pytest.raises(
+        ValueError, match="pass it to compiled programs as an ordinary argument, without static_argnums"
+    ):
         program(ROWS, plan=plan())
 
 
@@ -137,14 +139,18 @@ def test_heads_that_follow_the_sequence(name: str) -> None:
 def test_positions_of_a_sequence_before_the_heads() -> None:
     x = jnp.ones((2, 16, 8, 4))
     for positions in (jnp.arange(16), jnp.zeros((2, 16), int)):
-        with pytest.raises(ValueError, match=r'^rope: positions must .*; for arrays \[B, S, H, D\] pass layout="BSHD"(\n|$)'):
+        with pytest.raises(
+            ValueError, match=r'^rope: positions must .*; for arrays \[B, S, H, D\] pass layout="BSHD"(\n|$)'
+        ):
             jb.rope(x, positions)
         assert jb.rope(x, positions, layout="BSHD").shape == x.shape
 
 
 def test_layouts_of_other_convolutions() -> None:
     x = jnp.ones((2, 16, 8))
-    with pytest.raises(ValueError, match=r"^causal_conv1d: weight .*; for x of shape \[B, L, C\] pass channels_last=Tr"):
+    with pytest.raises(
+        ValueError, match=r"^causal_conv1d: weight .*; for x of shape \[B, L, C\] pass channels_last=Tr"
+    ):
         jb.causal_conv1d(x, jnp.ones((8, 4)))
     with pytest.raises(ValueError, match=r"^causal_conv1d: weight .*; weights \[C, 1, W\], as those of PyTorch, are"):
         jb.causal_conv1d(x, jnp.ones((16, 1, 4)))
