@@ -116,7 +116,8 @@ def causal_conv1d(
         than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
       bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
-      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
+      channels_last: whether `x` is ``[B, L, C]``. Where L is C, the shapes would not reveal a mistake. States are
+        ``[B, C, ...]`` in either case.
       initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
       segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap contributes zero if its
         input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state

@@ -65,13 +65,15 @@ def rope(
     Args:
       x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
-        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
-        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
+      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default: 0
+        to S - 1, so decoding one token must pass its position; under ``jax.shard_map``, S is the length of the device's
+        part of the sequence. Any value of any integer dtype, also negative. uint64, and uint32 while 64-bit types are
+        off, run as plain JAX. One position per token: ``[3, S]``, as in M-RoPE, would be read as the positions of three
+        examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
+        ``(i, i + rotary_dim/2)``, as in GPT-NeoX, and in Llama's weights as Hugging Face publishes them. The shapes
+        are the same: the wrong choice gives wrong numbers, and no error.
       layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
         as many heads as positions, because the shapes would not reveal a mistake.
       rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which

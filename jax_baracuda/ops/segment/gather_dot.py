@@ -61,7 +61,8 @@ def gather_segment_dot(
       deterministic: on GPUs, the gradients of unsorted edges without a plan are added in an order that varies from run
         to run where that was faster, unless this is True. Everything else has the same bits in every run anyway.
       plan: a :func:`segment_plan` of the edges, which replaces `gather_ids` and `segment_ids`. The gradient then does
-        not sort. The products are in the order of the ids from which the plan was made.
+        not sort. The products are in the order of the ids from which the plan was made. Calls trust it;
+        :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[E, ...]`` with the dtype of `data` and its dimensions in the middle.

@@ -66,7 +66,7 @@ def gather_segment_sum(
         was faster: for few edges or narrow rows. True: sort them, so that all runs are bit-equal. Sorted edges, plans
         and their gradients are bit-equal anyway. On CPUs everything is.
       plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
-        plan, neither this call nor its gradient sorts.
+        plan, neither this call nor its gradient sorts. Calls trust it; :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.

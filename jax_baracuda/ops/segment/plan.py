@@ -121,7 +121,7 @@ def segment_plan(
     gather_ids: ArrayLike | None = None,
     num_rows: int | None = None,
 ) -> SegmentPlan:
-    """The sorted order of the edges of a graph, for calls that share it and then need no sort.
+    """Sorts a graph's edges once, so that calls given the plan need not.
 
     Edge e goes from row ``gather_ids[e]`` to segment ``segment_ids[e]``, as in :func:`gather_segment_sum`. Without
     `gather_ids`, edge e is row e itself, as in :func:`segment_sum`.

@@ -110,7 +110,8 @@ def segment_sum(
       deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
         this is True. Everything else has the same bits in every run anyway.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
+        neither this call nor its gradient sorts, and both have the same bits in every run. Calls trust it;
+        :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
@@ -156,7 +157,8 @@ def segment_sum_backward(
 
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment sums, a floating dtype.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`. Calls trust it;
+        :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.

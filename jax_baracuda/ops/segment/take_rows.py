@@ -59,7 +59,7 @@ def take_rows(
         from run to run, unless this is True. Everything else has the same bits in every run anyway.
       plan: a :func:`segment_plan` of the edges of a graph, which replaces `ids`: each edge takes the row of its
         segment. With ``plan.transposed``, each edge takes the row that it gathers. The gradient then does not sort and
-        has the same bits in every run.
+        has the same bits in every run. Calls trust it; :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``ids.shape + data.shape[1:]`` with the dtype of `data`. Under explicit sharding, it is sharded like `ids` and the
