@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress()
     table = ProgressiveTable(
         progress.print,
-        ("op", *(example.name for example in examples)),
+        ("function", *(example.name for example in examples)),
         ("dtype", "bfloat16"),
         ("on", *devices),
-        ("error of value",),
+        ("error of\nvalue", "1.0e-06"),
         ("allowed", "1.0e-06"),
-        ("of gradient",),
+        ("error of\ngradient", "1.0e-06"),
         ("allowed", "1.0e-06"),
-        ("", "FAILED"),
+        ("result", "FAILED"),
     )
     to_check = [(example, platform) for platform in devices for example in examples]
     num_checks = num_failures = 0

@@ -863,7 +863,9 @@ def _canonicalize(
             advice = "; weights [C, 1, W], as those of PyTorch, are weight[:, 0] here"
         elif weight.ndim > 0 and weight.shape[0] == length and not channels_last:
             advice = "; for x of shape [B, L, C] pass channels_last=True"
-        raise ValueError(f"{name}: weight must have shape [C, W] = ({channels}, W) {fits_x}, got {weight.shape}{advice}")
+        raise ValueError(
+            f"{name}: weight must have shape [C, W] = ({channels}, W) {fits_x}, got {weight.shape}{advice}"
+        )
     width = weight.shape[1]
     if width == 0:
         raise ValueError(f"{name}: weight must have shape [C, W] with W >= 1, got {weight.shape}")

@@ -718,10 +718,11 @@ def _checked_positions(
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{name}: positions must have an integer dtype, got {positions.dtype}")
     if positions.shape not in ((length,), (examples, length), (1, length)):
-        is_of_axes = positions.ndim > 1 and positions.shape[0] == 3
-        advice = "; positions of three axes (M-RoPE) are not supported, only one position per token" if is_of_axes else ""
+        advice = ""
         if positions.ndim > 0 and positions.shape[-1] == other_length:
             advice = _ADVICE_ON_LAYOUT
+        elif positions.ndim > 1 and positions.shape[0] == 3:
+            advice = "; positions of three axes (M-RoPE) are not supported, only one position per token"
         raise ValueError(
             f"{name}: positions must have shape [S] = ({length},) or [B, S] = ({examples}, {length}) "
             f"({_named(heads_first)}), got {positions.shape}{advice}"
