@@ -42,7 +42,8 @@ demo: $(VENV)/installed
 	@$(BIN)/pip install --quiet $(call REQUIREMENTS,demo)
 	$(BIN)/python -m jax_baracuda demo
 	@echo
-	@echo "Next: source $(BIN)/activate puts this Python on the PATH. make test tells whether the installation is right."
+	@echo "Next: source $(BIN)/activate puts this Python on the PATH."
+	@echo "      make test tells whether the installation is right."
 
 # Whether an installation is right: at least one case of each test that is not thorough.
 test: export JAX_BARACUDA_TEST_STRIDE ?= 100
@@ -185,7 +186,8 @@ $(VENV)/bin/pip:
 BUILD_LOG := $(VENV)/build.log
 $(VENV)/installed: $(VENV)/bin/pip $(SOURCES)
 	$(if $(filter cuda13,$(CUDA)),$(INSTALL_NVCC))
-	@echo "Installing jax_baracuda and JAX into $(VENV), and building the kernels. The whole log is $(BUILD_LOG)."
+	@echo "Installing JAX into $(VENV) and building the kernels: the CPU's take one to two minutes of two idle cores."
+	@echo "The whole log is $(BUILD_LOG)."
 	@set -o pipefail; $(BIN)/pip install --verbose $(JAX) --editable ".$(CUDA:%=[%])" 2>&1 | tee $(BUILD_LOG) | sed -unE \
 	  's/^ *(\[[0-9]+\/[0-9]+\]) /\1 /p; s/.*-- jax_baracuda: //p; s/^ *(Downloading .*[0-9]{2}\.[0-9] MB\)).*/\1/p' || \
 	  { tail -n 50 $(BUILD_LOG); exit 1; }
