@@ -256,7 +256,7 @@ def train_and_report(runs: tuple[Run, Run], graph: Graph, steps: int) -> bool:
             f"{run.milliseconds():.2f} ms/step"
         )
     ratio = reference.milliseconds() / ours.milliseconds()
-    print(f"speed:     {ratio:.2f} times that of {reference.function}, by the medians of a step's time")
+    print(f"speed:     {ratio:.2f} times that of {reference.function}, by median step time")
     gradients_agree = report_agreement(
         "first gradients", "each array's largest entry", first_gradient_difference, GRADIENT_TOLERANCE[dtype]
     )
