@@ -6,20 +6,20 @@
 #   WHEEL_PYTHONS  the interpreters that make wheels builds for; JAX_BARACUDA_CUDA=OFF leaves the CUDA kernels out
 #   SECONDS, SEED, THREADS  of make fuzz: how long, of all that is random, how many programs at once
 #   CUDA    the CUDA extra, cuda12 or cuda13; empty for the CPU only. Default: what the NVIDIA driver here supports
+SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA ?= $(if $(DRIVER),$(shell test "$(DRIVER)" -ge 580 && echo cuda13 || echo cuda12))
-# Without a GPU, CUDA kernels could not run here; ask for them with JAX_BARACUDA_CUDA=ON. Wheels have them.
+# AUTO builds no CUDA kernels where there is no GPU; ask for them with JAX_BARACUDA_CUDA=ON. Wheels have them.
 export JAX_BARACUDA_CUDA ?= \
-  $(if $(filter wheels,$(MAKECMDGOALS)),ON,$(if $(CUDA),$(if $(filter cuda13,$(CUDA)),ON,AUTO),OFF))
+  $(if $(filter wheels,$(MAKECMDGOALS))$(filter cuda13,$(CUDA)),ON,$(if $(DRIVER),$(if $(CUDA),AUTO,OFF),AUTO))
 # Lets the build find a CUDA compiler that pip installed.
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 BIN := $(VENV)/bin
-EXTRAS := test$(CUDA:%=,%)
 # The requirements of an extra: to install them beside what is built already, which would else be built again.
 REQUIREMENTS = $$($(BIN)/python -c "import tomllib; \
   print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
@@ -39,28 +39,31 @@ COVERED_TESTS ?= tests
   $(INSTRUMENTATIONS:%=instrumented-%)
 
 demo: $(VENV)/installed
-	$(BIN)/pip install --quiet $(call REQUIREMENTS,demo)
+	@$(BIN)/pip install --quiet $(call REQUIREMENTS,demo)
 	$(BIN)/python -m jax_baracuda demo
+	@echo
+	@echo "Next: source $(BIN)/activate puts this Python on the PATH."
+	@echo "      make test tells whether the installation is right."
 
 # Whether an installation is right: at least one case of each test that is not thorough.
 test: export JAX_BARACUDA_TEST_STRIDE ?= 100
-test: $(VENV)/installed
+test: $(VENV)/tests-installed
 	$(BIN)/pytest -m "not thorough" --ignore=tests/repository $(PYTEST_ARGUMENTS)
 
 # All tests with all cases, also those of pages, notebooks and tools.
-test-all: $(VENV)/installed
+test-all: $(VENV)/tests-installed
 	$(BIN)/pip install --quiet $(call REQUIREMENTS,test-all)
 	$(BIN)/pytest $(PYTEST_ARGUMENTS)
 
 # What depends on the version of JAX.
-test-versions: $(VENV)/installed
+test-versions: $(VENV)/tests-installed
 	$(BIN)/pytest -m versions --ignore=tests/repository --ignore=tests/test_matrix.py $(PYTEST_ARGUMENTS)
 
 # Every pair of options, transformations, shardings, dtypes and sizes; make test-all runs a part.
-matrix: $(VENV)/installed
+matrix: $(VENV)/tests-installed
 	JAX_BARACUDA_MATRIX_STRIDE=1 $(BIN)/pytest tests/test_matrix.py $(PYTEST_ARGUMENTS)
 
-fuzz: $(VENV)/installed
+fuzz: $(VENV)/tests-installed
 	PYTHONPATH=tests $(BIN)/python -m support.matrix.fuzz --seconds $(or $(SECONDS),60) --threads $(or $(THREADS),2) \
 	  $(if $(SEED),--seed $(SEED))
 
@@ -68,7 +71,7 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/n
   -D Python_EXECUTABLE=$(abspath $(BIN))/python -D nanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
 
 # The CPU module once more, instrumented, in a folder of its own: the installed one stays as it is.
-$(INSTRUMENTATIONS:%=instrumented-%): instrumented-%: $(VENV)/installed
+$(INSTRUMENTATIONS:%=instrumented-%): instrumented-%: $(VENV)/tests-installed
 	$(BIN)/pip install --quiet cmake nanobind ninja
 	$(CONFIGURE) -B build/$(notdir $(VENV))-$* -D CMAKE_BUILD_TYPE=RelWithDebInfo -D JAX_BARACUDA_INSTRUMENTATION=$*
 	$(BIN)/cmake --build build/$(notdir $(VENV))-$* --target _cpu
@@ -97,7 +100,7 @@ coverage: instrumented-coverage
 	  --object-directory build/$(notdir $(VENV))-coverage $(if $(OF_ALL_TESTS),--fail-under-line 90)
 
 # A first run fills the cache: compilation would take most of the time under each tool.
-sanitize-gpu: $(VENV)/installed
+sanitize-gpu: $(VENV)/tests-installed
 	@command -v compute-sanitizer || { echo "compute-sanitizer comes with the CUDA toolkit; put it on the PATH"; exit 1; }
 	cache=$$(mktemp -d); trap 'rm -rf "$$cache"' EXIT; export JAX_COMPILATION_CACHE_DIR=$$cache; \
 	run="$(BIN)/python tests/sanitizers/gpu.py $(SANITIZED_GPU_FAMILIES) --programs $$cache/programs.json"; $$run || exit 1; \
@@ -112,7 +115,7 @@ bench bench-multi: $(VENV)/installed
 
 # Programs of other packages, in an environment of their own, with what make test leaves out of compilation.
 clients:
-	$(MAKE) .venv-clients/installed VENV=.venv-clients OLDEST_PYTHON=12 MAKECMDGOALS=clients
+	$(MAKE) .venv-clients/tests-installed VENV=.venv-clients OLDEST_PYTHON=12 MAKECMDGOALS=clients
 	.venv-clients/bin/pip install --quiet --requirement tests/programs/requirements.txt
 	JAX_BARACUDA_POISON=0 XLA_FLAGS="--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false" \
 	  .venv-clients/bin/pytest tests/programs
@@ -120,9 +123,11 @@ clients:
 # Warnings are errors; the pages are in build/docs.
 docs: $(VENV)/installed
 	$(BIN)/pip install --quiet $(call REQUIREMENTS,docs)
+	JAX_PLATFORMS=cpu $(BIN)/python docs/make_reference.py
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -b html -W --keep-going docs build/docs
+	@echo "The pages are in build/docs; open build/docs/index.html."
 
-lint: $(VENV)/installed
+lint: $(VENV)/tests-installed
 	$(BIN)/pip install --quiet basedpyright clang-format==23.1.5 codespell mypy rich ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check jax_baracuda tests benchmarks release
@@ -177,9 +182,19 @@ $(VENV)/bin/pip:
 	$(BIN)/pip install --quiet --upgrade pip
 
 # Editable: Python files are used as they lie here; make builds again when a native source changes.
+# Of what pip and the compilers say, it shows the downloads and the steps, and the end of all where it fails.
+BUILD_LOG := $(VENV)/build.log
 $(VENV)/installed: $(VENV)/bin/pip $(SOURCES)
 	$(if $(filter cuda13,$(CUDA)),$(INSTALL_NVCC))
-	$(BIN)/pip install --quiet $(JAX) --editable ".[$(EXTRAS)]"
+	@echo "Installing JAX into $(VENV) and building the kernels: the CPU's take one to two minutes of two idle cores."
+	@echo "The whole log is $(BUILD_LOG)."
+	@set -o pipefail; $(BIN)/pip install --verbose $(JAX) --editable ".$(CUDA:%=[%])" 2>&1 | tee $(BUILD_LOG) | sed -unE \
+	  's/^ *(\[[0-9]+\/[0-9]+\]) /\1 /p; s/.*-- jax_baracuda: //p; s/^ *(Downloading .*[0-9]{2}\.[0-9] MB\)).*/\1/p' || \
+	  { tail -n 50 $(BUILD_LOG); exit 1; }
+	@touch $@
+
+$(VENV)/tests-installed: $(VENV)/installed pyproject.toml
+	@$(BIN)/pip install --quiet $(call REQUIREMENTS,test)
 	@touch $@
 
 clean:

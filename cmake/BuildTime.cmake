@@ -1,7 +1,7 @@
 # Prints what is built, the estimated time, and the options. (pip shows it with -v.) Minutes are for one core of a
 # server: an architecture takes 6 on an otherwise idle core and 13 on a thread of a fully loaded machine; the estimate
 # is 10.
-set(minutes 5)
+set(minutes 3)
 set(what "the CPU module")
 if(JAX_BARACUDA_CUDA_COMPILER_FOUND)
   string(REGEX REPLACE "-[a-z]+" "" generations "${CMAKE_CUDA_ARCHITECTURES}")

@@ -1,9 +1,27 @@
-# Sets JAX_BARACUDA_CUDA_COMPILER_FOUND. If nvcc is not on the PATH, also looks in /usr/local/cuda and in the pip
-# packages of CUDA, and sets CMAKE_CUDA_COMPILER.
+# Sets JAX_BARACUDA_CUDA_COMPILER_FOUND, or JAX_BARACUDA_WITHOUT_CUDA: why the CUDA module is not built. If nvcc is not on
+# the PATH, also looks in /usr/local/cuda and in the pip packages of CUDA, and sets CMAKE_CUDA_COMPILER.
 set(JAX_BARACUDA_CUDA_COMPILER_FOUND FALSE)
+set(JAX_BARACUDA_WITHOUT_CUDA "")
 if(JAX_BARACUDA_CUDA STREQUAL "OFF")
-  message(STATUS "jax_baracuda: CUDA module not built, because JAX_BARACUDA_CUDA=OFF")
+  set(JAX_BARACUDA_WITHOUT_CUDA "JAX_BARACUDA_CUDA=OFF was set")
+  message(STATUS "jax_baracuda: CUDA module not built, because ${JAX_BARACUDA_WITHOUT_CUDA}")
   return()
+endif()
+
+if(JAX_BARACUDA_CUDA STREQUAL "AUTO")
+  # Without a GPU nothing here could run the CUDA kernels, and they take most of the build time.
+  find_program(NVIDIA_SMI_EXECUTABLE nvidia-smi HINTS /usr/lib/wsl/lib)
+  set(gpus "")
+  if(NVIDIA_SMI_EXECUTABLE)
+    execute_process(COMMAND "${NVIDIA_SMI_EXECUTABLE}" --list-gpus OUTPUT_VARIABLE gpus ERROR_QUIET TIMEOUT 30)
+  endif()
+  if(NOT gpus MATCHES "GPU [0-9]")
+    set(JAX_BARACUDA_WITHOUT_CUDA "no GPU was found")
+    message(STATUS
+      "jax_baracuda: no GPU found, building the CPU module alone; JAX_BARACUDA_CUDA=ON pip install . builds the CUDA "
+      "kernels as well")
+    return()
+  endif()
 endif()
 
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
@@ -35,5 +53,8 @@ elseif(JAX_BARACUDA_CUDA STREQUAL "ON")
     "pip install 'nvidia-cuda-nvcc' 'nvidia-cuda-cccl' 'nvidia-cuda-runtime' 'nvidia-cuda-crt' 'nvidia-nvvm'. "
     "JAX_BARACUDA_CUDA=AUTO builds the CPU module alone instead.")
 else()
-  message(STATUS "jax_baracuda: no CUDA compiler found, building the CPU module alone")
+  set(JAX_BARACUDA_WITHOUT_CUDA "no CUDA compiler was found")
+  message(STATUS
+    "jax_baracuda: a GPU but no CUDA compiler found, building the CPU module alone; JAX_BARACUDA_CUDA=ON pip install . "
+    "says what to install")
 endif()

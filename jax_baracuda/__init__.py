@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from jax_baracuda import forward_mode
+from jax_baracuda._core import jax_versions as _jax_versions
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.op import disabled_export_checks as _disabled_export_checks
 from jax_baracuda._core.op import precision_guarantee
@@ -40,6 +41,8 @@ from jax_baracuda.ops.where import where, where_backward
 from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
 __version__ = _version("jax_baracuda")
+
+_jax_versions.hide_frames_of(__path__[0])
 
 DISABLE_JAX_EXPORT_CHECKS = _disabled_export_checks()
 """For ``jax.export.export(..., disabled_checks=DISABLE_JAX_EXPORT_CHECKS)`` of a program that calls functions of this

@@ -356,5 +356,9 @@ def test_force_fields_learn_as_in_plain_jax(rng: np.random.Generator, with_plan:
 
 
 @pytest.mark.versions
-def test_examples_of_the_front_page() -> None:
-    run_examples(Path(__file__).parents[1] / "README.md")
+def test_examples_of_the_front_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example runs, and prints what the page shows."""
+    page = Path(__file__).parents[1] / "README.md"
+    run_examples(page)
+    printed = capsys.readouterr().out
+    assert printed and f"```\n{printed}```" in page.read_text()

@@ -59,7 +59,8 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     """An argument of a public function as an array. Lists are refused, as in JAX."""
     is_array = hasattr(value, "__jax_array__") or hasattr(value, "__array__")
     if not is_array and not isinstance(value, int | float | complex | bool):
-        raise TypeError(f"{function}: {argument} must be an array, got {type(value).__name__}")
+        advice = "; jnp.asarray makes one" if isinstance(value, list | tuple) else ""
+        raise TypeError(f"{function}: {argument} must be an array, got {type(value).__name__}{advice}")
     array = jnp.asarray(value)
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"{function}: {argument} must have a numeric dtype, got {array.dtype}")

@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 from jax.interpreters import ad, batching, mlir
@@ -21,6 +21,10 @@ from jax_baracuda._core.identity import digest
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Primitive
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def new_primitive(name: str) -> Primitive:
@@ -182,6 +186,27 @@ def lower_by_platform(
 
     ctx = ctx.replace(avals_out=list(ctx.avals_out))
     return mlir.lower_per_platform(ctx, name, dict(rules), default, effects.no_effects, *operands, **params)
+
+
+def hide_frames_of(folder: str) -> None:
+    """Leaves the files of a folder out of the tracebacks that JAX filters, as JAX does with its own files.
+
+    ``JAX_TRACEBACK_FILTERING=off`` shows them again.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import traceback_util
+
+        traceback_util.register_exclusion(folder)
+
+
+def hiding_frames(function: Callable[P, R]) -> Callable[P, R]:
+    """Filters the tracebacks of what a function raises, as JAX does for its own functions."""
+    try:
+        from jax._src.traceback_util import api_boundary
+    except ImportError:
+        return function
+    hiding: Callable[P, R] = api_boundary(function)
+    return hiding
 
 
 def concrete_or_error(value: Any, context: str) -> Any:

@@ -116,17 +116,17 @@ def missing_target(platform: str, target: str | None) -> str | None:
 
 KERNEL_PLATFORMS = ("cpu", "cuda")
 
-NATIVE_MODULES: dict[str, NativeModule] = {
-    "cpu": _load(
-        "cpu",
-        "_cpu",
-        f"there is no CPU module in {Path(__file__).parent}; if that is a source tree, install it (pip install .) and "
-        "run from another folder, else reinstall jax_baracuda",
-    ),
-    "cuda": _load(
-        "cuda",
-        "_cuda",
-        "this installation was built without a CUDA compiler; install one (nvcc) and reinstall jax_baracuda from "
-        "source with JAX_BARACUDA_CUDA=ON",
-    ),
-}
+_cpu = _load(
+    "cpu",
+    "_cpu",
+    f"there is no CPU module in {Path(__file__).parent}; if that is a source tree, install it (pip install .) and "
+    "run from another folder, else reinstall jax_baracuda",
+)
+_reason = getattr(_cpu.module, "without_cuda", "")
+_cuda = _load(
+    "cuda",
+    "_cuda",
+    f"this installation was built without CUDA{_reason and f' because {_reason}'}; "
+    "in a clone of the repository, JAX_BARACUDA_CUDA=ON pip install . builds the CUDA kernels",
+)
+NATIVE_MODULES: dict[str, NativeModule] = {native.platform: native for native in (_cpu, _cuda)}

@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, Literal, ParamSpec, TypeVar, cast, get_a
 
 import jax
 
+from jax_baracuda._core import jax_versions
 from jax_baracuda._core.docstrings import add_descriptions
 
 P = ParamSpec("P")
@@ -132,6 +133,7 @@ def selectable(function: Callable[P, R]) -> Callable[P, R]:
     """
     add_descriptions(function, _DESCRIPTION)
 
+    @jax_versions.hiding_frames
     @functools.wraps(function)
     def selectable_function(*args: P.args, **kwargs: P.kwargs) -> R:
         asked_for = kwargs.get("implementation")

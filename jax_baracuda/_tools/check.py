@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress()
     table = ProgressiveTable(
         progress.print,
-        ("op", *(example.name for example in examples)),
+        ("function", *(example.name for example in examples)),
         ("dtype", "bfloat16"),
         ("on", *devices),
-        ("error of value",),
+        ("error of\nvalue", "1.0e-06"),
         ("allowed", "1.0e-06"),
-        ("of gradient",),
+        ("error of\ngradient", "1.0e-06"),
         ("allowed", "1.0e-06"),
-        ("", "FAILED"),
+        ("result", "FAILED"),
     )
     to_check = [(example, platform) for platform in devices for example in examples]
     num_checks = num_failures = 0
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.print_row(example.name, dtype, platform, *texts, "ok" if passed else "FAILED")
     print(
         "\nErrors are the largest of any element:\n"
-        f"|jax_baracuda - plain JAX| / max(|plain JAX|, its root mean square). Seed: {seed}."
+        f"|jax_baracuda - plain JAX| / max(|plain JAX|, its root mean square).\nSeed: {seed}."
     )
     print(f"{num_failures} of {num_checks} checks failed." if num_failures else f"All {num_checks} checks passed.")
     return 1 if num_failures else 0

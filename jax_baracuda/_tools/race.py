@@ -21,6 +21,8 @@ from jax_baracuda._tools.table import ProgressiveTable
 
 FORWARD, WITH_GRADIENT = "forward", "+ gradient"
 """What is timed: the forward pass alone, and with the gradients."""
+MAX_SPREAD = 0.2
+"""The spread of times above which a speed-up means little."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="timed calls per function, after one to warm up (default: 5)",
     )
     repeats = parser.parse_args(arguments).repeats
+    num_timed = num_scattered = 0
     progress = Progress()
     for platform, device in devices_by_platform().items():
         require_kernels(device)
@@ -41,32 +44,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         progress.print(f"{platform}: {device.device_kind}")
         table = ProgressiveTable(
             progress.print,
-            ("op", *(example.name for example in examples)),
-            ("float32", *(sizes_text(example, platform) for example in examples)),
-            ("", FORWARD, WITH_GRADIENT),
-            ("ours [ms]", "1.23e+03"),
-            ("XLA [ms]", "1.23e+03"),
+            ("function\nsizes, float32", *(name_and_sizes(example, platform) for example in examples)),
+            ("timed", FORWARD, WITH_GRADIENT),
+            ("ours\n[ms]", "1.23e+03"),
+            ("XLA\n[ms]", "1.23e+03"),
             ("speed-up",),
+            ("spread",),
         )
         for example in progress.track(examples, len(examples), lambda example: example.name):
+            timed = list(race(example, platform, device, repeats))
             passes = [
-                (what, f"{ours * 1e3:.3g}", f"{xla * 1e3:.3g}", f"{xla / ours:.1f}x")
-                for what, ours, xla in race(example, platform, device, repeats)
+                (what, f"{ours * 1e3:.3g}", f"{xla * 1e3:.3g}", f"{xla / ours:.1f}x", f"{spread:.0%}")
+                for what, ours, xla, spread in timed
             ]
+            num_timed += len(timed)
+            num_scattered += sum(spread > MAX_SPREAD for *_, spread in timed)
             cells = map("\n".join, zip(*passes, strict=True))
-            table.print_row(example.name, sizes_text(example, platform), *cells)
+            table.print_row(name_and_sizes(example, platform), *cells)
         progress.print("")
-    print(f"Medians of {repeats} calls.")
+    print(
+        f"Times are medians of {repeats} calls. Spread: the distance of their quartiles,\n"
+        "relative to the median; the larger one of ours and XLA's."
+    )
+    if num_scattered:
+        print(
+            f"WARNING: {num_scattered} of {num_timed} spreads are above {MAX_SPREAD:.0%}: "
+            "do not trust their speed-ups.\nStop what else runs on this machine, or ask for more calls: --repeats."
+        )
     return 0
 
 
-def sizes_text(example: Example, platform: str) -> str:
-    """The sizes of the dimensions that the operands have."""
-    return " ".join(f"{name}={size:,}" for name, size in example.sizes[platform].items() if name in example.dims)
+def name_and_sizes(example: Example, platform: str) -> str:
+    """The function's name and, below, the sizes of the dimensions that the operands have."""
+    sizes = (f"{name}={size:,}" for name, size in example.sizes[platform].items() if name in example.dims)
+    return f"{example.name}\n{' '.join(sizes)}"
 
 
-def race(example: Example, platform: str, device: jax.Device, repeats: int) -> Iterator[tuple[str, float, float]]:
-    """Yields what was timed, the median seconds of this package, and the median seconds of XLA.
+def race(
+    example: Example, platform: str, device: jax.Device, repeats: int
+) -> Iterator[tuple[str, float, float, float]]:
+    """Yields what was timed, the median seconds of this package and of XLA, and the larger spread of the two.
 
     Times the forward pass and, if anything is differentiable, the forward pass with the gradients.
     """
@@ -80,16 +97,23 @@ def race(example: Example, platform: str, device: jax.Device, repeats: int) -> I
     lowered = [jax.jit(function).lower(operands, cotangents) for function in functions]
     with ThreadPoolExecutor() as pool:
         compiled = list(pool.map(lambda program: program.compile(), lowered))
-    seconds = [_median_seconds(function, (operands, cotangents), repeats) for function in compiled]
-    yield from zip(passes, seconds[::2], seconds[1::2], strict=True)
+    times = [_seconds(function, (operands, cotangents), repeats) for function in compiled]
+    for what, ours, xla in zip(passes, times[::2], times[1::2], strict=True):
+        yield what, statistics.median(ours), statistics.median(xla), max(relative_spread(ours), relative_spread(xla))
 
 
-def _median_seconds(function: Callable[..., Any], operands: Sequence[Any], repeats: int) -> float:
-    """The median time of `repeats` calls, after one to warm up."""
+def relative_spread(seconds: Sequence[float]) -> float:
+    """The distance between the quartiles, relative to the median."""
+    first, median, third = np.percentile(seconds, [25, 50, 75])
+    return float((third - first) / median)
+
+
+def _seconds(function: Callable[..., Any], operands: Sequence[Any], repeats: int) -> list[float]:
+    """The times of `repeats` calls, after one to warm up."""
     jax.block_until_ready(function(*operands))
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(function(*operands))
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return seconds

@@ -126,6 +126,6 @@ def _choices() -> str:
                         rows.append((call.name, platform, f"{fused.implementation} if fused", fused.reason))
     table = format_table(("op", "on", "picked", "because"), rows)
     return (
-        f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may get another choice.\n"
-        "If fused: where an elementwise operation or a gather makes the first operand, which XLA fuses."
+        f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may differ.\n"
+        "If fused: where an elementwise operation or a gather, which XLA fuses, makes the\nfirst operand."
     )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import re
+import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 
-MAX_WIDTH = 100
-"""The maximum width of a line: cells are wrapped to fit. A cell may also contain line breaks."""
+MIN_WIDTH, MAX_WIDTH = 60, 100
+"""Lines are as wide as the terminal, within these bounds. Cells are wrapped to fit, and may contain line breaks."""
 GAP = "  "
+
+
+class _Wrapper(textwrap.TextWrapper):
+    """Breaks lines at spaces and after underscores, which are in the names of functions."""
+
+    wordsep_simple_re = re.compile(r"(\s+|(?<=_)(?=\w))")
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -31,15 +39,16 @@ class ProgressiveTable:
           columns: the heading of each column, and texts as long as the longest below it.
         """
         self._show = show
-        self._widths = [max(map(len, column)) for column in columns]
-        while sum(self._widths) + len(GAP) * (len(columns) - 1) > MAX_WIDTH:
+        self._widths = [max(len(line) for text in column for line in text.splitlines() or [""]) for column in columns]
+        max_width = min(MAX_WIDTH, max(MIN_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns))
+        while sum(self._widths) + len(GAP) * (len(columns) - 1) > max_width:
             self._widths[self._widths.index(max(self._widths))] -= 1
         self.print_row(*(column[0] for column in columns))
         self.print_row(*("-" * width for width in self._widths))
 
     def print_row(self, *texts: str) -> None:
         cells = (
-            [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
+            [part for line in text.splitlines() for part in _Wrapper(width, break_on_hyphens=False).wrap(line)]
             for text, width in zip(texts, self._widths, strict=True)
         )
         lines = itertools.zip_longest(*cells, fillvalue="")

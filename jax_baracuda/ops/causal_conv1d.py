@@ -117,7 +117,8 @@ def causal_conv1d(
         than 32 bits. Filters of up to 8 taps have kernels; wider filters run as plain JAX.
       bias: ``[C]`` or None; the dtype of `x`, or float32 if `x` has fewer than 32 bits.
       activation: None, or "silu" ("swish" is the same): ``act(z) = z * sigmoid(z)``.
-      channels_last: whether `x` is ``[B, L, C]``. States are ``[B, C, ...]`` in either case.
+      channels_last: whether `x` is ``[B, L, C]``. Where L is C, the shapes would not reveal a mistake. States are
+        ``[B, C, ...]`` in either case.
       initial_state: ``[B, C, W - 1]`` with the dtype of `x`: the inputs before t = 0, the newest last. Default: zeros.
       segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap contributes zero if its
         input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
@@ -847,7 +848,14 @@ def _canonicalize(
     _check_parameter_dtype(name, "weight", weight, x)
     fits_x = f"to fit x of shape {layout} = {x.shape}"
     if weight.ndim != 2 or weight.shape[0] != channels:
-        raise ValueError(f"{name}: weight must have shape [C, W] = ({channels}, W) {fits_x}, got {weight.shape}")
+        advice = ""
+        if weight.ndim == 3 and weight.shape[1] == 1:
+            advice = "; weights [C, 1, W], as those of PyTorch, are weight[:, 0] here"
+        elif weight.ndim > 0 and weight.shape[0] == length and not channels_last:
+            advice = "; for x of shape [B, L, C] pass channels_last=True"
+        raise ValueError(
+            f"{name}: weight must have shape [C, W] = ({channels}, W) {fits_x}, got {weight.shape}{advice}"
+        )
     width = weight.shape[1]
     if width == 0:
         raise ValueError(f"{name}: weight must have shape [C, W] with W >= 1, got {weight.shape}")

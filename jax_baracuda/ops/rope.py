@@ -66,13 +66,15 @@ def rope(
     Args:
       x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default:
-        0 to S - 1; under ``jax.shard_map``, S is the length of the device's part of the sequence. Any value of any
-        integer dtype, also negative. uint64, and uint32 while 64-bit types are off, run as plain JAX. One position per
-        token: ``[3, S]``, as in M-RoPE, would be read as the positions of three examples.
+      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default: 0
+        to S - 1, so decoding one token must pass its position; under ``jax.shard_map``, S is the length of the device's
+        part of the sequence. Any value of any integer dtype, also negative. uint64, and uint32 while 64-bit types are
+        off, run as plain JAX. One position per token: ``[3, S]``, as in M-RoPE, would be read as the positions of three
+        examples.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
-        ``(i, i + rotary_dim/2)``, as in GPT-NeoX and Llama.
+        ``(i, i + rotary_dim/2)``, as in GPT-NeoX, and in Llama's weights as Hugging Face publishes them. The shapes
+        are the same: the wrong choice gives wrong numbers, and no error.
       layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
         as many heads as positions, because the shapes would not reveal a mistake.
       rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
@@ -572,9 +574,11 @@ def _canonicalize(
         if x.dtype != first.dtype:
             raise TypeError(f"{name}: {argument} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}")
         if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
+            fits_other_layout = layout is None and all(x.shape[axis] == first.shape[axis] for axis in (0, 1, 3))
             raise ValueError(
                 f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads "
                 f"in dimension {3 - sequence_axis} ({_named(heads_first)}); got {x.shape}"
+                f"{_ADVICE_ON_LAYOUT if fits_other_layout else ''}"
             )
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
     rotary_dim = _checked_rotary_dim(name, first_name, size, rotary_dim)
@@ -583,7 +587,8 @@ def _canonicalize(
     frequencies, constants = _frequencies(name, inv_freq, base, rotary_dim, dtype)
     constant_angles = None if positions is not None else _constant_angles(constants, length, dtype)
     if positions is not None:
-        positions = _checked_positions(name, positions, examples, length, heads_first)
+        other_length = first.shape[1] if layout is None else None
+        positions = _checked_positions(name, positions, examples, length, heads_first, other_length)
     params = Params(
         num_arrays=len(arrays),
         inverse=False,
@@ -594,6 +599,9 @@ def _canonicalize(
         constant_angles=constant_angles,
     )
     return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}
+
+
+_ADVICE_ON_LAYOUT = '; for arrays [B, S, H, D] pass layout="BSHD"'
 
 
 def _named(heads_first: bool) -> str:
@@ -676,10 +684,15 @@ def _two_parts(high: Array, low: Array, dtype: np.dtype[Any]) -> Array:
     return jnp.stack([rounded.astype(dtype), (high - rounded + low).astype(dtype)])
 
 
-def _checked_positions(name: str, positions: ArrayLike, examples: int, length: int, heads_first: bool) -> Array:
+def _checked_positions(
+    name: str, positions: ArrayLike, examples: int, length: int, heads_first: bool, other_length: int | None
+) -> Array:
     """The positions ``[B, S]``, or ``[1, S]`` if all examples share them.
 
     The dtype is int32 or int64, or uint32 or uint64 if no available signed dtype holds all values.
+
+    Args:
+      other_length: S in the other layout, which the caller may have meant; None if the caller named the layout.
     """
     if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.size > 0:
         fitting = np.iinfo(jax.dtypes.canonicalize_dtype(positions.dtype))
@@ -692,11 +705,14 @@ def _checked_positions(name: str, positions: ArrayLike, examples: int, length: i
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{name}: positions must have an integer dtype, got {positions.dtype}")
     if positions.shape not in ((length,), (examples, length), (1, length)):
-        is_of_axes = positions.ndim > 1 and positions.shape[0] == 3
-        axes = "; positions of three axes (M-RoPE) are not supported, only one position per token" if is_of_axes else ""
+        advice = ""
+        if positions.ndim > 0 and positions.shape[-1] == other_length:
+            advice = _ADVICE_ON_LAYOUT
+        elif positions.ndim > 1 and positions.shape[0] == 3:
+            advice = "; positions of three axes (M-RoPE) are not supported, only one position per token"
         raise ValueError(
             f"{name}: positions must have shape [S] = ({length},) or [B, S] = ({examples}, {length}) "
-            f"({_named(heads_first)}), got {positions.shape}{axes}"
+            f"({_named(heads_first)}), got {positions.shape}{advice}"
         )
     if positions.dtype.itemsize < 4:
         positions = positions.astype(jnp.int32)

@@ -15,6 +15,7 @@ def test_demo_succeeds_and_writes_its_plot(tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr()
     assert printed.out.count("agreement: ") == 4
+    assert max(map(len, printed.out.replace(str(tmp_path), "").splitlines())) <= 80
     assert printed.err == ""
 
 

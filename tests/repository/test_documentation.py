@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -127,6 +128,16 @@ def test_tables_are_those_of_the_records() -> None:
 
 def test_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+def test_reference_is_that_of_the_docstrings() -> None:
+    """`python docs/make_reference.py` brings docs/reference up to date."""
+    pages = runpy.run_path(str(ROOT / "docs/make_reference.py"))["pages"]()
+    kept = {path.stem: path.read_text() for path in (ROOT / "docs/reference").glob("*.md")}
+    assert kept.keys() == pages.keys()
+    assert [page for page in pages if pages[page] != kept[page]] == [], "run python docs/make_reference.py"
+    for name in jax_baracuda.__all__:
+        assert f"[`{name}`](" in kept["index"]
 
 
 @pytest.mark.parametrize("name", jax_baracuda.__all__)

@@ -166,7 +166,7 @@ def test_tables_grow_row_by_row(examples: list[Example], monkeypatch: pytest.Mon
     num_lines: list[int] = []
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *texts, **options: printed.append((*texts, options)))
-    monkeypatch.setattr(race, "race", lambda *_: num_lines.append(len(printed)) or [("forward", 1.0, 2.0)])
+    monkeypatch.setattr(race, "race", lambda *_: num_lines.append(len(printed)) or [("forward", 1.0, 2.0, 0.0)])
     monkeypatch.setattr(race, "devices_by_platform", lambda: {"cpu": jax.devices()[0]})
     race.main([])
     assert num_lines == list(range(3, 3 + len(num_lines)))  # after the device, the heading and its rule
@@ -312,6 +312,20 @@ def test_report_says_what_is_picked_and_why(monkeypatch: pytest.MonkeyPatch) -> 
     assert text.count("of this test") == len(report.devices_by_platform())
 
 
+def test_race_says_how_much_times_scatter(
+    examples: list[Example], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert race.relative_spread([2.0]) == 0
+    np.testing.assert_allclose(race.relative_spread([8.0, 9.0, 10.0, 11.0, 30.0]), 0.2)
+    del examples[1:]
+    for spread, warns in ((0.19, False), (0.21, True)):
+        monkeypatch.setattr(race, "race", lambda *_, spread=spread: [("forward", 1e-3, 2e-3, spread)])
+        assert race.main([]) == 0
+        text = capsys.readouterr().out
+        assert ("WARNING" in text) == warns
+        assert f"{spread:.0%}" in text
+
+
 def test_format_table_aligns_columns() -> None:
     lines = format_table(("a", "bb"), [("xxx", "y")]).splitlines()
     assert lines == ["a    bb", "---  --", "xxx  y"]
@@ -326,21 +340,24 @@ def test_tables_fit_100_columns() -> None:
     assert " ".join(line[len("short  ") :] for line in lines[2:]).split() == words
 
 
-def test_no_tool_prints_a_line_of_more_than_100_columns(
-    examples: list[Example], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", [80, 100])
+def test_tools_fit_the_terminal(
+    columns: int, examples: list[Example], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes the names and sizes of all examples. Without a terminal, no control characters are printed."""
+    """At most 100 columns are used. Without a terminal, no control characters are printed."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(check, "errors", lambda *_: [("bfloat16", 0.0, 0.0)])
     monkeypatch.setattr(race, "all_examples", all_examples)
-    monkeypatch.setattr(race, "race", lambda *_: [("forward", 1e-3, 1e-3), ("+ gradient", 1.0, 1.0)])
+    monkeypatch.setattr(race, "race", lambda *_: [("forward", 1e-3, 1e-3, 0.0), ("+ gradient", 1.0, 1.0, 1.0)])
     for platform in ("cpu", "cuda"):
         for tool in (check, race):
             monkeypatch.setattr(tool, "devices_by_platform", lambda platform=platform: {platform: jax.devices()[0]})
             assert tool.main([]) == 0
     assert report.main([]) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= columns
     assert text.replace("\n", "").isprintable()
+    assert "spreads are above 20%: do not trust their speed-ups" in text
 
 
 def ended(tool: Any, arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

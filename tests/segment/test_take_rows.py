@@ -415,7 +415,7 @@ DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
     [
         ("TypeError: ids must be given, or a plan", lambda: take_rows(DATA, None)),
         ("TypeError: ids must be an array, got slice", lambda: take_rows(DATA, slice(2))),
-        ("IndexError: ids must have an integer dtype, got bool", lambda: take_rows(DATA, True)),
+        ("TypeError: ids must have an integer dtype, got bool", lambda: take_rows(DATA, True)),
         (r"ValueError: data must have shape \[N, ...\], got a scalar", lambda: take_rows(np.float32(1), IDS)),
         (r"ValueError: must have rows for 5 ids to take, got shape \(0, 3\)", lambda: take_rows(DATA[:0], IDS)),
         ("ValueError: must have rows for 1 ids to take", lambda: take_rows(DATA[:0], 0)),

@@ -62,7 +62,7 @@ def segment_argmax(
 
     Args:
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        the call does not sort.
+        the call does not sort. Calls trust it; :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[S, ...]``, int32 (int64 for 2^31 rows or more): a row number in ``[0, N)``, or N for an empty segment. If the

@@ -162,8 +162,8 @@ def canonical_segments(
     plan: SegmentPlan | None,
 ) -> Segments:
     """Checks which row belongs to which segment, by the ids or by the plan."""
+    check_plan(name, plan, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
     if plan is not None:
-        check_plan(name, plan, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
         ids = plan.edge_segment_ids
         return Segments(name, ids, ids.shape, plan.num_segments, indices_are_sorted=False, plan=plan)
     if segment_ids is None:
@@ -247,7 +247,10 @@ def _canonical_num_segments(name: str, ids: Array, num_segments: int | None) -> 
     if num_segments is None:
         if ids.size == 0:
             raise ValueError(f"{name}: num_segments is None, but segment_ids is empty and gives no number of segments")
-        num_segments = jnp.max(ids) + 1 if isinstance(ids, jax.core.Tracer) else int(jnp.max(ids)) + 1
+        if isinstance(ids, jax.core.Tracer):
+            message = f"{name}: num_segments must be static: pass num_segments=, because segment_ids are traced here."
+            jax_versions.concrete_or_error(jnp.max(ids) + 1, message)
+        num_segments = int(jnp.max(ids)) + 1
     num_segments = static_size(name, "num_segments", num_segments)
     check_numbered(name, "segments", num_segments)
     return num_segments
@@ -309,8 +312,8 @@ def canonicalize_edges(
     if data.ndim == 0 or not jnp.issubdtype(data.dtype, jnp.floating):
         raise TypeError(f"{name}: {data_name} must be [N, ...] with a floating dtype, got {data.shape} of {data.dtype}")
     num_rows = data.shape[0]
+    check_plan(name, plan, gather_ids=gather_ids, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
     if plan is not None:
-        check_plan(name, plan, gather_ids=gather_ids, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
         check_gathers(name, plan)
         if plan.num_rows != num_rows:
             raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got {data_name}.shape = {data.shape}")
@@ -318,8 +321,9 @@ def canonicalize_edges(
         of_gradient = ("transposed_gather_ids", "transposed_segment_ids", "transposed_order")
         edges = {field: getattr(plan, field) for field in ("gather_ids", "segment_ids", "edge_order", *of_gradient)}
     else:
-        if gather_ids is None or segment_ids is None or num_segments is None:
-            raise TypeError(f"{name}: gather_ids, segment_ids and num_segments must be given, or a plan")
+        needed = {"gather_ids": gather_ids, "segment_ids": segment_ids, "num_segments": num_segments}
+        if missing := [argument for argument, value in needed.items() if value is None]:
+            raise TypeError(f"{name}: {' and '.join(missing)} must be given, or a plan")
         num_segments = static_size(name, "num_segments", num_segments)
         rows, segments = canonical_edges(name, gather_ids, segment_ids, num_rows, num_segments, mode)
         edges = {"gather_ids": rows, "segment_ids": segments}

@@ -130,7 +130,6 @@ def graph_dot_product_attention(
 
     Raises:
       TypeError: an argument is not an array or a number, or has an unsuitable dtype; ids or a plan are missing.
-      IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
         given.
 
@@ -301,8 +300,6 @@ def _canonicalize(
     mode: Mode,
     plan: SegmentPlan | None,
 ) -> EdgeCall:
-    if plan is None and (gather_ids is None or segment_ids is None):
-        raise TypeError(f"{name}: gather_ids and segment_ids must be given, or a plan")
     num_segments = query.shape[0] if plan is None else None
     call = canonicalize_edges(name, key, gather_ids, segment_ids, num_segments, mode, plan, data_name="key")
     if call.num_segments != query.shape[0]:

@@ -62,14 +62,14 @@ def gather_segment_dot(
       deterministic: on GPUs, the gradients of unsorted edges without a plan are added in an order that varies from run
         to run where that was faster, unless this is True. Everything else has the same bits in every run anyway.
       plan: a :func:`segment_plan` of the edges, which replaces `gather_ids` and `segment_ids`. The gradient then does
-        not sort. The products are in the order of the ids from which the plan was made.
+        not sort. The products are in the order of the ids from which the plan was made. Calls trust it;
+        :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[E, ...]`` with the dtype of `data` and its dimensions in the middle.
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype, or ids and plan are missing.
-      IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
         given.
 
@@ -100,8 +100,6 @@ def gather_segment_dot(
             f"{name}: data must be [N, ..., D] and segment_data [S, ..., D], with the same dimensions after the first; "
             f"got {data.shape} and {segment_data.shape}"
         )
-    if plan is None and (gather_ids is None or segment_ids is None):
-        raise TypeError(f"{name}: gather_ids and segment_ids must be given, or a plan")
     num_segments = segment_data.shape[0] if plan is None else None
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     if call.num_segments != segment_data.shape[0]:

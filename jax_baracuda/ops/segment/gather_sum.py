@@ -65,14 +65,13 @@ def gather_segment_sum(
         was faster: for few edges or narrow rows. True: sort them, so that all runs are bit-equal. Sorted edges, plans
         and their gradients are bit-equal anyway. On CPUs everything is.
       plan: a :func:`segment_plan` of the edges, which replaces `gather_ids`, `segment_ids` and `num_segments`. With a
-        plan, neither this call nor its gradient sorts.
+        plan, neither this call nor its gradient sorts. Calls trust it; :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Segments without edges hold 0.
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype, or `num_segments` is missing.
-      IndexError: ids are boolean.
       ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
         given.
 

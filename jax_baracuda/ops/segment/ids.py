@@ -19,8 +19,6 @@ Mode = jax.lax.GatherScatterMode | str | None
 
 def checked_ids(name: str, ids: ArrayLike, argument: str = "segment_ids") -> Array:
     ids = as_array(name, argument, ids)
-    if ids.dtype == jnp.bool_:
-        raise IndexError(f"{name}: {argument} must have an integer dtype, got bool")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{name}: {argument} must have an integer dtype, got {ids.dtype}")
     return ids
@@ -108,7 +106,8 @@ def static_size(name: str, argument: str, size: int) -> int:
     """A checked number of rows or segments. It may be symbolic, under :mod:`jax.export`."""
     if not hasattr(size, "__index__") and not jax.export.is_symbolic_dim(size):
         raise TypeError(f"{name}: {argument} must be an integer, got {size!r}")
-    size = jax_versions.concrete_or_error(size, f"{name}: {argument} must be static.")
+    advice = "a Python integer, or an argument that static_argnames of jax.jit names"
+    size = jax_versions.concrete_or_error(size, f"{name}: {argument} must be static: {advice}.")
     if size < 0:
         raise ValueError(f"{name}: {argument} must be non-negative, got {size}")
     return size

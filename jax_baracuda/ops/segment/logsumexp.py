@@ -58,7 +58,7 @@ def segment_logsumexp(
         are cast to float32 (64-bit integers under x64 to float64); other dtypes run as plain JAX. More generally, any
         shape that broadcasts to ``segment_ids.shape + data.shape[1:]``.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts.
+        neither this call nor its gradient sorts. Calls trust it; :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`, or of its cast. Segments without rows hold -inf, and so do segments whose

@@ -111,7 +111,8 @@ class SegmentPlan:
             values = (getattr(plan, field) for plan in (self, expected))
             own, right = (np.asarray(x) if isinstance(x, jax.Array) else x for x in values)
             if not np.array_equal(own, right):
-                raise ValueError(f"{name}: {field} is not that of these ids: got {own}, expected {right}")
+                problem = "its arrays do not match" if segment_ids is None is gather_ids else "the plan is of other ids"
+                raise ValueError(f"{name}: {problem}: {field} is {own}, expected {right}")
 
 
 def segment_plan(
@@ -120,7 +121,7 @@ def segment_plan(
     gather_ids: ArrayLike | None = None,
     num_rows: int | None = None,
 ) -> SegmentPlan:
-    """The sorted order of the edges of a graph, for calls that share it and then need no sort.
+    """Sorts a graph's edges once, so that calls given the plan need not.
 
     Edge e goes from row ``gather_ids[e]`` to segment ``segment_ids[e]``, as in :func:`gather_segment_sum`. Without
     `gather_ids`, edge e is row e itself, as in :func:`segment_sum`.
@@ -145,7 +146,7 @@ def segment_plan(
       edges in the other direction.
 
     Raises:
-      TypeError, IndexError, ValueError: an argument does not fit.
+      TypeError, ValueError: an argument does not fit.
 
     Gradient: there is none; ids have no tangents.
 
@@ -204,9 +205,13 @@ def _summary(value: Any) -> str:
 
 
 def check_plan(name: str, plan: Any, **belonging: Any) -> None:
-    """Checks the type of a plan, and that no argument that it replaces is given as well."""
+    """Checks the type of a plan, and that no argument that it replaces is given as well. None is no plan."""
+    if misplaced := [argument for argument, value in belonging.items() if isinstance(value, SegmentPlan)]:
+        raise TypeError(f"{name}: {misplaced[0]} must not be a SegmentPlan; pass it by name, as plan=")
+    if plan is None:
+        return
     if not isinstance(plan, SegmentPlan):
-        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}")
+        raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}; segment_plan makes one of ids")
     if given := [argument for argument, value in belonging.items() if value is not None]:
         raise ValueError(
             f"{name}: {', '.join(belonging)} belong to the plan; pass none of them, got {', '.join(given)}"

@@ -111,14 +111,14 @@ def segment_sum(
       deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
         this is True. Everything else has the same bits in every run anyway.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
-        neither this call nor its gradient sorts, and both have the same bits in every run.
+        neither this call nor its gradient sorts, and both have the same bits in every run. Calls trust it;
+        :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`. Empty segments hold 0.
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `segment_ids` is boolean.
       ValueError: shapes do not fit, `num_segments` is negative, an option is unknown, or `num_segments` is None and
         there are no ids.
       jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
@@ -158,13 +158,14 @@ def segment_sum_backward(
 
     Args:
       d_output: ``[S, ...]``, the cotangent of the segment sums, a floating dtype.
-      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`.
+      plan: a :func:`segment_plan` of the rows, which replaces `segment_ids` and `mode`. Calls trust it;
+        :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data.
 
     Raises:
-      TypeError, IndexError, ValueError: an argument does not fit, as in :func:`segment_sum`.
+      TypeError, ValueError: an argument does not fit, as in :func:`segment_sum`.
 
     Numerical guarantees: exact. Bit-equal from run to run.
 

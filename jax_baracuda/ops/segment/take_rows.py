@@ -59,7 +59,7 @@ def take_rows(
         from run to run, unless this is True. Everything else has the same bits in every run anyway.
       plan: a :func:`segment_plan` of the edges of a graph, which replaces `ids`: each edge takes the row of its
         segment. With ``plan.transposed``, each edge takes the row that it gathers. The gradient then does not sort and
-        has the same bits in every run.
+        has the same bits in every run. Calls trust it; :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``ids.shape + data.shape[1:]`` with the dtype of `data`. Under explicit sharding, it is sharded like `ids` and the
@@ -67,7 +67,6 @@ def take_rows(
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype.
-      IndexError: `ids` is boolean.
       ValueError: `data` is a scalar, has no rows to take, or not as many rows as the plan has segments; or both a plan
         and ids are given.
 
@@ -100,8 +99,9 @@ def take_rows(
     if data.ndim == 0:
         raise ValueError(f"{name}: data must have shape [N, ...], got a scalar")
     num_rows = data.shape[0]
+    check_plan(name, plan, ids=ids)
     if plan is not None:
-        return _take_by_plan(name, data, ids, plan)
+        return _take_by_plan(name, data, plan)
     if ids is None:
         raise TypeError(f"{name}: ids must be given, or a plan")
     ids = checked_ids(name, ids, "ids")
@@ -112,8 +112,7 @@ def take_rows(
     return _gather(data, ids, indices_are_sorted=bool(indices_are_sorted), deterministic=bool(deterministic))
 
 
-def _take_by_plan(name: str, data: Array, ids: ArrayLike | None, plan: SegmentPlan) -> Array:
-    check_plan(name, plan, ids=ids)
+def _take_by_plan(name: str, data: Array, plan: SegmentPlan) -> Array:
     num_rows, num_edges = data.shape[0], plan.edge_order.shape[0]
     if plan.num_segments != num_rows:
         raise ValueError(f"{name}: the plan is for {plan.num_segments} segments, got data.shape = {data.shape}")

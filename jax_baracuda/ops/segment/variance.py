@@ -55,7 +55,8 @@ def segment_var(
       ddof: a static, non-negative integer, as in :func:`jax.numpy.var`: 0 for the variance of the rows, 1 for an
         unbiased estimate from a sample.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. The rows are
-        moved into its order once for both passes, without a sort, and all runs have the same bits.
+        moved into its order once for both passes, without a sort, and all runs have the same bits. Calls trust it;
+        :meth:`SegmentPlan.validate` checks it.
 
     Returns:
       ``[S, ...]`` with the dtype of `data`, or of its cast; real for complex numbers. Segments of at most `ddof` rows
