@@ -1,0 +1,356 @@
+// The CUDA kernel of write_rows. One launch writes the rows of all pools.
+//
+// A block writes a tile: some consecutive rows, or a part of one long row. It must not write a row if a later row has
+// the same slot. To find out, it puts the slots of its own rows into a small hash table, and looks up those of all later
+// rows. Meanwhile the numbers of its rows are on their way, because these loads do not depend on slots.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/core/device_attributes.h"
+#include "ffi/core/divider.cuh"
+#include "ffi/core/integers.h"
+#include "ffi/core/vectors.cuh"
+#include "ffi/core/warp.cuh"
+#include "ffi/write_rows/write_rows.cuh"
+
+namespace jax_baracuda::write_rows {
+namespace {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWordsPerThread = 4;  // loaded before a thread knows which rows to write
+inline constexpr int kSlotsPerThread = 8;  // loaded at once
+inline constexpr int kMaxRowsOfTile = 32;  // a bit for each in a bucket of the hash table
+inline constexpr int kBucketBits = 10;
+inline constexpr int kConvertedLanes = 8;  // numbers of a word that is converted, if vectors fit
+
+// All devices support kernel arguments of 4096 bytes.
+inline constexpr int kMaxPools = 8;
+
+// How blocks share the rows of a pool. Words are copied as they are, or consist of numbers that are converted.
+struct Tiling {
+  int word;  // bytes if copied, numbers if converted
+  int rows_of_tile;
+  int64_t words_of_row, tiles_of_row, num_tiles;  // num_tiles: of the whole batch
+  ShortDivider words_of_tile;                     // of one row
+  Divider words_of_inner, words_of_scale;
+};
+
+struct LaunchArguments {
+  const int32_t *slot_of_row, *layer;
+  bool slot_of_row_is_shared, layer_is_shared, has_unique_slots;
+  int64_t layers, slots, rows;
+  Pool pools[kMaxPools];  // blockIdx.y is the number of a pool
+  Tiling tilings[kMaxPools];
+};
+static_assert(sizeof(LaunchArguments) <= 4096);
+
+// What a block knows about the rows of its tile.
+struct TileRows {
+  uint32_t rows_of_bucket[1 << kBucketBits];  // a bit for each row whose slot has this hash
+  int32_t slots[kMaxRowsOfTile];              // -1: out of range
+  uint32_t overwritten;                       // a bit for each row whose slot a later row has, too
+};
+
+__device__ __forceinline__ uint32_t BucketOf(int32_t slot) {
+  return static_cast<uint32_t>(slot) * 2654435769u >> (32 - kBucketBits);
+}
+
+// The slots of rows, -1 if out of range, and of positions beyond the last row.
+struct Slots {
+  const int32_t* of_row;
+  int64_t rows, slots;
+
+  __device__ __forceinline__ int32_t Load(int64_t row) const {
+    const int32_t slot = row < rows ? of_row[row] : -1;
+    return slot < slots ? slot : -1;
+  }
+};
+
+// Finds the rows of the tile to write. `own`: the slots of rows first_row + threadIdx.x + i * kThreads.
+__device__ __forceinline__ void FindRows(const Slots& slots, const int32_t (&own)[kSlotsPerThread], int64_t first_row,
+                                         int num_rows, bool has_unique_slots, TileRows* tile) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t later_rows = slots.rows - first_row;
+  const bool may_repeat = !has_unique_slots && later_rows > 1;
+  if (may_repeat) {
+    for (int i = thread; i < 1 << kBucketBits; i += kThreads) tile->rows_of_bucket[i] = 0;
+    __syncthreads();
+  }
+  if (thread == 0) tile->overwritten = 0;
+  if (thread < num_rows) {
+    tile->slots[thread] = own[0];
+    if (may_repeat && own[0] >= 0) atomicOr(&tile->rows_of_bucket[BucketOf(own[0])], 1u << thread);
+  }
+  __syncthreads();
+  if (!may_repeat) return;
+
+  // `position`: of a row that has this slot, counted from the first row of the tile.
+  const auto look_up = [&](int32_t slot, int64_t position) {
+    if (slot < 0) return;
+    for (uint32_t rows = tile->rows_of_bucket[BucketOf(slot)]; rows != 0; rows &= rows - 1) {
+      const int row = __ffs(static_cast<int>(rows)) - 1;
+      if (row < position && tile->slots[row] == slot) atomicOr(&tile->overwritten, 1u << row);
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kSlotsPerThread; ++i) look_up(own[i], thread + i * kThreads);
+  for (int64_t begin = kSlotsPerThread * kThreads; begin < later_rows; begin += kSlotsPerThread * kThreads) {
+    int32_t more[kSlotsPerThread];
+#pragma unroll
+    for (int i = 0; i < kSlotsPerThread; ++i) more[i] = slots.Load(first_row + begin + thread + i * kThreads);
+#pragma unroll
+    for (int i = 0; i < kSlotsPerThread; ++i) look_up(more[i], begin + thread + i * kThreads);
+  }
+  __syncthreads();
+}
+
+// ---- Words. `from` and `to` count words in the rows and in the pool.
+
+template <typename T>
+struct CopiedWord {
+  using Loaded = T;
+
+  static __device__ __forceinline__ Loaded Load(const Pool& pool, int64_t from) {
+    return static_cast<const T*>(pool.rows)[from];
+  }
+
+  static __device__ __forceinline__ void Store(const Pool& pool, const Loaded& word, float /*scale*/, int64_t to) {
+    static_cast<T*>(pool.dest)[to] = word;
+  }
+};
+
+// float8 values of a pair of numbers, the first in the lower byte. The instruction returns the largest finite value for
+// numbers that overflow; the next code is that of NaN or, if the type has it, infinity.
+template <typename To>
+__device__ __forceinline__ uint16_t Float8Pair(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  if constexpr (std::is_same_v<To, Float8E4M3>) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+  }
+  const auto overflows = [](float number) {
+    const uint32_t magnitude = __float_as_uint(number) & 0x7fffffffu;
+    return To::Overflows(magnitude) && magnitude <= 0x7f800000u;  // NaN is NaN already
+  };
+  return static_cast<uint16_t>(pair + (overflows(first) ? 0x0001 : 0) + (overflows(second) ? 0x0100 : 0));
+#else
+  return static_cast<uint16_t>(To::Of(first).bits | To::Of(second).bits << 8);
+#endif
+}
+
+template <typename To, int kCount>
+__device__ __forceinline__ void StoreNumbers(const float* numbers, To* to) {
+  if constexpr (std::is_same_v<To, float>) {
+    Vector<float, kCount> vector;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) vector.lane[i] = numbers[i];
+    StoreVector<float, kCount>(to, vector);
+  } else if constexpr (sizeof(To) == 2) {
+    StoreNarrow<To, kCount>(to, numbers);
+  } else {
+    Vector<uint8_t, kCount> bytes;
+    if constexpr (std::is_same_v<To, Int8> || kCount == 1) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) bytes.lane[i] = BitCast<uint8_t>(To::Of(numbers[i]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        const uint16_t pair = Float8Pair<To>(numbers[i], numbers[i + 1]);
+        bytes.lane[i] = static_cast<uint8_t>(pair & 0xffu);
+        bytes.lane[i + 1] = static_cast<uint8_t>(pair >> 8);
+      }
+    }
+    StoreVector<uint8_t, kCount>(reinterpret_cast<uint8_t*>(to), bytes);
+  }
+}
+
+template <typename From, int kCount>
+struct ConvertedWord {
+  using Loaded = Vector<From, kCount>;
+
+  static __device__ __forceinline__ Loaded Load(const Pool& pool, int64_t from) {
+    return static_cast<const Loaded*>(pool.rows)[from];
+  }
+
+  static __device__ __forceinline__ void Store(const Pool& pool, const Loaded& word, float scale, int64_t to) {
+    float numbers[kCount];
+    WidenLanes<From, kCount>(&word, numbers);
+    if (pool.scales != nullptr) {
+#pragma unroll
+      for (float& number : numbers) number = __fdiv_rn(number, scale);
+    }
+    DispatchPool(pool.to, [&](auto tag) {
+      using To = typename decltype(tag)::type;
+      StoreNumbers<To, kCount>(numbers, static_cast<To*>(pool.dest) + to * kCount);
+    });
+  }
+};
+
+// ---- Tiles.
+
+template <typename Word>
+__device__ __forceinline__ void WriteTile(const LaunchArguments& launch, const Pool& pool, const Tiling& tiling,
+                                          TileRows* tile_rows) {
+  const int64_t tile_of_batch = static_cast<int64_t>(blockIdx.x);
+  const int64_t tiles_of_batch_element = CeilDivide(launch.rows, tiling.rows_of_tile) * tiling.tiles_of_row;
+  const int64_t batch = tile_of_batch / tiles_of_batch_element, tile = tile_of_batch % tiles_of_batch_element;
+  const int64_t first_row = tile / tiling.tiles_of_row * tiling.rows_of_tile;
+  const int64_t first_word = tile % tiling.tiles_of_row * tiling.words_of_tile.divisor;
+  const int num_rows = static_cast<int>(min(int64_t{tiling.rows_of_tile}, launch.rows - first_row));
+  const uint32_t num_words = static_cast<uint32_t>(num_rows) * tiling.words_of_tile.divisor;
+
+  const Slots slots{launch.slot_of_row + (launch.slot_of_row_is_shared ? 0 : batch * launch.rows), launch.rows,
+                    launch.slots};
+  int32_t own_slots[kSlotsPerThread];
+#pragma unroll
+  for (int i = 0; i < kSlotsPerThread; ++i) {
+    own_slots[i] = slots.Load(first_row + static_cast<int>(threadIdx.x) + i * kThreads);
+  }
+  const int64_t layer = launch.layer == nullptr ? 0 : launch.layer[launch.layer_is_shared ? 0 : batch];
+  const int64_t row_of_batch = pool.rows_are_shared ? 0 : batch * launch.rows;
+  const float* const scales =
+      pool.scales == nullptr || pool.scales_are_shared
+          ? pool.scales
+          : pool.scales + batch * (pool.row_elements() / pool.elements_of_scale);
+
+  // Calls body(i, row of the tile, word of the row) for the words of this thread, from number `begin` of the tile on.
+  const auto for_each_word = [&](uint32_t begin, const auto& body) {
+#pragma unroll
+    for (int i = 0; i < kWordsPerThread; ++i) {
+      const uint32_t number = begin + threadIdx.x + i * kThreads;
+      const uint32_t row = tiling.words_of_tile.Quotient(number);
+      const int64_t word = first_word + tiling.words_of_tile.Remainder(number, row);
+      if (number < num_words && word < tiling.words_of_row) body(i, row, word);
+    }
+  };
+  typename Word::Loaded loaded[kWordsPerThread];
+  const auto load = [&](uint32_t begin) {
+    for_each_word(begin, [&](int i, uint32_t row, int64_t word) {
+      loaded[i] = Word::Load(pool, (row_of_batch + first_row + row) * tiling.words_of_row + word);
+    });
+  };
+  load(0);
+  FindRows(slots, own_slots, first_row, num_rows, launch.has_unique_slots, tile_rows);
+  if (layer < 0 || layer >= launch.layers) return;
+  const uint32_t overwritten = tile_rows->overwritten;
+  for (uint32_t begin = 0; begin < num_words; begin += kWordsPerThread * kThreads) {
+    if (begin > 0) load(begin);
+    for_each_word(begin, [&](int i, uint32_t row, int64_t word) {
+      const int64_t slot = tile_rows->slots[row];
+      if (slot < 0 || (overwritten >> row & 1u) != 0) return;
+      const int64_t outer = tiling.words_of_inner.Quotient(word);
+      const int64_t words_of_inner = static_cast<int64_t>(tiling.words_of_inner.divisor);
+      const int64_t run = ((batch * launch.layers + layer) * pool.outer + outer) * launch.slots + slot;
+      const float scale = scales == nullptr ? 1.0f : scales[tiling.words_of_scale.Quotient(word)];
+      Word::Store(pool, loaded[i], scale, run * words_of_inner + word - outer * words_of_inner);
+    });
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void WriteConvertedTile(const LaunchArguments& launch, const Pool& pool,
+                                                   const Tiling& tiling, TileRows* tile_rows) {
+  DispatchRows(pool.from, [&](auto tag) {
+    WriteTile<ConvertedWord<typename decltype(tag)::type, kCount>>(launch, pool, tiling, tile_rows);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) WriteRows(const __grid_constant__ LaunchArguments launch) {
+  __shared__ TileRows tile_rows;
+  const Pool& pool = launch.pools[blockIdx.y];
+  const Tiling& tiling = launch.tilings[blockIdx.y];
+  if (int64_t{blockIdx.x} >= tiling.num_tiles) return;
+  if (pool.converts) {
+    if (tiling.word == 1) return WriteConvertedTile<1>(launch, pool, tiling, &tile_rows);
+    return WriteConvertedTile<kConvertedLanes>(launch, pool, tiling, &tile_rows);
+  }
+  switch (tiling.word) {
+    case 1:
+      return WriteTile<CopiedWord<uint8_t>>(launch, pool, tiling, &tile_rows);
+    case 2:
+      return WriteTile<CopiedWord<uint16_t>>(launch, pool, tiling, &tile_rows);
+    case 4:
+      return WriteTile<CopiedWord<uint32_t>>(launch, pool, tiling, &tile_rows);
+    case 8:
+      return WriteTile<CopiedWord<uint2>>(launch, pool, tiling, &tile_rows);
+    default:
+      return WriteTile<CopiedWord<uint4>>(launch, pool, tiling, &tile_rows);
+  }
+}
+
+// ---- The launch.
+
+// The widest word at whose multiples all rows and runs begin and end, in the rows and in the pool.
+int WordOf(const Pool& pool) {
+  if (pool.converts) {
+    const bool fits = pool.inner % kConvertedLanes == 0 && pool.elements_of_scale % kConvertedLanes == 0 &&
+                      AreAligned(VectorAlignment(kConvertedLanes * pool.row_bytes_of_element), pool.rows) &&
+                      AreAligned(VectorAlignment(kConvertedLanes * pool.pool_bytes_of_element), pool.dest);
+    return fits ? kConvertedLanes : 1;
+  }
+  const uint64_t alignment = static_cast<uint64_t>(pool.inner * pool.pool_bytes_of_element) |
+                             reinterpret_cast<uintptr_t>(pool.dest) | reinterpret_cast<uintptr_t>(pool.rows) |
+                             kVectorBytes;
+  return static_cast<int>(alignment & (~alignment + 1));
+}
+
+Tiling TilingOf(const Call& call, const Pool& pool, int64_t most_rows_of_tile) {
+  constexpr int64_t kWordsOfTile = kThreads * kWordsPerThread;
+  Tiling tiling{};
+  tiling.word = WordOf(pool);
+  // Elements of a scale and a run may not fill words of copies. Copies have no scale.
+  const int64_t bytes_or_numbers = pool.converts ? 1 : pool.pool_bytes_of_element;
+  tiling.words_of_inner = Divider(pool.inner * bytes_or_numbers / tiling.word);
+  tiling.words_of_scale = Divider(pool.elements_of_scale * bytes_or_numbers / tiling.word);
+  tiling.words_of_row = pool.row_elements() * bytes_or_numbers / tiling.word;
+  const int64_t words_of_tile = std::min(tiling.words_of_row, kWordsOfTile);
+  tiling.words_of_tile = ShortDivider(static_cast<uint64_t>(words_of_tile));
+  tiling.tiles_of_row = CeilDivide(tiling.words_of_row, words_of_tile);
+  // A tile has at least a word for each thread, or else threads would be idle.
+  const int64_t rows = std::max(CeilDivide(kThreads, words_of_tile), most_rows_of_tile);
+  tiling.rows_of_tile =
+      tiling.tiles_of_row > 1 ? 1 : static_cast<int>(std::min<int64_t>({rows, call.rows, kMaxRowsOfTile}));
+  tiling.num_tiles = call.batch * CeilDivide(call.rows, tiling.rows_of_tile) * tiling.tiles_of_row;
+  return tiling;
+}
+
+}  // namespace
+
+CudaStatus Launch(const Call& call, cudaStream_t stream) {
+  for (const Copy& copy : call.copies) {
+    const size_t bytes = static_cast<size_t>(copy.bytes);
+    JB_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream));
+  }
+  if (call.pools.empty()) return {};
+  int multiprocessors = 0;
+  JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+  const int count = static_cast<int>(call.pools.size());
+  // Many rows in a tile save lookups, but every multiprocessor should have a few tiles.
+  const int64_t rows_of_tile = call.batch * call.rows * count / (4 * int64_t{multiprocessors});
+  for (int first = 0; first < count; first += kMaxPools) {
+    const int pools_of_launch = std::min(count - first, kMaxPools);
+    LaunchArguments launch{};
+    launch.slot_of_row = call.slot_of_row;
+    launch.layer = call.layer;
+    launch.slot_of_row_is_shared = call.slot_of_row_is_shared;
+    launch.layer_is_shared = call.layer_is_shared;
+    launch.has_unique_slots = call.has_unique_slots;
+    launch.layers = call.layers;
+    launch.slots = call.slots;
+    launch.rows = call.rows;
+    int64_t most_tiles = 0;
+    for (int i = 0; i < pools_of_launch; ++i) {
+      launch.pools[i] = call.pools[first + i];
+      launch.tilings[i] = TilingOf(call, launch.pools[i], rows_of_tile);
+      most_tiles = std::max(most_tiles, launch.tilings[i].num_tiles);
+    }
+    WriteRows<<<dim3(GridSize(most_tiles), pools_of_launch), kThreads, 0, stream>>>(launch);
+    JB_RETURN_IF_LAUNCH_ERROR(WriteRows);
+  }
+  return {};
+}
+
+}  // namespace jax_baracuda::write_rows
