@@ -10,6 +10,7 @@
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
+#include "ffi/core/launch_bounds.cuh"
 #include "ffi/core/vectors.cuh"
 #include "ffi/core/warp.cuh"
 #include "ffi/write_rows/write_rows.cuh"
@@ -18,7 +19,6 @@ namespace jax_baracuda::write_rows {
 namespace {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kWordsPerThread = 4;  // loaded before a thread knows which rows to write
 inline constexpr int kSlotsPerThread = 8;  // loaded at once
 inline constexpr int kMaxRowsOfTile = 32;  // a bit for each in a bucket of the hash table
 inline constexpr int kBucketBits = 10;
@@ -31,8 +31,9 @@ inline constexpr int kMaxPools = 8;
 struct Tiling {
   int word;  // bytes if copied, numbers if converted
   int rows_of_tile;
-  int64_t words_of_row, tiles_of_row, num_tiles;  // num_tiles: of the whole batch
-  ShortDivider words_of_tile;                     // of one row
+  int64_t words_of_row, num_tiles;  // num_tiles: of the whole batch
+  uint32_t tiles_of_row, tiles_of_batch_element;
+  ShortDivider words_of_tile;  // of one row
   Divider words_of_inner, words_of_scale;
 };
 
@@ -105,20 +106,7 @@ __device__ __forceinline__ void FindRows(const Slots& slots, const int32_t (&own
   __syncthreads();
 }
 
-// ---- Words. `from` and `to` count words in the rows and in the pool.
-
-template <typename T>
-struct CopiedWord {
-  using Loaded = T;
-
-  static __device__ __forceinline__ Loaded Load(const Pool& pool, int64_t from) {
-    return static_cast<const T*>(pool.rows)[from];
-  }
-
-  static __device__ __forceinline__ void Store(const Pool& pool, const Loaded& word, float /*scale*/, int64_t to) {
-    static_cast<T*>(pool.dest)[to] = word;
-  }
-};
+// ---- Words.
 
 // float8 values of a pair of numbers, the first in the lower byte. The instruction returns the largest finite value for
 // numbers that overflow; the next code is that of NaN or, if the type has it, infinity.
@@ -167,38 +155,76 @@ __device__ __forceinline__ void StoreNumbers(const float* numbers, To* to) {
   }
 }
 
-template <typename From, int kCount>
-struct ConvertedWord {
-  using Loaded = Vector<From, kCount>;
+// The words that a thread loads and stores, copied as they are.
+template <typename T>
+struct CopiedWords {
+  static constexpr int kCount = 4;
 
-  static __device__ __forceinline__ Loaded Load(const Pool& pool, int64_t from) {
-    return static_cast<const Loaded*>(pool.rows)[from];
+  T words[kCount];
+
+  // at(i): the position of word i, or -1.
+  template <typename At>
+  __device__ __forceinline__ void Load(const Pool& pool, const At& at) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t from = at(i);
+      if (from >= 0) words[i] = static_cast<const T*>(pool.rows)[from];
+    }
   }
 
-  static __device__ __forceinline__ void Store(const Pool& pool, const Loaded& word, float scale, int64_t to) {
-    float numbers[kCount];
-    WidenLanes<From, kCount>(&word, numbers);
-    if (pool.scales != nullptr) {
+  __device__ __forceinline__ void Store(const Pool& pool, const float* /*scale*/, int i, int64_t to) const {
+    static_cast<T*>(pool.dest)[to] = words[i];
+  }
+};
+
+// Words of kLanes numbers, which are scaled and converted.
+template <int kLanes>
+struct ConvertedWords {
+  static constexpr int kCount = 2;
+
+  float numbers[kCount][kLanes];
+
+  template <typename At>
+  __device__ __forceinline__ void Load(const Pool& pool, const At& at) {
+    DispatchRows(pool.from, [&](auto tag) {
+      using From = Vector<typename decltype(tag)::type, kLanes>;
+      From words[kCount];
 #pragma unroll
-      for (float& number : numbers) number = __fdiv_rn(number, scale);
+      for (int i = 0; i < kCount; ++i) {
+        const int64_t from = at(i);
+        if (from >= 0) words[i] = static_cast<const From*>(pool.rows)[from];
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) WidenLanes<typename decltype(tag)::type, kLanes>(&words[i], numbers[i]);
+    });
+  }
+
+  // `scale`: nullptr for 1.
+  __device__ __forceinline__ void Store(const Pool& pool, const float* scale, int i, int64_t to) const {
+    float scaled[kLanes];
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) scaled[lane] = numbers[i][lane];
+    if (scale != nullptr) {
+      const float divisor = *scale;
+#pragma unroll
+      for (float& number : scaled) number = __fdiv_rn(number, divisor);
     }
     DispatchPool(pool.to, [&](auto tag) {
       using To = typename decltype(tag)::type;
-      StoreNumbers<To, kCount>(numbers, static_cast<To*>(pool.dest) + to * kCount);
+      StoreNumbers<To, kLanes>(scaled, static_cast<To*>(pool.dest) + to * kLanes);
     });
   }
 };
 
 // ---- Tiles.
 
-template <typename Word>
+template <typename Words>
 __device__ __forceinline__ void WriteTile(const LaunchArguments& launch, const Pool& pool, const Tiling& tiling,
                                           TileRows* tile_rows) {
-  const int64_t tile_of_batch = static_cast<int64_t>(blockIdx.x);
-  const int64_t tiles_of_batch_element = CeilDivide(launch.rows, tiling.rows_of_tile) * tiling.tiles_of_row;
-  const int64_t batch = tile_of_batch / tiles_of_batch_element, tile = tile_of_batch % tiles_of_batch_element;
-  const int64_t first_row = tile / tiling.tiles_of_row * tiling.rows_of_tile;
-  const int64_t first_word = tile % tiling.tiles_of_row * tiling.words_of_tile.divisor;
+  const uint32_t batch = blockIdx.x / tiling.tiles_of_batch_element;
+  const uint32_t tile = blockIdx.x - batch * tiling.tiles_of_batch_element, group = tile / tiling.tiles_of_row;
+  const int64_t first_row = int64_t{group} * tiling.rows_of_tile;
+  const int64_t first_word = int64_t{tile - group * tiling.tiles_of_row} * tiling.words_of_tile.divisor;
   const int num_rows = static_cast<int>(min(int64_t{tiling.rows_of_tile}, launch.rows - first_row));
   const uint32_t num_words = static_cast<uint32_t>(num_rows) * tiling.words_of_tile.divisor;
 
@@ -210,74 +236,62 @@ __device__ __forceinline__ void WriteTile(const LaunchArguments& launch, const P
     own_slots[i] = slots.Load(first_row + static_cast<int>(threadIdx.x) + i * kThreads);
   }
   const int64_t layer = launch.layer == nullptr ? 0 : launch.layer[launch.layer_is_shared ? 0 : batch];
-  const int64_t row_of_batch = pool.rows_are_shared ? 0 : batch * launch.rows;
-  const float* const scales =
-      pool.scales == nullptr || pool.scales_are_shared
-          ? pool.scales
-          : pool.scales + batch * (pool.row_elements() / pool.elements_of_scale);
+  const int64_t first_source = ((pool.rows_are_shared ? 0 : batch * launch.rows) + first_row) * tiling.words_of_row;
 
-  // Calls body(i, row of the tile, word of the row) for the words of this thread, from number `begin` of the tile on.
-  const auto for_each_word = [&](uint32_t begin, const auto& body) {
-#pragma unroll
-    for (int i = 0; i < kWordsPerThread; ++i) {
-      const uint32_t number = begin + threadIdx.x + i * kThreads;
-      const uint32_t row = tiling.words_of_tile.Quotient(number);
+  uint32_t overwritten = 0;
+#pragma unroll 1
+  for (uint32_t begin = threadIdx.x; begin < RoundUp(num_words, kThreads); begin += Words::kCount * kThreads) {
+    Words words;
+    words.Load(pool, [&](int i) -> int64_t {
+      const uint32_t number = begin + i * kThreads, row = tiling.words_of_tile.Quotient(number);
       const int64_t word = first_word + tiling.words_of_tile.Remainder(number, row);
-      if (number < num_words && word < tiling.words_of_row) body(i, row, word);
+      if (number >= num_words || word >= tiling.words_of_row) return -1;
+      return first_source + row * tiling.words_of_row + word;
+    });
+    if (begin == threadIdx.x) {
+      FindRows(slots, own_slots, first_row, num_rows, launch.has_unique_slots, tile_rows);
+      overwritten = tile_rows->overwritten;
+      if (layer < 0 || layer >= launch.layers) return;
     }
-  };
-  typename Word::Loaded loaded[kWordsPerThread];
-  const auto load = [&](uint32_t begin) {
-    for_each_word(begin, [&](int i, uint32_t row, int64_t word) {
-      loaded[i] = Word::Load(pool, (row_of_batch + first_row + row) * tiling.words_of_row + word);
-    });
-  };
-  load(0);
-  FindRows(slots, own_slots, first_row, num_rows, launch.has_unique_slots, tile_rows);
-  if (layer < 0 || layer >= launch.layers) return;
-  const uint32_t overwritten = tile_rows->overwritten;
-  for (uint32_t begin = 0; begin < num_words; begin += kWordsPerThread * kThreads) {
-    if (begin > 0) load(begin);
-    for_each_word(begin, [&](int i, uint32_t row, int64_t word) {
+#pragma unroll
+    for (int i = 0; i < Words::kCount; ++i) {
+      const uint32_t number = begin + i * kThreads, row = tiling.words_of_tile.Quotient(number);
+      const int64_t word = first_word + tiling.words_of_tile.Remainder(number, row);
+      if (number >= num_words || word >= tiling.words_of_row) continue;
       const int64_t slot = tile_rows->slots[row];
-      if (slot < 0 || (overwritten >> row & 1u) != 0) return;
-      const int64_t outer = tiling.words_of_inner.Quotient(word);
+      if (slot < 0 || (overwritten >> row & 1u) != 0) continue;
       const int64_t words_of_inner = static_cast<int64_t>(tiling.words_of_inner.divisor);
+      const int64_t outer = pool.outer == 1 ? 0 : tiling.words_of_inner.Quotient(word);
       const int64_t run = ((batch * launch.layers + layer) * pool.outer + outer) * launch.slots + slot;
-      const float scale = scales == nullptr ? 1.0f : scales[tiling.words_of_scale.Quotient(word)];
-      Word::Store(pool, loaded[i], scale, run * words_of_inner + word - outer * words_of_inner);
-    });
+      const float* scale = pool.scales;
+      if (scale != nullptr) {
+        scale += (pool.scales_are_shared ? 0 : batch * pool.num_scales) + tiling.words_of_scale.Quotient(word);
+      }
+      words.Store(pool, scale, i, run * words_of_inner + word - outer * words_of_inner);
+    }
   }
 }
 
-template <int kCount>
-__device__ __forceinline__ void WriteConvertedTile(const LaunchArguments& launch, const Pool& pool,
-                                                   const Tiling& tiling, TileRows* tile_rows) {
-  DispatchRows(pool.from, [&](auto tag) {
-    WriteTile<ConvertedWord<typename decltype(tag)::type, kCount>>(launch, pool, tiling, tile_rows);
-  });
-}
-
-__global__ void __launch_bounds__(kThreads) WriteRows(const __grid_constant__ LaunchArguments launch) {
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 3)) WriteRows(const __grid_constant__ LaunchArguments launch) {
   __shared__ TileRows tile_rows;
   const Pool& pool = launch.pools[blockIdx.y];
   const Tiling& tiling = launch.tilings[blockIdx.y];
   if (int64_t{blockIdx.x} >= tiling.num_tiles) return;
   if (pool.converts) {
-    if (tiling.word == 1) return WriteConvertedTile<1>(launch, pool, tiling, &tile_rows);
-    return WriteConvertedTile<kConvertedLanes>(launch, pool, tiling, &tile_rows);
+    if (tiling.word == 1) return WriteTile<ConvertedWords<1>>(launch, pool, tiling, &tile_rows);
+    return WriteTile<ConvertedWords<kConvertedLanes>>(launch, pool, tiling, &tile_rows);
   }
   switch (tiling.word) {
     case 1:
-      return WriteTile<CopiedWord<uint8_t>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint8_t>>(launch, pool, tiling, &tile_rows);
     case 2:
-      return WriteTile<CopiedWord<uint16_t>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint16_t>>(launch, pool, tiling, &tile_rows);
     case 4:
-      return WriteTile<CopiedWord<uint32_t>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint32_t>>(launch, pool, tiling, &tile_rows);
     case 8:
-      return WriteTile<CopiedWord<uint2>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint2>>(launch, pool, tiling, &tile_rows);
     default:
-      return WriteTile<CopiedWord<uint4>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint4>>(launch, pool, tiling, &tile_rows);
   }
 }
 
@@ -286,7 +300,7 @@ __global__ void __launch_bounds__(kThreads) WriteRows(const __grid_constant__ La
 // The widest word at whose multiples all rows and runs begin and end, in the rows and in the pool.
 int WordOf(const Pool& pool) {
   if (pool.converts) {
-    const bool fits = pool.inner % kConvertedLanes == 0 && pool.elements_of_scale % kConvertedLanes == 0 &&
+    const bool fits = pool.inner % kConvertedLanes == 0 && pool.row_elements() / pool.num_scales % kConvertedLanes == 0 &&
                       AreAligned(VectorAlignment(kConvertedLanes * pool.row_bytes_of_element), pool.rows) &&
                       AreAligned(VectorAlignment(kConvertedLanes * pool.pool_bytes_of_element), pool.dest);
     return fits ? kConvertedLanes : 1;
@@ -298,22 +312,23 @@ int WordOf(const Pool& pool) {
 }
 
 Tiling TilingOf(const Call& call, const Pool& pool, int64_t most_rows_of_tile) {
-  constexpr int64_t kWordsOfTile = kThreads * kWordsPerThread;
+  constexpr int64_t kMaxWordsOfTile = 4 * kThreads;
   Tiling tiling{};
   tiling.word = WordOf(pool);
-  // Elements of a scale and a run may not fill words of copies. Copies have no scale.
-  const int64_t bytes_or_numbers = pool.converts ? 1 : pool.pool_bytes_of_element;
-  tiling.words_of_inner = Divider(pool.inner * bytes_or_numbers / tiling.word);
-  tiling.words_of_scale = Divider(pool.elements_of_scale * bytes_or_numbers / tiling.word);
-  tiling.words_of_row = pool.row_elements() * bytes_or_numbers / tiling.word;
-  const int64_t words_of_tile = std::min(tiling.words_of_row, kWordsOfTile);
+  const int64_t units = pool.converts ? 1 : pool.pool_bytes_of_element;  // of which words consist, in an element
+  tiling.words_of_inner = Divider(pool.inner * units / tiling.word);
+  tiling.words_of_row = pool.row_elements() * units / tiling.word;
+  tiling.words_of_scale = Divider(tiling.words_of_row / pool.num_scales);
+  const int64_t words_of_tile = std::min(tiling.words_of_row, kMaxWordsOfTile);
   tiling.words_of_tile = ShortDivider(static_cast<uint64_t>(words_of_tile));
-  tiling.tiles_of_row = CeilDivide(tiling.words_of_row, words_of_tile);
+  const int64_t tiles_of_row = CeilDivide(tiling.words_of_row, words_of_tile);
   // A tile has at least a word for each thread, or else threads would be idle.
-  const int64_t rows = std::max(CeilDivide(kThreads, words_of_tile), most_rows_of_tile);
-  tiling.rows_of_tile =
-      tiling.tiles_of_row > 1 ? 1 : static_cast<int>(std::min<int64_t>({rows, call.rows, kMaxRowsOfTile}));
-  tiling.num_tiles = call.batch * CeilDivide(call.rows, tiling.rows_of_tile) * tiling.tiles_of_row;
+  const int64_t rows = tiles_of_row > 1 ? 1 : std::max(CeilDivide(kThreads, words_of_tile), most_rows_of_tile);
+  tiling.rows_of_tile = static_cast<int>(std::min<int64_t>({rows, call.rows, kMaxRowsOfTile}));
+  const int64_t tiles_of_batch_element = CeilDivide(call.rows, tiling.rows_of_tile) * tiles_of_row;
+  tiling.tiles_of_row = static_cast<uint32_t>(tiles_of_row);  // CUDA rejects grids that do not fit
+  tiling.tiles_of_batch_element = static_cast<uint32_t>(tiles_of_batch_element);
+  tiling.num_tiles = call.batch * tiles_of_batch_element;
   return tiling;
 }
 

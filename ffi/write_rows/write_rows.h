@@ -104,9 +104,9 @@ struct Pool {
   Format from = Format::kOther, to = Format::kOther;
   int32_t row_bytes_of_element = 0, pool_bytes_of_element = 0;
   int64_t outer = 1, inner = 1;
-  int64_t elements_of_scale = 1;  // this many neighbours in a row share a scale
+  int64_t num_scales = 1;  // of a row; each divides as many neighbours
 
-  JB_HOST_DEVICE int64_t row_elements() const { return outer * inner; }
+  int64_t row_elements() const { return outer * inner; }
 };
 
 // The copy of a pool to its result before rows are written, if XLA did not alias the two.

@@ -61,9 +61,9 @@ void WriteElements(const Pool& pool, int64_t element, int64_t count, int64_t to,
 // Writes a row to a slot of a layer, counted through the batch.
 void WriteRow(const Call& call, const Pool& pool, int64_t batch, int64_t layer, int64_t row, int64_t slot) {
   const int64_t row_begin = ((pool.rows_are_shared ? 0 : batch) * call.rows + row) * pool.row_elements();
-  const int64_t num_scales = pool.row_elements() / pool.elements_of_scale;
+  const int64_t elements_of_scale = pool.row_elements() / pool.num_scales;
   const float* const scales =
-      pool.scales == nullptr || pool.scales_are_shared ? pool.scales : pool.scales + batch * num_scales;
+      pool.scales == nullptr || pool.scales_are_shared ? pool.scales : pool.scales + batch * pool.num_scales;
   for (int64_t outer = 0; outer < pool.outer; ++outer) {
     const int64_t to = ((layer * pool.outer + outer) * call.slots + slot) * pool.inner;
     for (int64_t begin = 0; begin < pool.inner;) {
@@ -71,8 +71,8 @@ void WriteRow(const Call& call, const Pool& pool, int64_t batch, int64_t layer, 
       int64_t count = pool.inner - begin;
       float scale = 1.0f;
       if (scales != nullptr) {
-        const int64_t index = element / pool.elements_of_scale;
-        count = std::min(count, (index + 1) * pool.elements_of_scale - element);
+        const int64_t index = element / elements_of_scale;
+        count = std::min(count, (index + 1) * elements_of_scale - element);
         scale = scales[index];
       }
       WriteElements(pool, row_begin + element, count, to + begin, scale);

@@ -178,7 +178,7 @@ class Decoder {
     }
     pool->scales = static_cast<const float*>(of_scale->data);
     pool->scales_are_shared = of_scale->is_shared;
-    pool->elements_of_scale = heads > 0 ? pool->row_elements() / heads : 1;
+    pool->num_scales = heads;
     return ffi::Error::Success();
   }
 
