@@ -285,6 +285,9 @@ USE_THE_OPS = """
         print("where_backward", np.concatenate(jax_baracuda.where_backward(data, data > 2)).tolist())
         jax.grad(lambda x: jax_baracuda.write_slice(x, data[:2], [1]).sum())(data)
         print("write_slice", jax_baracuda.write_slice(data, data[:2], [1]).tolist())
+        slots = np.array([3, -1, 3])
+        jax.grad(lambda x: jax_baracuda.write_rows(x, data[:3], slots).sum())(data)
+        print("write_rows", jax_baracuda.write_rows(data, data[:3], slots).tolist())
     for message in sorted({f"{w.category.__name__}: {w.message}" for w in at_call}):
         print("call:", message)
 """
@@ -324,6 +327,7 @@ VALUES = {
     "where": [-1, 5, 5, -1],
     "where_backward": [0, 5, 5, 0, 1, 0, 0, 2],
     "write_slice": [1, 1, 5, 2],
+    "write_rows": [1, 5, 5, 5],
 }
 
 

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOAT8_DTYPES, FLOATING_DTYPES, INTEGER_DTYPES, as_array, as_bits, of_bits
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import at_least, on_gpu, param
+from jax_baracuda._core.dispatch import at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -339,6 +339,8 @@ _common: dict[str, Any] = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
+# Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.3 to 0.5 with one row, from 0.7 with 8
+# rows. float8 pools are copied by XLA.
 WRITE_ROWS = Op(
     name="write_rows",
     operands=lambda *, ranks, axis, has_layer, scales: {
@@ -359,6 +361,9 @@ WRITE_ROWS = Op(
             at_least(rows=1 << 17),
         ): _unique_first,
     },
+    xla_rules=(
+        on_cpu("XLA's update of one row takes less time than the call of a kernel", at_most(rows=1), at_least(element_bits=16)),
+    ),
     shard_program=_shard_write,
     linear=lambda *, ranks, axis, has_layer: (
         *_pool_dimensions("dest", ranks, axis, has_layer),

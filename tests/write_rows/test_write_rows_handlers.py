@@ -30,7 +30,9 @@ NAMES = r"(dest|rows|result|scale) \d|slots|layer|scales|got \d+"
 
 def random_operands(rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
     operands = {}
-    num_slots = max(x.shape[-1 - (len(call.operands[0].shape) > 1)] for x in call.operands[:1])
+    attributes = call.attributes
+    slot_axis = int(attributes["num_batch_dims"]) + int(attributes["has_layer"]) + int(attributes["axis"])
+    num_slots = call.operands[0].shape[slot_axis]
     for x in call.operands:
         if x.name == "slots":
             operands[x.name] = random_slots(rng, int(np.prod(x.shape)), num_slots).reshape(x.shape)
