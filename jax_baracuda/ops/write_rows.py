@@ -339,8 +339,8 @@ _common: dict[str, Any] = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
-# Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.3 to 0.5 with one row, from 0.7 with 8
-# rows. float8 pools are copied by XLA.
+# Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.3 to 0.5 with one row, 0.7 to 1.4 with 8
+# to 512 rows. XLA copies float8 pools in every step.
 WRITE_ROWS = Op(
     name="write_rows",
     operands=lambda *, ranks, axis, has_layer, scales: {
