@@ -272,7 +272,8 @@ __device__ __forceinline__ void WriteTile(const LaunchArguments& launch, const P
   }
 }
 
-__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 3)) WriteRows(const __grid_constant__ LaunchArguments launch) {
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 3))
+    WriteRows(const __grid_constant__ LaunchArguments launch) {
   __shared__ TileRows tile_rows;
   const Pool& pool = launch.pools[blockIdx.y];
   const Tiling& tiling = launch.tilings[blockIdx.y];
@@ -300,7 +301,8 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 3)) WriteRows(co
 // The widest word at whose multiples all rows and runs begin and end, in the rows and in the pool.
 int WordOf(const Pool& pool) {
   if (pool.converts) {
-    const bool fits = pool.inner % kConvertedLanes == 0 && pool.row_elements() / pool.num_scales % kConvertedLanes == 0 &&
+    const bool fits = pool.inner % kConvertedLanes == 0 &&
+                      pool.row_elements() / pool.num_scales % kConvertedLanes == 0 &&
                       AreAligned(VectorAlignment(kConvertedLanes * pool.row_bytes_of_element), pool.rows) &&
                       AreAligned(VectorAlignment(kConvertedLanes * pool.pool_bytes_of_element), pool.dest);
     return fits ? kConvertedLanes : 1;

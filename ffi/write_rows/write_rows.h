@@ -34,7 +34,9 @@ struct Float8E4M3 {
 struct Float8E5M2 {
   uint8_t bits;
 
-  JB_ALWAYS_INLINE static bool Overflows(uint32_t magnitude) { return magnitude >= 0x47700000u; }  // 61440, midway to 2^16
+  JB_ALWAYS_INLINE static bool Overflows(uint32_t magnitude) {
+    return magnitude >= 0x47700000u;
+  }  // 61440, midway to 2^16
 
   JB_ALWAYS_INLINE static Float8E5M2 Of(float value) {
     const uint32_t word = BitCast<uint32_t>(value), magnitude = word & 0x7fffffffu;

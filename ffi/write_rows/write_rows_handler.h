@@ -170,8 +170,8 @@ class Decoder {
     JB_RETURN_IF_ERROR(CheckType(kOp, name_of_scale.c_str(), scale, ffi::DataType::F32));
     const int64_t heads = is_per_head ? view->dims[1] : 1;
     const auto of_scale = batch_.View(scale, /*may_be_shared=*/true);
-    const bool scale_fits = of_scale && of_scale->dims.size() == (is_per_head ? 1u : 0u) &&
-                            (!is_per_head || of_scale->dims[0] == heads);
+    const bool scale_fits =
+        of_scale && of_scale->dims.size() == (is_per_head ? 1u : 0u) && (!is_per_head || of_scale->dims[0] == heads);
     if (!scale_fits) {
       return batch_.WrongShape(name_of_scale.c_str(), scale, /*may_be_shared=*/true,
                                is_per_head ? std::to_string(heads) : "");

@@ -44,9 +44,7 @@ def distinct(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, 
     return np.where(rng.random(shape) < 0.2, -1, slots).astype(dtype)
 
 
-def number_of_layer(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes
-) -> np.ndarray:
+def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
     return rng.integers(0, sizes["layer"], shape).astype(dtype)
 
 

@@ -220,9 +220,7 @@ def _pool_dimensions(name: str, ranks: Sequence[int], axis: int, has_layer: bool
 
 
 def _row_dimensions(name: str, ranks: Sequence[int], axis: int) -> NamedDimensions:
-    return {
-        f"{name}_{i}": ("row", *(f"{i}.{d}" for d in range(rank) if d != axis)) for i, rank in enumerate(ranks)
-    }
+    return {f"{name}_{i}": ("row", *(f"{i}.{d}" for d in range(rank) if d != axis)) for i, rank in enumerate(ranks)}
 
 
 def _other_dimensions(ranks: Sequence[int], axis: int, has_layer: bool, scales: Sequence[int]) -> NamedDimensions:
@@ -362,7 +360,11 @@ WRITE_ROWS = Op(
         ): _unique_first,
     },
     xla_rules=(
-        on_cpu("XLA's update of one row takes less time than the call of a kernel", at_most(rows=1), at_least(element_bits=16)),
+        on_cpu(
+            "XLA's update of one row takes less time than the call of a kernel",
+            at_most(rows=1),
+            at_least(element_bits=16),
+        ),
     ),
     shard_program=_shard_write,
     linear=lambda *, ranks, axis, has_layer: (
@@ -490,9 +492,7 @@ def _of_structure(name: str, dests: Any, rows: Any, scale: Any) -> tuple[Sequenc
     return dests, rows, scale
 
 
-def _checked(
-    name: str, labels: Sequence[str], pools: Sequence[_Pool], slots: Any, axis: Any, layer: Any
-) -> _Call:
+def _checked(name: str, labels: Sequence[str], pools: Sequence[_Pool], slots: Any, axis: Any, layer: Any) -> _Call:
     slots = as_array(name, "slots", slots)
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise TypeError(f"{name}: slots must have an integer dtype, got {slots.dtype}")

@@ -53,7 +53,8 @@ def check(call: Call, operands: dict[str, np.ndarray]) -> None:
     results = call.results_of(operands)
     for i, result in enumerate(call.results):
         own = {
-            name: operands.get(f"{name} {i}", operands.get(name)) for name in ("dest", "rows", "slots", "layer", "scale")
+            name: operands.get(f"{name} {i}", operands.get(name))
+            for name in ("dest", "rows", "slots", "layer", "scale")
         }
         batch = result.shape[0] if is_batched else 1
         expected = []
@@ -174,7 +175,9 @@ def test_other_shapes_are_refused() -> None:
     good = good_call()
 
     def others(array: Array) -> dict[str, Array]:
-        return {how: x for how, x in with_other_shapes(array).items() if array.name != "dest 0" or "dimension" not in how}
+        return {
+            how: x for how, x in with_other_shapes(array).items() if array.name != "dest 0" or "dimension" not in how
+        }
 
     for how, array, call in good.with_other(others):
         refused(call, f"{array.name} {how}")
