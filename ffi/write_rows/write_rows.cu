@@ -6,13 +6,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cuda/atomic>
 
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/core/launch_bounds.cuh"
 #include "ffi/core/vectors.cuh"
-#include "ffi/core/warp.cuh"
 #include "ffi/write_rows/write_rows.cuh"
 
 namespace jax_baracuda::write_rows {
@@ -21,6 +21,7 @@ namespace {
 inline constexpr int kThreads = 256;
 inline constexpr int kSlotsPerThread = 8;  // loaded at once
 inline constexpr int kMaxRowsOfTile = 32;  // a bit for each in a bucket of the hash table
+inline constexpr int kTilesOfMultiprocessor = 6;
 inline constexpr int kBucketBits = 10;
 inline constexpr int kConvertedLanes = 8;  // numbers of a word that is converted, if vectors fit
 
@@ -86,13 +87,18 @@ __device__ __forceinline__ void FindRows(const Slots& slots, const int32_t (&own
   __syncthreads();
   if (!may_repeat) return;
 
-  // `position`: of a row that has this slot, counted from the first row of the tile.
+  // `position`: of a row that has this slot, counted from the first row of the tile. Rows that are known to be
+  // overwritten are not looked at again, because many rows may have the same slot.
+  const cuda::atomic_ref<uint32_t, cuda::thread_scope_block> overwritten(tile->overwritten);
   const auto look_up = [&](int32_t slot, int64_t position) {
     if (slot < 0) return;
-    for (uint32_t rows = tile->rows_of_bucket[BucketOf(slot)]; rows != 0; rows &= rows - 1) {
+    uint32_t rows = tile->rows_of_bucket[BucketOf(slot)], found = 0;
+    if (rows != 0) rows &= ~overwritten.load(cuda::memory_order_relaxed);
+    for (; rows != 0; rows &= rows - 1) {
       const int row = __ffs(static_cast<int>(rows)) - 1;
-      if (row < position && tile->slots[row] == slot) atomicOr(&tile->overwritten, 1u << row);
+      if (row < position && tile->slots[row] == slot) found |= 1u << row;
     }
+    if (found != 0) overwritten.fetch_or(found, cuda::memory_order_relaxed);
   };
 #pragma unroll
   for (int i = 0; i < kSlotsPerThread; ++i) look_up(own[i], thread + i * kThreads);
@@ -346,7 +352,8 @@ CudaStatus Launch(const Call& call, cudaStream_t stream) {
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
   const int count = static_cast<int>(call.pools.size());
   // Many rows in a tile save lookups, but every multiprocessor should have a few tiles.
-  const int64_t rows_of_tile = call.batch * call.rows * count / (4 * int64_t{multiprocessors});
+  const int64_t rows_of_tile =
+      CeilDivide(MultiplySizes(call.batch, call.rows) * count, kTilesOfMultiprocessor * int64_t{multiprocessors});
   for (int first = 0; first < count; first += kMaxPools) {
     const int pools_of_launch = std::min(count - first, kMaxPools);
     LaunchArguments launch{};
