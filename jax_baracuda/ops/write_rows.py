@@ -21,7 +21,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.selection import Implementation, not_redirected, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 
@@ -51,8 +51,8 @@ def write_rows(
         rows with the same slot, the last one is written.
       axis: the axis of slots in a pool. 1 for pools with heads first, ``[heads, slots, ...]``. The rows are
         ``[T, heads, ...]`` all the same.
-      layer: an integer, traced or not, if pools have a first dimension of layers: ``[layers, slots, ...]``, where `axis`
-        does not count this dimension. Only this layer is written. A layer out of range is skipped.
+      layer: an integer, traced or not, if pools have a first dimension of layers: ``[layers, slots, ...]``. `axis` does
+        not count this dimension. Only this layer is written. A layer out of range is skipped.
       scale: divides the rows in float32 before they are converted: one number, or ``[heads]``, the size of the second
         dimension of the rows. A constant for derivatives. If there are several pools, a list or tuple with the scale of
         each, which may be None.
@@ -132,7 +132,13 @@ def _is_last(slots: Array) -> Array:
     positions = jax.lax.iota(jnp.int32, slots.shape[0])
     in_order, order = jax.lax.sort((slots, positions), num_keys=1, is_stable=True)
     is_last = jnp.concatenate([in_order[1:] != in_order[:-1], jnp.ones(1, bool)])
-    return jnp.zeros_like(is_last).at[order].set(is_last, unique_indices=True)
+    return _set(jnp.zeros_like(is_last), (order,), is_last)
+
+
+def _set(array: Array, index: tuple[Any, ...], values: Array) -> Array:
+    """Writes to distinct indices. Those out of range are dropped."""
+    with not_redirected():  # a redirected call may end here
+        return array.at[index].set(values, mode="drop", unique_indices=True)
 
 
 def _index(pool: Array, slots: Array, layer: Array | None, axis: int, are_unique: bool) -> tuple[Any, ...]:
@@ -166,8 +172,7 @@ def _converted(numbers: Array, dtype: Any) -> Array:
 def _with_rows(pool: Array, rows: Array, index: tuple[Any, ...], axis: int) -> Array:
     if not isinstance(index[0], Array):  # without a layer, JAX expects the rows on the axis of slots
         rows = jnp.moveaxis(rows, 0, axis)
-    written = as_bits(pool).at[index].set(as_bits(rows), mode="drop", unique_indices=True)
-    return of_bits(written, pool.dtype)
+    return of_bits(_set(as_bits(pool), index, as_bits(rows)), pool.dtype)
 
 
 def _reference_write(
@@ -337,8 +342,8 @@ _common: dict[str, Any] = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
-# Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.3 to 0.5 with one row, 0.7 to 1.4 with 8
-# to 512 rows. XLA copies float8 pools in every step.
+# Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.3 to 0.5 with one row, 0.7 to 1.4
+# with 8 to 512 rows. XLA copies float8 pools in every step.
 WRITE_ROWS = Op(
     name="write_rows",
     operands=lambda *, ranks, axis, has_layer, scales: {
