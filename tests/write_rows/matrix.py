@@ -7,7 +7,19 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support.matrix.calls import ABSENT, FLOATING, Call, Operand, Options, Problem, declare, numbers, passed, special
+from support.matrix.calls import (
+    ABSENT,
+    FLOATING,
+    Call,
+    Operand,
+    Options,
+    Problem,
+    Rule,
+    declare,
+    numbers,
+    passed,
+    special,
+)
 
 Sizes = Mapping[str, Any]
 
@@ -58,6 +70,7 @@ OPTIONS = {
     "layer": (ABSENT, "int32", "int8"),
     "slots": ("int32", "int64", "uint8", "uint32"),
     "pools": ("one", "two"),
+    "conversion": (ABSENT, "float32"),
     "values": ("numbers", "special"),
 }
 
@@ -83,11 +96,12 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         return results[0] if num == 1 else tuple(results)
 
     of_layer = Operand("layer", (), slots(sizes["layer"]), dtype=options["layer"])
+    row_dtype = options["conversion"]
     names = [("dests", "rows")] if num == 1 else [("keys", "new_keys"), ("values", "new_values")]
     return Problem(
         operands=(
             *(Operand(name, pool, draw) for name, _ in names),
-            *(Operand(name, rows, draw) for _, name in names),
+            *(Operand(name, rows, draw, dtype=row_dtype) for _, name in names),
             Operand("slots", ("row",), slots(sizes["slot"]), dtype=options["slots"]),
             *((of_layer,) if has_layer else ()),
         ),
@@ -109,6 +123,12 @@ declare(
         large_sizes=LARGE_SIZES,
         options=OPTIONS,
         problem=_problem,
+        rules=(
+            Rule(
+                "conversions to other dtypes are not those of NumPy and have tests of their own",
+                lambda conversion, dtype: conversion is not ABSENT and dtype not in FLOATING,
+            ),
+        ),
         has_carry=True,
     )
 )

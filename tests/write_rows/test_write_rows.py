@@ -76,21 +76,38 @@ def test_dtypes_of_slots(rng: np.random.Generator, dtype: str) -> None:
         assert_same_numbers(layers, np.stack([dest, dest]))
 
 
+SCALES = (None, 0.37, np.array([0.1, 3, 1.7], np.float32))
+
+
 @pytest.mark.parametrize("pool", POOL_DTYPES)
-@pytest.mark.parametrize("dtype", [*ROW_DTYPES, "float64", "int32"])
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
 def test_conversions(rng: np.random.Generator, dtype: str, pool: str) -> None:
-    """Rows of other dtypes are scaled in float32 and rounded once, by the kernel or before it."""
+    """The kernel scales rows in float32 and rounds as NumPy does."""
+    rows, slots = random_numbers(rng, (30, 3, 8), dtype), rng.permutation(40)[:30].astype(np.int32)
+    dest = random_numbers(rng, (40, 3, 8), pool)
+    for scale in SCALES:
+        result = jax.jit(lambda d, r, s, c: write_rows(d, r, s, scale=c))(dest, rows, slots, scale)
+        assert_same_numbers(result, reference_write(dest, rows, slots, scale=scale), str(scale))
+
+
+@pytest.mark.parametrize("pool", [*POOL_DTYPES, "uint8", "int16", "int32"])
+@pytest.mark.parametrize("dtype", ["float64", "int32", "float32"])
+def test_conversions_by_xla(rng: np.random.Generator, dtype: str, pool: str) -> None:
+    """XLA converts other dtypes before the kernel. It may round twice, and multiply by the reciprocal of a scale."""
     with cases.x64_for(dtype):
-        rows = random_numbers(rng, (30, 3, 8), "float32" if dtype == "float64" else dtype)
-        rows, slots = rows.astype(jnp.dtype(dtype)), rng.permutation(40)[:30].astype(np.int32)
-        dest = random_numbers(rng, (40, 3, 8), pool)
-        for scale in (None, 0.37, np.array([0.1, 3, 1.7], np.float32)):
-            result = jax.jit(lambda d, r, s, c: write_rows(d, r, s, scale=c))(dest, rows, slots, scale)
-            if dtype in ROW_DTYPES or scale is None:
-                assert_same_numbers(result, reference_write(dest, rows, slots, scale=scale), str(scale))
-            else:  # XLA may multiply by the reciprocal
-                expected = reference_write(dest, rows, slots, scale=scale).astype(np.float64)
-                np.testing.assert_allclose(np.asarray(result, np.float64), expected, rtol=0.3, atol=1)
+        rows = rng.integers(0, 40, (30, 3, 8)).astype(dtype)
+        slots, dest = rng.permutation(40)[:30].astype(np.int32), np.zeros((40, 3, 8), jnp.dtype(pool))
+        for scale in SCALES:
+            result = jax.jit(lambda d, r, s, c: write_rows(d, r, s, scale=c, implementation="xla"))(
+                dest, rows, slots, scale
+            )
+            divisor = 1 if scale is None else np.asarray(scale, np.float32).reshape(-1, 1) if np.ndim(scale) else scale
+            exact = rows / divisor
+            exact = np.clip(exact, None, float(jnp.iinfo(pool).max)) if "int" in pool else exact
+            expected = reference_write(dest.astype(np.float64), exact, slots)
+            tolerance = {"float8_e4m3fn": 0.07, "float8_e5m2": 0.14, "bfloat16": 0.01}.get(pool, 1e-3)
+            atol = 0.51 if "int" in pool else 0
+            np.testing.assert_allclose(np.asarray(result, np.float64), expected, rtol=tolerance, atol=atol)
 
 
 def test_several_pools(rng: np.random.Generator) -> None:
