@@ -38,6 +38,7 @@ from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
 from jax_baracuda.ops.segment.take_rows import take_rows
 from jax_baracuda.ops.segment.variance import segment_std, segment_var
 from jax_baracuda.ops.where import where, where_backward
+from jax_baracuda.ops.write_rows import write_rows
 from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
 __version__ = _version("jax_baracuda")
@@ -100,6 +101,7 @@ __all__ = [
     "unsorted_segment_max_backward",
     "where",
     "where_backward",
+    "write_rows",
     "write_slice",
     "write_slices",
 ]

@@ -33,6 +33,7 @@ from jax_baracuda._core.selection import (
 )
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 from jax_baracuda.ops.segment.take_rows import sum_taken_rows
+from jax_baracuda.ops.write_rows import DTYPES as DTYPES_OF_ROWS
 from jax_baracuda.ops.write_slice import DTYPES, MAX_AXES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -43,6 +44,7 @@ _DTYPES = {
     "segment_prod": _NUMBERS,
     "segment_max": ORDERED_DTYPES,
     "segment_min": ORDERED_DTYPES,
+    "write_rows": DTYPES_OF_ROWS,
 }
 _UPDATES: dict[str, tuple[str, str, Callable[[Array, Array], Array]]] = {
     "scatter_add": ("add", "segment_sum", jnp.add),
@@ -51,7 +53,7 @@ _UPDATES: dict[str, tuple[str, str, Callable[[Array, Array], Array]]] = {
     "scatter_min": ("min", "segment_min", jnp.minimum),
 }
 """By the name of JAX's scatter: the method of ``x.at[ids]``, the function that reduces the updates of each row, and the
-function that joins the result with the row."""
+function that joins the result with the row. ``x.at[ids].set`` reduces nothing and is not among them."""
 
 
 class RedirectReport:
@@ -186,7 +188,8 @@ def _scatter_update(
     normalize_indices: bool = True,
     out_sharding: Any = None,
 ) -> Array:
-    _, name, join = _UPDATES[scatter_op.__name__]
+    is_set = scatter_op.__name__ == "scatter"
+    _, name, join = ("set", "write_rows", None) if is_set else _UPDATES[scatter_op.__name__]
     [ids] = idx if isinstance(idx, tuple) and len(idx) == 1 else (idx,)
     is_vector = hasattr(ids, "dtype") and jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.ndim == 1
     _require(is_vector, "the index is not one vector of signed integers")
@@ -198,14 +201,19 @@ def _scatter_update(
     _require(out_sharding is None, "an out_sharding is asked for")
     num_rows = x.shape[0]
     rows = jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype)
+    _require(not (is_set and x.weak_type and y.weak_type), "the result is weakly typed")
     y = y.astype(x.dtype)
     _require_updates(name, y, rows.shape, mode)
     _require_static(num_rows)
     _require(num_rows <= jnp.iinfo(ids.dtype).max, f"ids of dtype {ids.dtype} for {num_rows} rows")
-    _require_kernel(name, rows, ids.shape, num_rows, indices_are_sorted)
+    if join is not None:
+        _require_kernel(name, rows, ids.shape, num_rows, indices_are_sorted)
     if normalize_indices:
         ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # `indices_are_sorted` refers to these
     updates = jnp.broadcast_to(y, rows.shape)
+    if join is None:
+        is_clipped = jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.CLIP
+        return forward_mode.write_rows(x, updates, jnp.clip(ids, 0, num_rows - 1) if is_clipped else ids)
     return join(x, getattr(forward_mode, name)(updates, ids, num_rows, indices_are_sorted, mode=mode))
 
 
@@ -319,6 +327,8 @@ def _wrap(kind: str, name_of: Callable[..., str | None], function: Callable[...,
 
 def _name_of_update(x: Any, idx: Any, y: Any, scatter_op: Any, *_: Any) -> str | None:
     name = getattr(scatter_op, "__name__", "")
+    if name == "scatter":
+        return "x.at[ids].set"
     return f"x.at[ids].{_UPDATES[name][0]}" if name in _UPDATES else None
 
 
@@ -403,7 +413,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
     - `gather_gradients`: the gradient of gathering rows by an array of ids, as in ``x[ids]`` or
       ``jnp.take(x, ids, axis=0)``. It runs the kernel of :func:`segment_sum`. The gather itself stays XLA's.
     - `indexed_updates`: ``x.at[ids].add`` and ``.multiply`` of rows by a vector of ids, for integers also ``.max`` and
-      ``.min``. A kernel reduces the updates of each row; the result is then joined with the row.
+      ``.min``. A kernel reduces the updates of each row; the result is then joined with the row. Also ``.set``, which
+      runs :func:`write_rows`: of several updates of a row, the last one is written.
     - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
       ``dynamic_update_index_in_dim``, for example to write caches in loops. They run :func:`write_slice`. Under
       ``jax.vmap``, it writes the windows of a whole batch at once.

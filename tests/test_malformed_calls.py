@@ -230,8 +230,8 @@ def why_not(call: Call) -> str | None:
     Filter widths, windows and broadcasting are not checked.
     """
     op, attributes = OPS[call.target], dict(call.attributes)
-    if call.target.startswith("write_slice"):
-        num_arrays = len(call.results) // (1 if call.target == "write_slice" else 2)
+    if call.target.startswith("write_"):
+        num_arrays = len(call.results) // (2 if call.target.endswith("_backward") else 1)
         for dest, result in zip(call.operands, call.results[:num_arrays], strict=False):
             if (dest.shape, dest.dtype) != (result.shape, result.dtype):
                 return f"{dest} is not {result}"
@@ -343,7 +343,7 @@ OTHER_NAMES = (
     "k",
     "q_out",
     "k_out",
-    r"(dest|source|result|start) \d",
+    r"(dest|source|rows|result|start|scale) \d",
     "part",
     "windows",
 )

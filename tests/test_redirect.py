@@ -108,6 +108,28 @@ def test_indexed_updates(rng: np.random.Generator, name: str, dtype: str) -> Non
         assert not report.redirected
 
 
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+def test_indexed_writes(rng: np.random.Generator, implementation: str) -> None:
+    """``x.at[ids].set`` runs write_rows, also compiled and differentiated. Ids differ, since JAX leaves open which of
+    several updates is written."""
+    x = rng.normal(size=(7, 3)).astype(np.float32)
+    ids, rows = np.array([2, -1, 9, 5, -9, 0]), rng.normal(size=(6, 3)).astype(np.float32)
+
+    def updated(x: jax.Array, rows: jax.Array, mode: str | None) -> jax.Array:
+        distinct = ids if mode is None else np.array([2, -3, 9, -9])
+        return jnp.asarray(x).at[distinct].set(rows[: len(distinct)], mode=mode)
+
+    for mode in (None, "clip"):
+        run = lambda x, rows, mode=mode: jnp.sum(updated(x, rows, mode) ** 3)  # noqa: E731
+        expected = updated(x, rows, mode), jax.grad(run, (0, 1))(x, rows)
+        with redirect(indexed_updates=True) as report, jax_baracuda.implementation(implementation):
+            assert kernels(lambda x, rows, mode=mode: updated(x, rows, mode), x, rows) == ["write_rows"]
+            actual = jax.jit(updated, static_argnums=2)(x, rows, mode), jax.grad(run, (0, 1))(x, rows)
+        assert report.redirected.keys() == {"x.at[ids].set"}
+        for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
 TAKES: dict[str, Callable[[jax.Array, np.ndarray], jax.Array]] = {
     "index": lambda x, ids: x[ids],
     "take": lambda x, ids: jnp.take(x, ids, axis=0),

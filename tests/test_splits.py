@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 SIZES = {"row": 128, "node": 56, "segment": 16, "feature": 24, "feature1": 64}
 SIZES |= {"example": 16, "channel": 32, "time": 64, "tap": 4, "state": 3, "new": 40, "head": 32}
-SIZES |= {"q_head": 32, "k_head": 56, "sequence": 40, "query": 56, "key": 72, "batch": 8}
+SIZES |= {"q_head": 32, "k_head": 56, "sequence": 40, "query": 56, "key": 72, "batch": 8, "slot": 512, "layer": 16}
 """Sizes differ within an example, so that a size identifies a dimension of a result."""
 
 TOO_SHORT = {"tap", "state"}
@@ -50,6 +50,8 @@ def dims_of_heading(heading: str, example: Example) -> set[str]:
         "examples": {"example"},
         "channels": {"channel"},
         "time": {"time"},
+        "slots": {"slot"},
+        "layers": {"layer"},
         "sequence": {"sequence"},
         "source": {"new"},
         "head": {"head"},
@@ -193,7 +195,7 @@ def units(example: Example) -> dict[str, tuple[str, ...]]:
     front = () if example.mapped is None else (example.mapped,)
     of_operands = {name: (*front, *operand.dims) for name, operand in example.operands.items()}
     features = tuple(dim for dim in ("feature", "feature1") if dim in example.dims)
-    return of_operands | {
+    return {
         "cells": ("segment", *features),
         "counts": ("segment",),
         "logit cells": ("segment", "feature"),
@@ -201,7 +203,7 @@ def units(example: Example) -> dict[str, tuple[str, ...]]:
         "products": ("row", *features[:-1]),
         "row": ("key",),
         "number": (),
-    }
+    } | of_operands
 
 
 def bytes_of(text: str, example: Example) -> float:

@@ -1,0 +1,224 @@
+// Checks the buffers of write_rows and converts them to calls, for both back ends.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "ffi/core/batch.h"
+#include "ffi/core/bit_width.h"
+#include "ffi/core/handler.h"
+#include "ffi/core/integers.h"
+#include "ffi/core/operands.h"
+#include "ffi/core/strategies.h"
+#include "ffi/core/target_table.h"
+#include "ffi/write_rows/write_rows.h"
+
+namespace jax_baracuda::write_rows {
+
+inline Format FormatOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return Format::kFloat32;
+    case ffi::DataType::F16:
+      return Format::kFloat16;
+    case ffi::DataType::BF16:
+      return Format::kBFloat16;
+    case ffi::DataType::F8E4M3FN:
+      return Format::kFloat8E4M3;
+    case ffi::DataType::F8E5M2:
+      return Format::kFloat8E5M2;
+    case ffi::DataType::S8:
+      return Format::kInt8;
+    default:
+      return Format::kOther;
+  }
+}
+
+inline bool Converts(Format from, Format to) {
+  return DispatchRows(from, [](auto) {}) && DispatchPool(to, [](auto) {});
+}
+
+inline constexpr const char* kOp = "write_rows";
+
+// The attribute `scales` has one of these numbers for each pool.
+enum ScaleKind : int64_t { kNoScale, kOneScale, kScalePerHead };
+
+// Operands are the pools, then their rows, then slots, then the layer if there is one, then the scales of the pools
+// that have some.
+class Decoder {
+ public:
+  Decoder(ffi::RemainingArgs operands, ffi::RemainingRets results) : operands_(operands), results_(results) {}
+
+  ffi::Error Decode(int64_t axis, bool has_layer, ffi::Span<const int64_t> scales, int64_t num_batch_dims, Call* call) {
+    const size_t num_pools = results_.size();
+    size_t num_operands = 2 * num_pools + 1 + (has_layer ? 1 : 0);
+    bool is_valid = scales.size() == num_pools;
+    for (const int64_t kind : scales) {
+      is_valid = is_valid && kNoScale <= kind && kind <= kScalePerHead;
+      num_operands += kind == kNoScale ? 0 : 1;
+    }
+    if (!is_valid) return InvalidArgument(kOp, "scales expected: 0, 1 or 2 for each result");
+    if (num_pools == 0 || operands_.size() != num_operands) {
+      return InvalidArgument(kOp, "got " + std::to_string(operands_.size()) + " operands and " +
+                                      std::to_string(num_pools) + " results, expected " + std::to_string(num_operands) +
+                                      " operands for at least one result");
+    }
+    first_pool_axis_ = has_layer ? 1 : 0;
+    size_t next = 2 * num_pools;
+    JB_RETURN_IF_ERROR(DecodeFirst(axis, num_batch_dims, *operands_.get<ffi::AnyBuffer>(next), call));
+    ++next;
+    if (has_layer) {
+      const ffi::AnyBuffer layer = *operands_.get<ffi::AnyBuffer>(next++);
+      BatchedBuffer view;
+      JB_RETURN_IF_ERROR(CheckType(kOp, "layer", layer, ffi::DataType::S32));
+      JB_RETURN_IF_ERROR(batch_.Check("layer", layer, /*may_be_shared=*/true, {}, &view));
+      call->layer = static_cast<const int32_t*>(view.data);
+      call->layer_is_shared = view.is_shared;
+    }
+    for (size_t i = 0; i < num_pools; ++i) {
+      Pool pool;
+      JB_RETURN_IF_ERROR(DecodePool(i, call, &pool));
+      JB_RETURN_IF_ERROR(DecodeRows(i, num_pools + i, scales[i], &next, *call, &pool));
+      const bool has_work = pool.row_elements() > 0 && call->batch > 0 && call->layers > 0 && call->slots > 0;
+      if (has_work && call->rows > 0) call->pools.push_back(pool);
+    }
+    return ffi::Error::Success();
+  }
+
+ private:
+  // Sets what all pools share, from the first pool and the slots.
+  ffi::Error DecodeFirst(int64_t axis, int64_t num_batch_dims, const ffi::AnyBuffer& slots, Call* call) {
+    const ffi::AnyBuffer dest = *operands_.get<ffi::AnyBuffer>(0);
+    JB_RETURN_IF_ERROR(batch_.Decode("dest 0", dest, num_batch_dims, kTrailing));
+    const auto dims = batch_.View(dest, /*may_be_shared=*/false)->dims;
+    if (axis < 0 || dims.size() <= first_pool_axis_ || static_cast<uint64_t>(axis) >= dims.size() - first_pool_axis_) {
+      return InvalidArgument(kOp, "dest 0 has shape " + ShapeString(dest.dimensions()) +
+                                      ", expected an axis of slots number " + std::to_string(axis));
+    }
+    slot_axis_ = first_pool_axis_ + static_cast<size_t>(axis);
+    call->batch = batch_.size();
+    call->layers = first_pool_axis_ == 1 ? dims[0] : 1;
+    call->slots = dims[slot_axis_];
+    if (call->slots > std::numeric_limits<int32_t>::max()) {
+      return InvalidArgument(kOp, "dest 0 has " + std::to_string(call->slots) + " slots, expected less than 2^31");
+    }
+    JB_RETURN_IF_ERROR(CheckType(kOp, "slots", slots, ffi::DataType::S32));
+    const auto view = batch_.View(slots, /*may_be_shared=*/true);
+    if (!view || view->dims.size() != 1) return batch_.WrongShape("slots", slots, /*may_be_shared=*/true, "rows");
+    call->slot_of_row = static_cast<const int32_t*>(view->data);
+    call->slot_of_row_is_shared = view->is_shared;
+    call->rows = view->dims[0];
+    return ffi::Error::Success();
+  }
+
+  ffi::Error DecodePool(size_t i, Call* call, Pool* pool) {
+    const std::string name = "dest " + std::to_string(i), name_of_result = "result " + std::to_string(i);
+    const ffi::AnyBuffer dest = *operands_.get<ffi::AnyBuffer>(i), result = **results_.get<ffi::AnyBuffer>(i);
+    const auto view = batch_.View(dest, /*may_be_shared=*/false);
+    bool fits = view && view->dims.size() > slot_axis_ && view->dims[slot_axis_] == call->slots;
+    fits = fits && (first_pool_axis_ == 0 || view->dims[0] == call->layers);
+    if (!fits) return batch_.WrongShape(name.c_str(), dest, /*may_be_shared=*/false, kTrailing);
+    pool->pool_bytes_of_element = WholeByteWidth(dest.element_type());
+    if (pool->pool_bytes_of_element == 0) return UnsupportedType(kOp, name.c_str(), dest.element_type());
+    JB_RETURN_IF_ERROR(CheckType(kOp, name_of_result.c_str(), result, dest.element_type()));
+    if (!(result.dimensions() == dest.dimensions())) {
+      return WrongShape(kOp, name_of_result.c_str(), result, ShapeString(dest.dimensions()));
+    }
+    dims_ = view->dims;
+    for (size_t axis = first_pool_axis_; axis < dims_.size(); ++axis) {
+      if (axis < slot_axis_) pool->outer = MultiplySizes(pool->outer, dims_[axis]);
+      if (axis > slot_axis_) pool->inner = MultiplySizes(pool->inner, dims_[axis]);
+    }
+    pool->dest = result.untyped_data();
+    const int64_t bytes = MultiplySizes(TrailingSize(dest, 0), pool->pool_bytes_of_element);
+    if (bytes > 0 && pool->dest != dest.untyped_data()) {
+      call->copies.push_back(Copy{pool->dest, dest.untyped_data(), bytes});
+    }
+    pool->to = FormatOf(dest.element_type());
+    return ffi::Error::Success();
+  }
+
+  // The rows of the pool whose dimensions are `dims_`. *next is the index of the next operand with scales.
+  ffi::Error DecodeRows(size_t i, size_t operand, int64_t scale_kind, size_t* next, const Call& call, Pool* pool) {
+    const std::string name = "rows " + std::to_string(i);
+    const ffi::AnyBuffer rows = *operands_.get<ffi::AnyBuffer>(operand);
+    const auto view = batch_.View(rows, /*may_be_shared=*/true);
+    bool fits = view && view->dims.size() == dims_.size() - first_pool_axis_ && view->dims[0] == call.rows;
+    std::string expected = std::to_string(call.rows);
+    for (size_t axis = first_pool_axis_, own = 1; axis < dims_.size(); ++axis) {
+      if (axis == slot_axis_) continue;
+      expected += "," + std::to_string(dims_[axis]);
+      fits = fits && view->dims[own] == dims_[axis];
+      ++own;
+    }
+    if (!fits) return batch_.WrongShape(name.c_str(), rows, /*may_be_shared=*/true, expected);
+    pool->rows = view->data;
+    pool->rows_are_shared = view->is_shared;
+    const ffi::DataType type = rows.element_type(), pool_type = operands_.get<ffi::AnyBuffer>(i)->element_type();
+    pool->from = FormatOf(type);
+    pool->row_bytes_of_element = WholeByteWidth(type);
+    pool->converts = type != pool_type || scale_kind != kNoScale;
+    JB_RETURN_IF_ERROR(CheckType(
+        kOp, name.c_str(), rows, [&] { return TypeName(pool_type) + ", or a type that is converted to it"; },
+        !pool->converts || Converts(pool->from, pool->to)));
+    if (scale_kind == kNoScale) return ffi::Error::Success();
+    const std::string name_of_scale = "scale " + std::to_string(i);
+    const ffi::AnyBuffer scale = *operands_.get<ffi::AnyBuffer>((*next)++);
+    const bool is_per_head = scale_kind == kScalePerHead;
+    if (is_per_head && view->dims.size() < 2) return batch_.WrongRank(name.c_str(), rows, "rows, heads, ...");
+    JB_RETURN_IF_ERROR(CheckType(kOp, name_of_scale.c_str(), scale, ffi::DataType::F32));
+    const int64_t heads = is_per_head ? view->dims[1] : 1;
+    const auto of_scale = batch_.View(scale, /*may_be_shared=*/true);
+    const bool scale_fits =
+        of_scale && of_scale->dims.size() == (is_per_head ? 1u : 0u) && (!is_per_head || of_scale->dims[0] == heads);
+    if (!scale_fits) {
+      return batch_.WrongShape(name_of_scale.c_str(), scale, /*may_be_shared=*/true,
+                               is_per_head ? std::to_string(heads) : "");
+    }
+    pool->scales = static_cast<const float*>(of_scale->data);
+    pool->scales_are_shared = of_scale->is_shared;
+    pool->num_scales = heads;
+    return ffi::Error::Success();
+  }
+
+  static constexpr const char* kTrailing = "layers if there are some, and the slots of the first pool on the same axis";
+
+  ffi::RemainingArgs operands_;
+  ffi::RemainingRets results_;
+  Batch batch_{kOp};
+  size_t first_pool_axis_ = 0, slot_axis_ = 0;  // after the batch
+  ffi::AnyBuffer::Dimensions dims_;             // of the current pool, after the batch
+};
+
+inline constexpr const char* kStrategyNames[] = {"nothing", "copy", "convert"};
+
+inline Plan PlanRows(const PlanParameters& parameters) {
+  if (parameters.at("batch") == 0 || parameters.at("elements") == 0) return Plan{kStrategyNames[0]};
+  return Plan{kStrategyNames[parameters.at("converts") != 0 ? 2 : 1]};
+}
+
+// The handler and its binding. The back ends differ in the context and in the function that runs a decoded call.
+template <typename Context, ffi::Error (*kRun)(Context, const Call&)>
+ffi::Error HandleRows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
+                      bool has_layer, bool has_unique_slots, ffi::Span<const int64_t> scales, int64_t num_batch_dims) {
+  Call call;
+  call.has_unique_slots = has_unique_slots;
+  JB_RETURN_IF_ERROR(Decoder(operands, results).Decode(axis, has_layer, scales, num_batch_dims, &call));
+  return kRun(context, call);
+}
+
+template <typename Context>
+auto BindRows() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<int64_t>("axis")
+      .template Attr<bool>("has_layer")
+      .template Attr<bool>("has_unique_slots")
+      .template Attr<ffi::Span<const int64_t>>("scales")
+      .template Attr<int64_t>("num_batch_dims");
+}
+
+}  // namespace jax_baracuda::write_rows

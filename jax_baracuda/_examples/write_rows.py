@@ -1,0 +1,86 @@
+"""Example calls of writing rows to slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import jax_baracuda as jb
+from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes
+
+
+def write_rows(dests: Any, rows: Any, slots: Array, axis: int = 0, layer: Array | None = None) -> Any:
+    """For slots that are all different."""
+    if isinstance(dests, list):
+        return [write_rows(dest, own, slots, axis, layer) for dest, own in zip(dests, rows, strict=True)]
+    size = dests.shape[axis if layer is None else axis + 1]
+    slots = jnp.where(slots < 0, size, slots)
+    if layer is not None:
+        return dests.at[layer, slots].set(rows, mode="drop")
+    index = (*[slice(None)] * axis, slots)
+    return dests.at[index].set(jnp.moveaxis(rows, 0, axis), mode="drop")
+
+
+def write_both(
+    function: Callable[..., list[Array]],
+    keys: Array,
+    values: Array,
+    new_keys: Array,
+    new_values: Array,
+    slots: Array,
+    **options: Any,
+) -> Sequence[Array]:
+    return function([keys, values], [new_keys, new_values], slots, **options)
+
+
+def distinct(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    """Slots without duplicates. Some are skipped."""
+    batch, rows = shape[:-1], shape[-1]
+    slots = np.array([rng.permutation(sizes["slot"])[:rows] for _ in range(int(np.prod(batch)))]).reshape(shape)
+    return np.where(rng.random(shape) < 0.2, -1, slots).astype(dtype)
+
+
+def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    return rng.integers(0, sizes["layer"], shape).astype(dtype)
+
+
+SIZES = {
+    "small": {"example": 3, "layer": 2, "slot": 9, "row": 4, "head": 5, "feature": 8},
+    "check": {"example": 5, "layer": 3, "slot": 301, "row": 67, "head": 7, "feature": 33},
+}
+PAGED = {
+    "cpu": {"slot": 16_384, "row": 64, "head": 8, "feature": 128},
+    "cuda": {"slot": 262_144, "row": 512, "head": 8, "feature": 128},
+}
+
+SLOTS = {"slots": Operand(("row",), distinct, "int32")}
+ONE = {"dests": Operand(("slot", "head", "feature")), "rows": Operand(("row", "head", "feature"))}
+LAYERS = {"dests": Operand(("layer", "slot", "head", "feature")), "rows": Operand(("row", "head", "feature"))}
+LAYER = {"layer": Operand((), number_of_layer, "int32")}
+HEADS_FIRST = {"dests": Operand(("head", "slot", "feature")), "rows": Operand(("row", "head", "feature"))}
+BOTH = {
+    "keys": Operand(("slot", "head", "feature")),
+    "values": Operand(("slot", "head", "feature")),
+    "new_keys": Operand(("row", "head", "feature")),
+    "new_values": Operand(("row", "head", "feature")),
+}
+
+
+def by_position(function: Callable[..., Any], dests: Any, rows: Any, slots: Any, **options: Any) -> Any:
+    return function(dests, rows, slots, **options)
+
+
+EXAMPLES = [
+    Example(jb.write_rows, write_rows, operands, sizes, variant, options, apply, mapped, tolerance=EXACT)
+    for operands, sizes, variant, options, apply, mapped in (
+        (ONE | SLOTS, SIZES, "", {}, by_position, None),
+        (BOTH | SLOTS, SIZES | PAGED, "keys and values", {}, write_both, None),
+        (LAYERS | SLOTS | LAYER, SIZES, "a layer", {}, by_position, None),
+        (HEADS_FIRST | SLOTS, SIZES, "heads first", {"axis": 1}, by_position, None),
+        (ONE | SLOTS, SIZES, "slots an example", {}, by_position, "example"),
+    )
+]

@@ -1,0 +1,134 @@
+"""The declaration of `write_rows` for the matrix of combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from support.matrix.calls import (
+    ABSENT,
+    FLOATING,
+    Call,
+    Operand,
+    Options,
+    Problem,
+    Rule,
+    declare,
+    numbers,
+    passed,
+    special,
+)
+
+Sizes = Mapping[str, Any]
+
+SIZES: dict[str, Sizes] = {
+    "small": {"layer": 2, "slot": 12, "row": 8, "head": 4, "feature": 8},
+    "odd": {"layer": 3, "slot": 13, "row": 7, "head": 3, "feature": 5},
+    "one": {"layer": 1, "slot": 1, "row": 1, "head": 1, "feature": 1},
+    "many duplicates": {"layer": 2, "slot": 3, "row": 40, "head": 2, "feature": 4},
+    "empty": {"layer": 2, "slot": 6, "row": 0, "head": 2, "feature": 4},
+}
+LARGE_SIZES: dict[str, Sizes] = {
+    "prefill": {"layer": 2, "slot": 20_000, "row": 8192, "head": 4, "feature": 64},
+    "decode": {"layer": 4, "slot": 40_000, "row": 64, "head": 8, "feature": 128},
+    "long odd rows": {"layer": 1, "slot": 40, "row": 30, "head": 3, "feature": 30_001},
+    "sorted first": {"layer": 1, "slot": 100_000, "row": 140_000, "head": 1, "feature": 2},
+}
+
+
+def slots(size: int) -> Callable[..., np.ndarray]:
+    """Random slots. Some are out of range, and some are the limits of the dtype."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        info = np.iinfo(dtype)
+        choices = [x for x in (*range(-2, size + 3), int(info.min), int(info.max)) if info.min <= x <= info.max]
+        picked = np.array(choices, object)[rng.integers(0, len(choices), shape)]
+        return np.asarray(picked, object).astype(np.int64 if info.min < 0 else np.uint64).astype(dtype)
+
+    return draw
+
+
+def reference(dest: Any, rows: Any, slots: Any, axis: int, layer: Any) -> Any:
+    """Gathers for each slot its last row, by comparing all slots with all rows."""
+    if rows.shape[0] == 0:
+        return dest
+    if layer is not None:
+        is_layer = jnp.arange(dest.shape[0]).reshape(-1, *[1] * (dest.ndim - 1)) == layer
+        return jnp.where(is_layer, jnp.stack([reference(x, rows, slots, axis, None) for x in dest]), dest)
+    num_slots = dest.shape[axis]
+    is_inside = (slots >= 0) & (slots < num_slots)
+    positions = jnp.where(is_inside, slots, num_slots).astype(jnp.int32)
+    last = jnp.full(num_slots + 1, -1).at[positions].max(jnp.arange(rows.shape[0]))[:num_slots]
+    taken = jnp.moveaxis(jnp.take(rows, jnp.maximum(last, 0), axis=0), 0, axis)
+    return jnp.where((last >= 0).reshape(-1, *[1] * (dest.ndim - 1 - axis)), taken, dest)
+
+
+OPTIONS = {
+    "axis": (ABSENT, 1),
+    "layer": (ABSENT, "int32", "int8"),
+    "slots": ("int32", "int64", "uint8", "uint32"),
+    "pools": ("one", "two"),
+    "conversion": (ABSENT, "float32"),
+    "values": ("numbers", "special"),
+}
+
+
+def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    axis, has_layer, num = options["axis"] or 0, options["layer"] is not ABSENT, 2 if options["pools"] == "two" else 1
+    draw = special if options["values"] == "special" and dtype in FLOATING else numbers
+    heads = ["head", "feature"]
+    heads.insert(axis, "slot")
+    pool, rows = (*(("layer",) if has_layer else ()), *heads), ("row", "head", "feature")
+
+    def split(arrays: Any) -> tuple[Any, Any, Any, Any]:
+        return arrays[:num], arrays[num : 2 * num], arrays[2 * num], arrays[2 * num + 1] if has_layer else None
+
+    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
+        dests, own_rows, own_slots, layer = split(arrays)
+        arguments = (dests[0], own_rows[0]) if num == 1 else (list(dests), list(own_rows))
+        return function(*arguments, own_slots, layer=layer, **passed(options, "axis"))
+
+    def of_all(*arrays: Any) -> Any:
+        dests, own_rows, own_slots, layer = split(arrays)
+        results = [reference(*x, own_slots, axis, layer) for x in zip(dests, own_rows, strict=True)]
+        return results[0] if num == 1 else tuple(results)
+
+    of_layer = Operand("layer", (), slots(sizes["layer"]), dtype=options["layer"])
+    row_dtype = options["conversion"]
+    names = [("dests", "rows")] if num == 1 else [("keys", "new_keys"), ("values", "new_values")]
+    return Problem(
+        operands=(
+            *(Operand(name, pool, draw) for name, _ in names),
+            *(Operand(name, rows, draw, dtype=row_dtype) for _, name in names),
+            Operand("slots", ("row",), slots(sizes["slot"]), dtype=options["slots"]),
+            *((of_layer,) if has_layer else ()),
+        ),
+        apply=apply,
+        reference=of_all,
+        results=(pool,) * num,
+        free=("head", "feature"),
+        exact_value=True,
+        exact_gradient=True,
+        carry=(0, 0),
+    )
+
+
+declare(
+    Call(
+        name="write_rows",
+        dtypes=(*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m3fn"),
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options=OPTIONS,
+        problem=_problem,
+        rules=(
+            Rule(
+                "conversions to other dtypes are not those of NumPy and have tests of their own",
+                lambda conversion, dtype: conversion is not ABSENT and dtype not in FLOATING,
+            ),
+        ),
+        has_carry=True,
+    )
+)
