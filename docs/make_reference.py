@@ -25,6 +25,7 @@ TITLES = {
     "rope": "Rotary embedding",
     "where": "Selection",
     "write_slice": "KV cache",
+    "write_rows": "Paged KV cache",
     "general": "For all functions",
 }
 """The titles of the pages, in their order. The page of another op family comes last, with its module's name."""
