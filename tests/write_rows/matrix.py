@@ -115,6 +115,12 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     )
 
 
+def _has(operand: str, pools: str, layer: str | None) -> bool:
+    if operand == "layer":
+        return layer is not ABSENT
+    return operand == "slots" or (operand in ("dests", "rows")) == (pools == "one")
+
+
 declare(
     Call(
         name="write_rows",
@@ -124,6 +130,10 @@ declare(
         options=OPTIONS,
         problem=_problem,
         rules=(
+            Rule(
+                "vmap maps an operand that the call has",
+                lambda batch, pools, layer: batch.startswith("one:") and not _has(batch[4:], pools, layer),
+            ),
             Rule(
                 "conversions to other dtypes are not those of NumPy and have tests of their own",
                 lambda conversion, dtype: conversion is not ABSENT and dtype not in FLOATING,
