@@ -19,9 +19,9 @@ namespace jax_baracuda::write_rows {
 namespace {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kSlotsPerThread = 8;  // loaded at once
-inline constexpr int kMaxRowsOfTile = 32;  // a bit for each in a bucket of the hash table
-inline constexpr int kTilesOfMultiprocessor = 6;
+inline constexpr int kSlotsPerThread = 8;           // loaded at once
+inline constexpr int kMaxRowsOfTile = 32;           // a bit for each in a bucket of the hash table
+inline constexpr int kBlocksPerMultiprocessor = 3;  // minimum resident blocks, which caps the registers
 inline constexpr int kBucketBits = 10;
 inline constexpr int kConvertedLanes = 8;  // numbers of a word that is converted, if vectors fit
 
@@ -278,7 +278,7 @@ __device__ __forceinline__ void WriteTile(const LaunchArguments& launch, const P
   }
 }
 
-__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 3))
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultiprocessor))
     WriteRows(const __grid_constant__ LaunchArguments launch) {
   __shared__ TileRows tile_rows;
   const Pool& pool = launch.pools[blockIdx.y];
@@ -351,9 +351,9 @@ CudaStatus Launch(const Call& call, cudaStream_t stream) {
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
   const int count = static_cast<int>(call.pools.size());
-  // Many rows in a tile save lookups, but every multiprocessor should have a few tiles.
+  // As many tiles as fit on the GPU at once. More rows in a tile save lookups.
   const int64_t rows_of_tile =
-      CeilDivide(MultiplySizes(call.batch, call.rows) * count, kTilesOfMultiprocessor * int64_t{multiprocessors});
+      CeilDivide(MultiplySizes(call.batch, call.rows) * count, kBlocksPerMultiprocessor * int64_t{multiprocessors});
   for (int first = 0; first < count; first += kMaxPools) {
     const int pools_of_launch = std::min(count - first, kMaxPools);
     LaunchArguments launch{};
