@@ -109,9 +109,9 @@ def test_a_plan_of_another_graph() -> None:
     """The call trusts the plan; `validate` finds out."""
     assert jb.gather_segment_sum(ROWS, plan=plan(OTHER_IDS)).shape == (3, 2)
     plan().validate(IDS, IDS)
-    with pytest.raises(ValueError, match="SegmentPlan.validate: the plan is of other ids: edge_segment_ids is"):
+    with pytest.raises(ValueError, match="SegmentPlan.validate: the plan is of other ids: edge_segment_ids"):
         plan(OTHER_IDS).validate(IDS)
-    with pytest.raises(ValueError, match="SegmentPlan.validate: the plan is of other ids: edge_gather_ids is"):
+    with pytest.raises(ValueError, match="SegmentPlan.validate: the plan is of other ids: edge_gather_ids"):
         jb.segment_plan(IDS, 3, OTHER_IDS, 6).validate(gather_ids=IDS)
 
 

@@ -49,24 +49,24 @@ def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.
 
 
 SIZES = {
-    "small": {"example": 3, "layer": 2, "slot": 9, "row": 4, "head": 5, "feature": 8},
-    "check": {"example": 5, "layer": 3, "slot": 301, "row": 67, "head": 7, "feature": 33},
+    "small": {"example": 3, "layer": 2, "slot": 9, "token": 4, "head": 5, "feature": 8},
+    "check": {"example": 5, "layer": 3, "slot": 301, "token": 67, "head": 7, "feature": 33},
 }
 PAGED = {
-    "cpu": {"slot": 16_384, "row": 64, "head": 8, "feature": 128},
-    "cuda": {"slot": 262_144, "row": 512, "head": 8, "feature": 128},
+    "cpu": {"slot": 16_384, "token": 64, "head": 8, "feature": 128},
+    "cuda": {"slot": 262_144, "token": 512, "head": 8, "feature": 128},
 }
 
-SLOTS = {"slots": Operand(("row",), distinct, "int32")}
-ONE = {"dests": Operand(("slot", "head", "feature")), "rows": Operand(("row", "head", "feature"))}
-LAYERS = {"dests": Operand(("layer", "slot", "head", "feature")), "rows": Operand(("row", "head", "feature"))}
+SLOTS = {"slots": Operand(("token",), distinct, "int32")}
+ONE = {"dests": Operand(("slot", "head", "feature")), "rows": Operand(("token", "head", "feature"))}
+LAYERS = {"dests": Operand(("layer", "slot", "head", "feature")), "rows": Operand(("token", "head", "feature"))}
 LAYER = {"layer": Operand((), number_of_layer, "int32")}
-HEADS_FIRST = {"dests": Operand(("head", "slot", "feature")), "rows": Operand(("row", "head", "feature"))}
+HEADS_FIRST = {"dests": Operand(("head", "slot", "feature")), "rows": Operand(("token", "head", "feature"))}
 BOTH = {
     "keys": Operand(("slot", "head", "feature")),
     "values": Operand(("slot", "head", "feature")),
-    "new_keys": Operand(("row", "head", "feature")),
-    "new_values": Operand(("row", "head", "feature")),
+    "new_keys": Operand(("token", "head", "feature")),
+    "new_values": Operand(("token", "head", "feature")),
 }
 
 

@@ -119,9 +119,9 @@ def test_validate(rng: np.random.Generator) -> None:
     of_edges.transposed.validate()
     other = np.where(np.arange(ROWS) == 7, (ids + 1) % SEGMENTS, ids)
     for check in (lambda: plan.validate(other), lambda: of_edges.validate(other, gather_ids)):
-        with pytest.raises(ValueError, match="SegmentPlan.validate: the plan is of other ids: edge_segment_ids is"):
+        with pytest.raises(ValueError, match="SegmentPlan.validate: the plan is of other ids: edge_segment_ids"):
             check()
-    with pytest.raises(ValueError, match="edge_gather_ids is not"):
+    with pytest.raises(ValueError, match=r"edge_gather_ids\[7\] is"):
         of_edges.validate(ids, np.where(np.arange(ROWS) == 7, (gather_ids + 1) % 20, gather_ids))
     leaves, structure = jax.tree.flatten(of_edges)
     for i, leaf in enumerate(leaves):

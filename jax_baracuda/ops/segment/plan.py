@@ -95,7 +95,7 @@ class SegmentPlan:
           gather_ids: ``[E]``, the expected rows of the edges. Default: the plan's own.
 
         Raises:
-          ValueError: names the first array that differs from the plan of these ids.
+          ValueError: names the first element that differs from the plan of these ids.
           jax.errors.TracerArrayConversionError: an array is traced.
         """
         name = "SegmentPlan.validate"
@@ -112,6 +112,9 @@ class SegmentPlan:
             own, right = (np.asarray(x) if isinstance(x, jax.Array) else x for x in values)
             if not np.array_equal(own, right):
                 problem = "its arrays do not match" if segment_ids is None is gather_ids else "the plan is of other ids"
+                if np.shape(own) == np.shape(right) and np.ndim(own) == 1:
+                    first = int(np.argmax(own != right))
+                    field, own, right = f"{field}[{first}]", own[first], right[first]
                 raise ValueError(f"{name}: {problem}: {field} is {own}, expected {right}")
 
 
