@@ -19,9 +19,8 @@ constexpr auto kPlanArg = CudaPlanOf<CallOf<ArgCall>>;
 #define JB_BIND_WITH_WINNER (BindCall<Stream, 2, 2, WinnerOptions>())
 #define JB_TABLE_STRATEGIES "shared_table", "atomics"
 // With winners there are no private tables; the shared table replaces them.
-#define JB_WITH_WINNER_STRATEGIES                                                                          \
-  kNothing, "fill", "few_rows", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", \
-      JB_TABLE_STRATEGIES
+#define JB_WITH_WINNER_STRATEGIES \
+  kNothing, "fill", "few_rows", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES
 
 JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false>), JB_BIND_REDUCTION, kPlan, kNothing,
                JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
