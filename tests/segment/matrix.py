@@ -430,6 +430,7 @@ LARGE_SIZES: dict[str, Sizes] = {
     "table": {"row": 500_000, "features": (4,), "segment": 200_000},
     "shared table": {"row": 500_000, "features": (16,), "segment": 100},
     "private table": {"row": 300_000, "features": (8,), "segment": 20},
+    "filtered": {"row": 1 << 24, "features": (1,), "segment": 1 << 16},
     "table in parts": {"row": 786_448, "features": (64,), "segment": 98_306},
 }
 
@@ -472,7 +473,7 @@ NO_HUGE_BUCKETS = Rule(
 NO_HUGE_DERIVATIVES = Rule(
     "derivatives of a batch of the largest arrays may take more memory than a device has, in plain JAX",
     lambda size, batch, transformation: (
-        size == "table in parts"
+        size in ("filtered", "table in parts")
         and transformation in DERIVATIVES
         and (batch == "nested" or batch != "none" and transformation != "vjp")
     ),

@@ -24,6 +24,9 @@ struct Tuning90 {
   static constexpr int64_t kMaxTableBytesWithWinner = int64_t{1} << 22, kMaxTableBytes = int64_t{24} << 20;
   // If results are filled first, this is the maximum number of cells for that table.
   static constexpr int64_t kMaxFilledTableCells = int64_t{1} << 22;
+  // Rows are filtered before that table from this many cells, rows, and rows per segment on.
+  static constexpr int64_t kMinFilteredCells = int64_t{1} << 16, kMinFilteredRows = int64_t{1} << 24;
+  static constexpr int64_t kMinFilteredRowsToSegment = 32;
 
   // Sort: the maximum number of rows for small tiles, and the number of multiprocessors over which larger tiles spread
   // evenly. It is a constant because scratch, which depends on the tiles, may be planned without a GPU.

@@ -17,7 +17,7 @@ constexpr auto kPlanArg = CudaPlanOf<CallOf<ArgCall>>;
 
 #define JB_BIND_REDUCTION (BindCall<Stream, 2, 1, ReductionOptions>())
 #define JB_BIND_WITH_WINNER (BindCall<Stream, 2, 2, WinnerOptions>())
-#define JB_TABLE_STRATEGIES "shared_table", "atomics"
+#define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics"
 // With winners there are no private tables; the shared table replaces them.
 #define JB_WITH_WINNER_STRATEGIES \
   kNothing, "fill", "few_rows", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES

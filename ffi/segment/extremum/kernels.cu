@@ -9,12 +9,13 @@ namespace jax_baracuda::segment {
 namespace {
 
 enum class Algorithm {
-  kReduce,       // in registers (see reduce.cuh)
-  kTable,        // atomic maxima on a table in global memory
-  kSharedTable,  // one table per block in shared memory
+  kReduce,         // in registers (see reduce.cuh)
+  kTable,          // atomic maxima on a table in global memory
+  kFilteredTable,  // the same, but elements are first compared with lower bounds in shared memory
+  kSharedTable,    // one table per block in shared memory
 };
 
-inline constexpr const char* kTableNames[] = {"", "atomics", "shared_table"};
+inline constexpr const char* kTableNames[] = {"", "atomics", "filtered_atomics", "shared_table"};
 
 int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
 
@@ -28,11 +29,22 @@ struct ExtremumPlan {
   bool StaysShared() const { return shared_tables == 1; }
 };
 
+bool FiltersRows(const Problem& problem, int64_t key_bytes) {
+  const int64_t cells = problem.segments * problem.features;
+  const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
+  const bool has_many_rows =
+      problem.rows >= Tuning::kMinFilteredRows && problem.rows / Tuning::kMinFilteredRowsToSegment >= problem.segments;
+  return key_bytes == sizeof(uint32_t) && problem.batch == 1 && problem.features <= 8 && outgrows_l1 &&
+         cells < (int64_t{1} << 31) && has_many_rows;
+}
+
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
 //   * Unsorted rows use a table per block in shared memory where it fits and pays, unless private tables do, too.
 //   * Unsorted rows that are narrow or few use atomics on a table in global memory. One load per element, and an atomic
 //     if it raises its cell, cost less than sorting the ids. Winners take more launches, so few rows are sorted.
+//     Elements are filtered if the table exceeds the L1 cache and has so many rows per cell that most of them come after
+//     a greater one.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
 ExtremumPlan Choose(const ExtremumCall& call) {
   const Problem& problem = call.problem;
@@ -53,7 +65,7 @@ ExtremumPlan Choose(const ExtremumCall& call) {
       plan.algorithm = Algorithm::kSharedTable;
       plan.shared_tables = shared_tables;
     } else if (is_unsorted && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
-      plan.algorithm = Algorithm::kTable;
+      plan.algorithm = FiltersRows(problem, key_bytes) ? Algorithm::kFilteredTable : Algorithm::kTable;
     }
   }
   if (plan.algorithm == Algorithm::kReduce) {
@@ -64,6 +76,7 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   ScratchSizes sizes;
   // If keys are as wide as values, the output itself is the table.
   if (key_bytes != element_bytes && !plan.StaysShared()) sizes.Add(problem.batch * cells * key_bytes);
+  if (plan.algorithm == Algorithm::kFilteredTable) sizes.Add(kFloorBytes);
   plan.summary = {NameOf(kTableNames, plan.algorithm), sizes.total};
   return plan;
 }
@@ -100,7 +113,10 @@ struct TableLauncher {
     if (!plan.StaysShared()) {
       JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, all_cells * sizeof(TableKey<T>), stream));
     }
-    JB_RETURN_IF_CUDA_ERROR(is_aligned ? TableMax<kWidest>(a) : TableMax<1>(a));
+    JB_RETURN_IF_CUDA_ERROR(plan.algorithm == Algorithm::kFilteredTable
+                                ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
+                            : is_aligned ? TableMax<kWidest>(a)
+                                         : TableMax<1>(a));
     if (!plan.StaysShared()) {
       DecodeTableKernel<T><<<GridSize(CeilDivide(all_cells, 256)), 256, 0, stream>>>(a, all_cells);
       JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
@@ -114,6 +130,44 @@ struct TableLauncher {
   }
 
  private:
+  // The first rows go directly to the table. The others are split into chunks. Each chunk is filtered by the lower
+  // bounds that the table has after the previous one.
+  template <int kVec>
+  CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
+    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
+      return JB_CUDA_STATUS(cudaErrorInvalidValue);
+    } else {
+      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), cells);
+      int multiprocessors = 0;
+      JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+      const uint32_t blocks = kFilterBlocks * multiprocessors;
+      // Ends of the chunks, in 1/64 of the rows. The fraction of elements that pass the filter is inversely
+      // proportional to the number of rows before.
+      constexpr int kChunkEnds[] = {4, 10, 26, 64};
+      int64_t begin = 0;
+      for (const int chunk_end : kChunkEnds) {
+        // Chunks begin at multiples of 64 rows, to stay aligned.
+        const int64_t end = chunk_end == 64 ? problem.rows : problem.rows / (64 * 64) * 64 * chunk_end;
+        TableArguments<T> chunk = a;
+        chunk.data = a.data + begin * problem.features;
+        chunk.ids.ids = static_cast<const char*>(a.ids.ids) + begin * (a.ids.are_64_bit ? 8 : 4);
+        chunk.problem.rows = end - begin;
+        if (begin == 0) {
+          JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(chunk));
+        } else {
+          constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
+          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
+          JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
+          chunk.blocks_per_batch = blocks;
+          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(chunk, floors);
+          JB_RETURN_IF_LAUNCH_ERROR(FilteredMaxKernel);
+        }
+        begin = end;
+      }
+      return {};
+    }
+  }
+
   template <int kVec>
   CudaStatus TableMax(const TableArguments<T>& a) const {
     return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(TableKey<T>));

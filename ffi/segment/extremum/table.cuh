@@ -4,7 +4,8 @@
 // Values become unsigned integers of the same order, for which the hardware has an atomic maximum: NaN of either sign
 // is the greatest, -0 is below +0, and 0 is the maximum of no rows. A plain load precedes each atomic, because few rows
 // raise a maximum. If the table fits in shared memory, each block keeps its own and merges it once, or writes the
-// results if it is the only block of its batch element.
+// results if it is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per
+// cell, lower bounds in shared memory avoid most of those loads.
 #pragma once
 
 #include "ffi/core/launch_bounds.cuh"
@@ -91,6 +92,87 @@ __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ Ta
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   TableKey<T>* table = a.table + b * a.problem.segments * a.problem.features;
   ForEachFlipped<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(table, elements); });
+}
+
+// A floor is the lower bound of a group of neighbouring cells. An element that is not above the floor of its group need
+// not read the table. After a fraction of the rows, this holds for most elements.
+inline constexpr int kFloorBytes = 48 * 1024;
+inline constexpr int kFilterThreads = 384;
+inline constexpr int kFilterBlocks = 4;  // minimum resident blocks per multiprocessor
+inline constexpr int kFloorLanes = 8;    // threads that compute the floor of one group
+
+// The upper 16 bits of a floating key, which are still a lower bound. Keys of 1- and 2-byte integers fit in 16 bits;
+// those of 4-byte integers are stored whole.
+template <typename T>
+using FloorKey = std::conditional_t<kIsFloating<T> || sizeof(T) < 4, uint16_t, uint32_t>;
+
+template <typename T>
+inline constexpr int kFloorShift = kIsFloating<T> ? 16 : 0;
+
+template <typename T>
+struct Floors {
+  static constexpr int kGroups = kFloorBytes / sizeof(FloorKey<T>);
+
+  FloorKey<T>* keys;
+  uint32_t cells;
+  uint32_t groups_per_cell;  // fixed point, times 2^32
+
+  Floors(FloorKey<T>* floor_keys, int64_t cell_count)
+      : keys(floor_keys),
+        cells(static_cast<uint32_t>(cell_count)),
+        groups_per_cell(static_cast<uint32_t>((int64_t{kGroups} << 32) / cell_count)) {}
+
+  __device__ __forceinline__ uint32_t Group(uint32_t cell) const { return __umulhi(cell, groups_per_cell); }
+  __device__ __forceinline__ uint32_t FirstCell(uint32_t group) const {
+    const uint64_t first = ((static_cast<uint64_t>(group) << 32) + groups_per_cell - 1) / groups_per_cell;
+    return static_cast<uint32_t>(min(first, static_cast<uint64_t>(cells)));
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(256) FloorsKernel(const TableKey<T>* table, const Floors<T> floors) {
+  using Key = TableKey<T>;
+  static_assert(Floors<T>::kGroups * kFloorLanes % 256 == 0);
+  const uint32_t group = (blockIdx.x * 256 + threadIdx.x) / kFloorLanes;
+  const uint32_t end = floors.FirstCell(group + 1);
+  Key least = ~Key{0};
+#pragma unroll 4
+  for (uint32_t cell = floors.FirstCell(group) + threadIdx.x % kFloorLanes; cell < end; cell += kFloorLanes) {
+    least = min(least, table[cell]);
+  }
+#pragma unroll
+  for (int step = 1; step < kFloorLanes; step *= 2) least = min(least, __shfl_xor_sync(kFullWarp, least, step));
+  if (threadIdx.x % kFloorLanes == 0) floors.keys[group] = static_cast<FloorKey<T>>(least >> kFloorShift<T>);
+}
+
+// TableMaxKernel with floors, for a batch of one. An element that equals its floor cannot raise its cell.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFilterBlocks))
+    FilteredMaxKernel(const __grid_constant__ TableArguments<T> a, const Floors<T> floors) {
+  using Key = TableKey<T>;
+  constexpr int kWords = kFloorBytes / sizeof(uint4);
+  __shared__ uint4 floor_words[kWords];
+  for (int i = threadIdx.x; i < kWords; i += kFilterThreads) {
+    floor_words[i] = reinterpret_cast<const uint4*>(floors.keys)[i];
+  }
+  __syncthreads();
+  const FloorKey<T>* floor_keys = reinterpret_cast<const FloorKey<T>*>(floor_words);
+
+  ForEachFlipped<int32_t, kVec>(a, 0, [&](auto elements) {
+    constexpr bool kInOneRow = sizeof(elements.first_cell) == sizeof(int32_t);
+    bool is_any_above = false;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      if (elements.IsDropped(i)) continue;
+      const Key floor = static_cast<Key>(floor_keys[floors.Group(elements.Cell(i))]) << kFloorShift<T>;
+      if (EncodeKey(elements.values.lane[i]) > floor) {
+        is_any_above = true;
+      } else if (!kInOneRow) {
+        elements.first_cell[kInOneRow ? 0 : i] = -1;
+      }
+    }
+    if (is_any_above) RaiseCells<T>(a.table, elements);
+  });
 }
 
 template <typename T, int kVec>
