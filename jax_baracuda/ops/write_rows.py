@@ -342,7 +342,7 @@ _common: dict[str, Any] = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
-# Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.3 to 0.5 with one row, 0.7 to 1.4
+# Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.5 to 0.8 with one row, 0.8 to 2.1
 # with 8 to 512 rows. XLA copies float8 pools in every step.
 WRITE_ROWS = Op(
     name="write_rows",
