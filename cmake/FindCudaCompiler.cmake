@@ -8,7 +8,7 @@ if(JAX_BARACUDA_CUDA STREQUAL "OFF")
   return()
 endif()
 
-if(JAX_BARACUDA_CUDA STREQUAL "AUTO")
+if(JAX_BARACUDA_CUDA STREQUAL "AUTO" AND NOT JAX_BARACUDA_CUDA_ARCHITECTURES)
   # Without a GPU nothing here could run the CUDA kernels, and they take most of the build time.
   find_program(NVIDIA_SMI_EXECUTABLE nvidia-smi HINTS /usr/lib/wsl/lib)
   set(gpus "")

@@ -194,6 +194,8 @@ def _scatter_update(
     is_vector = hasattr(ids, "dtype") and jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.ndim == 1
     _require(is_vector, "the index is not one vector of signed integers")
     x, y = _as_array(x), _as_array(y)
+    _require(x.dtype.name in _DTYPES[name], f"there is no kernel for dtype {x.dtype}")
+    _require(not x.weak_type, "the array, and so the result, is weakly typed")
     _require(jnp.result_type(x, y) == x.dtype, f"updates of dtype {y.dtype} of an array of dtype {x.dtype}")
     is_exact = name not in ("segment_max", "segment_min") or not jnp.issubdtype(x.dtype, jnp.floating)
     _require(is_exact, "in the gradient of JAX, a row and the updates that are equal to it have equal shares")
@@ -201,7 +203,6 @@ def _scatter_update(
     _require(out_sharding is None, "an out_sharding is asked for")
     num_rows = x.shape[0]
     rows = jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype)
-    _require(not (is_set and x.weak_type and y.weak_type), "the result is weakly typed")
     y = y.astype(x.dtype)
     _require_updates(name, y, rows.shape, mode)
     _require_static(num_rows)

@@ -687,3 +687,20 @@ def test_decisions_for_gpus(monkeypatch: pytest.MonkeyPatch, rng: np.random.Gene
     with redirect() as report:
         np.testing.assert_allclose(function(data, ids, NUM_SEGMENTS), expected, rtol=1e-6)
     assert report.redirected.total() + report.kept.total() == 1
+
+
+def test_updates_of_keys_and_weakly_typed_arrays_are_left_to_jax() -> None:
+    keys, weak = jax.random.split(jax.random.key(0), 6), jnp.broadcast_to(jnp.asarray(2.0), (6,))
+    ids = np.array([1, 4])
+
+    def run() -> list[jax.Array]:
+        updates = weak.at[ids].set(np.ones(2, np.float32)), weak.at[ids].add(np.ones(2, np.float32))
+        return [jax.random.key_data(keys.at[ids].set(keys[:2])), *(x + jnp.ones(6, jnp.float16) for x in updates)]
+
+    expected = run()
+    with redirect(indexed_updates=True) as report:
+        results = run()
+    for result, want in zip(results, expected, strict=True):
+        assert result.dtype == want.dtype
+        np.testing.assert_array_equal(result, want)
+    assert not report.redirected

@@ -138,7 +138,9 @@ def _lower_partitioned(
 
     def shard_program(axes: ShardAxes, *shards: jax.Array) -> Sequence[jax.Array]:
         run_kernel = functools.partial(op.kernel, **call.params, **chosen)
-        program = call.of_operands(op.shard_program, run_kernel, axes) if op.shard_program else run_kernel
+        program = (
+            call.of_operands(op.shard_program, run_kernel, axes) if op.shard_program else call.of_operands(run_kernel)
+        )
         return tuple(map_over_batch(program, mapped, *shards))
 
     partitioned_call = partitioned(

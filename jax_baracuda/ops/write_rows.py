@@ -6,6 +6,7 @@ and no byte outside the slots is touched. Numbers are scaled and converted on th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,15 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOAT8_DTYPES, FLOATING_DTYPES, INTEGER_DTYPES, as_array, as_bits, of_bits
+from jax_baracuda._core.arrays import (
+    FLOAT8_DTYPES,
+    FLOATING_DTYPES,
+    INTEGER_DTYPES,
+    accumulation_dtype,
+    as_array,
+    as_bits,
+    of_bits,
+)
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.guarantees import EXACT
@@ -158,14 +167,23 @@ def _scaled(numbers: Array, scale: Array | None) -> Array:
     """``numbers / scale`` in float32."""
     if scale is None:
         return numbers
-    return numbers.astype(jnp.float32) / (scale.reshape(-1, *[1] * (numbers.ndim - 2)) if scale.ndim else scale)
+    scale = scale.reshape(-1, *[1] * (numbers.ndim - 2)) if scale.ndim else scale
+    # The barrier keeps XLA from multiplying by the reciprocal of a scale that it broadcasts, which rounds otherwise.
+    return numbers.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.broadcast_to(scale, numbers.shape))
 
 
 def _converted(numbers: Array, dtype: Any) -> Array:
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(numbers.dtype, jnp.floating):
-        numbers = jnp.round(numbers)
-        if jnp.iinfo(dtype).bits <= 16:  # XLA converts numbers out of range to the nearest integer of wider types only
-            numbers = jnp.clip(numbers, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    """Numbers in `dtype`: real numbers beyond the range of integers become the nearest integer in range."""
+    if not jnp.issubdtype(dtype, jnp.integer) or numbers.dtype == dtype:
+        return numbers.astype(dtype)
+    limits = jnp.iinfo(dtype)
+    if jnp.issubdtype(numbers.dtype, jnp.integer):
+        own = jnp.iinfo(numbers.dtype)
+        return jnp.clip(numbers, max(limits.min, own.min), min(limits.max, own.max)).astype(dtype)
+    if jnp.issubdtype(numbers.dtype, jnp.floating):
+        # 16-bit floats do not hold the limits. XLA itself converts to the nearest integer of types wider than 16 bits.
+        numbers = jnp.round(numbers.astype(accumulation_dtype(numbers.dtype)))
+        numbers = jnp.clip(numbers, limits.min, limits.max) if limits.bits <= 16 else numbers
     return numbers.astype(dtype)
 
 
@@ -337,7 +355,8 @@ def _transpose_backward(
 
 
 _common: dict[str, Any] = {
-    "guarantee": EXACT,
+    # Numbers that are scaled, too, are rounded twice: in float32 and to the dtype of the pool.
+    "guarantee": dataclasses.replace(EXACT, math_precision="rounded once"),
     "replicated_dims": ("row",),
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
@@ -361,7 +380,7 @@ WRITE_ROWS = Op(
         on_gpu(
             "the kernel compares each row with all later ones",
             param("has_unique_slots", False),
-            at_least(rows=1 << 17),
+            at_least(row=1 << 17),
         ): _unique_first,
     },
     xla_rules=(
@@ -493,7 +512,7 @@ def _of_structure(name: str, dests: Any, rows: Any, scale: Any) -> tuple[Sequenc
                 f"{name}: {argument} must be a list or tuple like dests, of {len(dests)}, got {type(arrays).__name__}"
             )
         if len(arrays) != len(dests):
-            raise ValueError(f"{name}: {argument} must be as many as dests, {len(dests)}, got {len(arrays)}")
+            raise ValueError(f"{name}: {argument} must have as many arrays as dests, {len(dests)}, got {len(arrays)}")
     return dests, rows, scale
 
 

@@ -115,6 +115,26 @@ def test_conversions_by_xla(rng: np.random.Generator, dtype: str, pool: str) -> 
             np.testing.assert_allclose(np.asarray(result, np.float64), expected, rtol=tolerance, atol=atol)
 
 
+@pytest.mark.parametrize("pool", ["int8", "uint8", "int16", "uint32"])
+@pytest.mark.parametrize("dtype", ["int32", "float32", "bfloat16", "float16"])
+def test_numbers_beyond_the_range_of_integers(dtype: str, pool: str) -> None:
+    """They become the nearest integer in range, with a scale and without."""
+    numbers = np.array([70_000, -70_000, 300, -300, 40_000, 7], np.float32).astype(jnp.dtype(dtype))
+    limits = np.iinfo(pool)
+    with np.errstate(invalid="ignore"):
+        expected = np.clip(numbers.astype(np.float64), limits.min, limits.max).astype(np.int64)
+    for scale in (None, 1.0):
+        result = jax.jit(write_rows)(np.zeros(6, pool), numbers, np.arange(6), scale=scale)
+        np.testing.assert_array_equal(np.asarray(result, np.int64), expected, str(scale))
+
+
+def test_a_scale_divides_in_plain_jax(rng: np.random.Generator) -> None:
+    """Plain JAX divides, too, so that one row has the same bits alone and among others."""
+    dest, rows = np.zeros((64, 64), np.float32), rng.normal(size=(64, 64)).astype(np.float32)
+    run = jax.jit(lambda scale: write_rows(dest, rows, np.arange(64), scale=scale, implementation="xla"))
+    np.testing.assert_array_equal(run(np.float32(3)), rows / np.float32(3))
+
+
 def test_several_pools(rng: np.random.Generator) -> None:
     """Pools of several dtypes and shapes, each with a scale of its own, in one launch and in the structure given."""
     keys, values = random_numbers(rng, (9, 3, 8), "float8_e4m3fn"), random_numbers(rng, (9, 2), "bfloat16")
@@ -323,7 +343,7 @@ def test_errors() -> None:
         (r"dests\[1\] must have the layers and slots of dests\[0\]", ValueError,
          lambda: write_rows([dest, dest[:1]], [rows, rows], slots)),
         ("rows must be a list or tuple like dests, of 1", TypeError, lambda: write_rows([dest], rows, slots)),
-        ("scale must be as many as dests, 1, got 2", ValueError,
+        ("scale must have as many arrays as dests, 1, got 2", ValueError,
          lambda: write_rows([dest], [rows], slots, scale=[None, None])),
         (r"scale must be a scalar or have shape \(5,\)", ValueError,
          lambda: write_rows(dest, rows, slots, scale=np.ones(3))),

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kFewRowThreads)
   cells.Start();
   int segment = 0, segment_end = 0;
   bool enters = false;  // the current segment started in the share of an earlier group
-  // The segment that enters the share enters so many shares; this one is number `part` of them.
+  // If a segment enters the share: the number of shares that it enters, and the number of this one among them.
   int parts = 0, part = 0;
   if (is_active && begin < end) {
     segment = sorter.SegmentOf(begin);

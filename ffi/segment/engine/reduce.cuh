@@ -151,7 +151,7 @@ inline uint32_t GapBlocks(const Problem& problem, int threads) {
   return GridSize(CeilDivide(problem.batch * GapWarpsPerBatch(problem), threads / 32));
 }
 
-// Tiles, which alone read pairs of rows.
+// Only tiles and the kernel of few rows read pairs of rows.
 inline ReducePlan PlanPairs(const SegmentCall& call, int64_t state_bytes) {
   const Problem& problem = call.problem;
   const int64_t element_bytes = ElementBytes(call.type);

@@ -7,7 +7,7 @@
 #include "ffi/core/target_table.h"
 #include "ffi/segment/decoding.h"
 
-// The names returned by StrategyName in reduce.cuh and PlanMapRows in map_rows.cuh.
+// The names of kStrategyNames in reduce.cuh, and those of PlanMapRows in map_rows.cuh.
 #define JB_REDUCE_STRATEGIES \
   "fill", "private_table", "few_rows", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles"
 #define JB_MAP_ROWS_STRATEGIES "row_vectors", "flat_vectors", "flat_elements"

@@ -64,7 +64,8 @@ ExtremumPlan Choose(const ExtremumCall& call) {
     if (shared_tables > 0 && !call.indices_are_sorted) {
       plan.algorithm = Algorithm::kSharedTable;
       plan.shared_tables = shared_tables;
-    } else if (is_unsorted && (row_bytes <= kSectorBytes || is_small || !OrderFits(problem))) {
+    } else if (is_unsorted && (row_bytes <= kSectorBytes || is_small ||
+                               (strategy == Strategy::kSortThenTiles && !OrderFits(problem)))) {
       plan.algorithm = FiltersRows(problem, key_bytes) ? Algorithm::kFilteredTable : Algorithm::kTable;
     }
   }

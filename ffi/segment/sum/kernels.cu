@@ -56,7 +56,7 @@ SumPlan Choose(const SumCall& call) {
     }
     if (plan.shared_tables > 0) {
       plan.algorithm = Algorithm::kSharedTable;
-    } else if (is_added || !OrderFits(problem)) {
+    } else if (is_added || (strategy == Strategy::kSortThenTiles && !OrderFits(problem))) {
       plan.algorithm = Algorithm::kTable;
     }
   }
