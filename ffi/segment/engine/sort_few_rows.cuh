@@ -32,7 +32,7 @@ class FewRowSorter {
     return RoundUp(ListBytes(), 16) + RoundUp(2 * rows_, 16) + RoundUp(2 * (own_segments_ + 1), 16) + CountBytes();
   }
 
-  // The part of the shared memory that is free again after Sort: from its start on.
+  // The first bytes of the shared memory, which are free again after Sort.
   __host__ __device__ int FreeBytes() const { return static_cast<int>(RoundUp(ListBytes(), 16)); }
 
   // Called by all threads. segment_of(row) is the segment of a row below `rows`. Returns the number of rows whose
@@ -70,8 +70,7 @@ class FewRowSorter {
     }
     __syncwarp();
 
-    // Calls body(row, place, peers) for the rows of the list. `place` counts the rows of the same segment; `peers` are
-    // those in the same step.
+    // Calls body(row, place) for the rows of the list, and counts the rows of each segment. `place`: the count so far.
     const auto for_each = [&](const auto& body) {
       for (int first = 0; first < kept; first += kWarpThreads) {
         const bool exists = first + lane < kept;
