@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     len(jax.devices()) < NUM_DEVICES, reason=f"there are less than {NUM_DEVICES} devices to split things over"
 )
 
-SIZES = {"row": 128, "node": 56, "segment": 16, "feature": 24, "feature1": 64}
+SIZES = {"row": 128, "token": 128, "node": 56, "segment": 16, "feature": 24, "feature1": 64}
 SIZES |= {"example": 16, "channel": 32, "time": 64, "tap": 4, "state": 3, "new": 40, "head": 32}
 SIZES |= {"q_head": 32, "k_head": 56, "sequence": 40, "query": 56, "key": 72, "batch": 8, "slot": 512, "layer": 16}
 """Sizes differ within an example, so that a size identifies a dimension of a result."""
@@ -42,7 +42,7 @@ def dims_of_heading(heading: str, example: Example) -> set[str]:
     """The dimensions of an example that a column is about."""
     has_heads = "feature1" in example.dims
     names = {
-        "rows": {"row"},
+        "rows": {"row", "token"},
         "edges": {"row"},
         "ids": {"row"},
         "nodes": {"node"},
