@@ -26,12 +26,18 @@ struct FewRowGrid {
         blocks_per_batch(CeilDivide(problem.segments, int64_t{own_segments})) {}
 };
 
+// Where the sort's arrays begin in shared memory. The slots of the threads come first. They replace the lists of the
+// sort, and may be longer.
+template <typename Cells>
+JB_HOST_DEVICE int SorterOffset(const FewRowSorter& sorter) {
+  const int longer = static_cast<int>(kFewRowThreads * sizeof(Cells)) - sorter.FreeBytes();
+  return longer > 0 ? longer : 0;
+}
+
 template <typename Reduction, int kVec>
 int FewRowBytes(const Problem& problem, const FewRowGrid& grid) {
-  using Cells = typename Reduction::template Accumulator<kVec>;
   const FewRowSorter sorter(static_cast<int>(problem.rows), grid.own_segments);
-  const int slot_bytes = kFewRowThreads * sizeof(Cells);
-  return sorter.Bytes() + std::max(slot_bytes - sorter.FreeBytes(), 0);
+  return SorterOffset<typename Reduction::template Accumulator<kVec>>(sorter) + sorter.Bytes();
 }
 
 template <typename Reduction, typename Input, int kVec>
@@ -51,10 +57,8 @@ __global__ void __launch_bounds__(kFewRowThreads)
   const int own_segments = static_cast<int>(min(a.problem.segments - first_own, int64_t{grid.own_segments}));
 
   FewRowSorter sorter(static_cast<int>(rows), grid.own_segments);
-  // Slots replace the lists of the sort, and may be longer.
   Cells* const slots = reinterpret_cast<Cells*>(shared_memory);
-  const int slot_bytes = max(static_cast<int>(kFewRowThreads * sizeof(Cells)) - sorter.FreeBytes(), 0);
-  sorter.template Sort<false>(reinterpret_cast<char*>(shared_memory) + slot_bytes, first_own,
+  sorter.template Sort<false>(reinterpret_cast<char*>(shared_memory) + SorterOffset<Cells>(sorter), first_own,
                               [&](int row) { return a.ids[ids_offset + row]; });
 
   const int group = threadIdx.x / lanes;
