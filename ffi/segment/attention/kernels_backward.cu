@@ -203,10 +203,6 @@ ReducePlan PlanOf(const Call& call) {
 }  // namespace
 
 template <typename T, typename Score>
-inline constexpr bool kTakesTilesAlone<BySegmentReduction<T, Score>> = true;
-template <typename T, typename Score>
-inline constexpr bool kTakesTilesAlone<ByRowReduction<T, Score>> = true;
-template <typename T, typename Score>
 inline constexpr bool kTakesWidestVectorsAlone<BySegmentReduction<T, Score>> = true;
 template <typename T, typename Score>
 inline constexpr bool kTakesWidestVectorsAlone<ByRowReduction<T, Score>> = !Score::kIsGiven;

@@ -96,8 +96,6 @@ struct ForwardEdges : AttentionEdges<T, Score> {
 template <typename T, typename Score>
 inline constexpr bool kStoresCellsAlone<ForwardReduction<T, Score>> = false;
 template <typename T, typename Score>
-inline constexpr bool kTakesTilesAlone<ForwardReduction<T, Score>> = true;
-template <typename T, typename Score>
 inline constexpr bool kTakesWidestVectorsAlone<ForwardReduction<T, Score>> = !Score::kIsGiven;
 
 Plan AttentionForwardCall::CudaPlan() const { return PlanAttention(*this, /*state_cells=*/3).Summary(); }

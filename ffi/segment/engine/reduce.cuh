@@ -250,40 +250,47 @@ struct Reducer {
     a.first_segment = first * problem.segments;
     a.outputs = outputs;
     if constexpr (kGathers) {
-      if constexpr (!kTakesTilesAlone<Reduction>) {
-        if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
-      }
+      if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
     } else {
       if (strategy == Strategy::kFewRows) return FewRows(part, a);
     }
+    const bool fills_first = FillsFirst(part);
+    if (fills_first) {
+      JB_RETURN_IF_CUDA_ERROR(
+          LaunchFill<Reduction>(outputs, a.first_segment, part.batch * problem.segments, problem.features, stream));
+    }
     if constexpr (kIsPlain) {
-      if (strategy == Strategy::kSmallRows) return SmallRows(a);
+      if (strategy == Strategy::kSmallRows) return SmallRows(a, !fills_first);
     }
     a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
     a.carries.in = carver.Take<char>(grid.row_blocks * problem.features * plan.state_bytes);
     a.carries.out = carver.Take<char>(grid.row_blocks * problem.features * plan.state_bytes);
-    if (FillsFirst(part)) {
-      JB_RETURN_IF_CUDA_ERROR(
-          LaunchFill<Reduction>(outputs, a.first_segment, part.batch * problem.segments, problem.features, stream));
-    } else {
+    if (!fills_first) {
       a.gap_blocks = GapBlocks(a.problem, strategy == Strategy::kRuns ? kRunThreads : TileThreads(grid.features.lanes));
     }
-    if constexpr (kTakesWidestVectorsAlone<Reduction>) {
-      return Tiles<WidestVectorBytes(sizeof(T)) / static_cast<int>(sizeof(T)), RowSource::kGathered>(a);
-    } else if constexpr (kGathers) {
-      return DispatchRowVector<T>(plan.part_features,
-                                  [&](auto vector) { return Tiles<decltype(vector)::value, RowSource::kGathered>(a); });
+    if constexpr (kGathers) {
+      return DispatchVector([&](auto vector) { return Tiles<decltype(vector)::value, RowSource::kGathered>(a); });
     } else {
       if constexpr (kIsPlain) {
         if (strategy == Strategy::kRuns) return Runs(a);
       }
       if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a);
-      return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
+      return DispatchVector([&](auto vector) {
         constexpr int kVec = decltype(vector)::value;
         return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a)
                                                     : Tiles<kVec, RowSource::kDirect>(a);
       });
+    }
+  }
+
+  // Calls launch(vector) with the elements of a vector of a row.
+  template <typename LaunchOf>
+  CudaStatus DispatchVector(const LaunchOf& launch) const {
+    if constexpr (kTakesWidestVectorsAlone<Reduction>) {
+      return launch(std::integral_constant<int, WidestVectorBytes(sizeof(T)) / static_cast<int>(sizeof(T))>{});
+    } else {
+      return DispatchRowVector<T>(plan.part_features, launch);
     }
   }
 
@@ -324,7 +331,7 @@ struct Reducer {
 
   CudaStatus FewRows(const Problem& part, InputArguments<Reduction, Input> a) const {
     a.problem = part;
-    return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
+    return DispatchVector([&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
       const FewRowGrid few(part, kVec);
       const auto kernel = FewRowKernel<Reduction, Input, kVec>;
@@ -335,12 +342,12 @@ struct Reducer {
     });
   }
 
-  CudaStatus SmallRows(const TileArguments<Reduction>& a) const {
+  CudaStatus SmallRows(const TileArguments<Reduction>& a, bool fills_gaps) const {
     const uint32_t blocks = GridSize(grid.row_blocks * grid.features.columns);
-    return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
+    return DispatchVector([&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
       SmallRowKernel<Reduction, kVec>
-          <<<blocks, kSmallRowThreads, 0, stream>>>(a, SmallRowGrid(problem.features / kVec));
+          <<<blocks, kSmallRowThreads, 0, stream>>>(a, SmallRowGrid(problem.features / kVec), fills_gaps);
       return JB_LAUNCH_STATUS(SmallRowKernel);
     });
   }
@@ -348,7 +355,7 @@ struct Reducer {
   CudaStatus SmallTiles(InputArguments<Reduction, Input> a) const {
     a.gap_blocks = GapBlocks(a.problem, kSmallTileThreads);
     const uint32_t blocks = GridSize(a.gap_blocks + grid.row_blocks * grid.features.columns);
-    return DispatchRowVector<T>(plan.part_features, [&](auto vector) {
+    return DispatchVector([&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
       SmallTileKernel<Reduction, Input, kVec><<<blocks, kSmallTileThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(SmallTileKernel);

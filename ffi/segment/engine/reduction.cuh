@@ -30,10 +30,7 @@ inline constexpr bool kTakesPrivateTable = true;
 template <typename Reduction>
 inline constexpr bool kStoresCellsAlone = true;
 
-// Whether only tiles reduce gathered rows, and whether all rows are whole vectors of the widest kind; true avoids
-// compiling the other kernels.
-template <typename Reduction>
-inline constexpr bool kTakesTilesAlone = false;
+// Whether all rows are whole vectors of the widest kind, so that the kernels of other vectors need not be compiled.
 template <typename Reduction>
 inline constexpr bool kTakesWidestVectorsAlone = false;
 

@@ -6,8 +6,9 @@
 // second kernel has to merge anything, but a hot segment keeps one block busy (see TakesSmallRows). The order of merges
 // depends on shapes and ids only. The code is kept short: a kernel that runs once also waits for its instructions.
 //
-// Empty segments are the gaps between runs, before the first row and after the last one. Unsorted ids give wrong
-// results, but no access out of bounds and no endless loop.
+// Empty segments are the gaps between runs, before the first row and after the last one; if most segments are empty, a
+// launch before this one has filled them all. Unsorted ids give wrong results, but no access out of bounds and no
+// endless loop.
 #pragma once
 
 #include <algorithm>
@@ -46,12 +47,13 @@ inline bool TakesSmallRows(const Problem& problem, int64_t element_bytes) {
          problem.rows <= Tuning::kMaxStepsOfFewRows * rows_of_step &&
          problem.rows / std::max(rows_of_step, Tuning::kMaxFewRowsToSegment) <= problem.segments &&
          problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewRows &&
-         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewRows && !FillsFirst(problem);
+         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewRows;
 }
 
 template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kSmallRowThreads)
-    SmallRowKernel(const __grid_constant__ TileArguments<Reduction> a, const __grid_constant__ SmallRowGrid grid) {
+    SmallRowKernel(const __grid_constant__ TileArguments<Reduction> a, const __grid_constant__ SmallRowGrid grid,
+                   bool fills_gaps) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
   struct Gap {
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(kSmallRowThreads)
   __syncthreads();
 
   // The gap before the row.
-  if (group < grid.own_groups) {
+  if (fills_gaps && group < grid.own_groups) {
     if (own - before > kGapOfGroup + 1) {
       if (lane == 0) wide_gaps[atomicAdd(&wide_gap_count, 1)] = {before + 1, own};
     } else {

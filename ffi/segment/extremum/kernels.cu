@@ -75,7 +75,7 @@ ExtremumPlan Choose(const ExtremumCall& call) {
     return plan;
   }
   ScratchSizes sizes;
-  // If keys are as wide as values, the output itself is the table.
+  // Otherwise the output is the table.
   if (key_bytes != element_bytes && !plan.StaysShared()) sizes.Add(problem.batch * cells * key_bytes);
   if (plan.algorithm == Algorithm::kFilteredTable) sizes.Add(kFloorBytes);
   plan.summary = {NameOf(kTableNames, plan.algorithm), sizes.total};
@@ -102,23 +102,24 @@ struct TableLauncher {
     a.flip = FlipWordMask<T>(call.type, call.is_minimum);
     a.output = static_cast<T*>(call.output);
     a.winner = call.winner;
-    if constexpr (sizeof(TableKey<T>) == sizeof(T)) {
-      a.table = reinterpret_cast<TableKey<T>*>(a.output);
-    } else if (!plan.StaysShared()) {
-      a.table = carver.Take<TableKey<T>>(all_cells);
-    }
     // A batch element is split into vectors as a whole, so only its start must be aligned.
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
     const bool is_aligned =
         problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
-    if (!plan.StaysShared()) {
-      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.table, 0, all_cells * sizeof(TableKey<T>), stream));
+    if constexpr (kOutputIsTable<T>) {
+      if (!plan.StaysShared()) {
+        const typename MaxReduction<T>::Outputs nothing{a.output, a.flip};
+        JB_RETURN_IF_CUDA_ERROR(LaunchFill<MaxReduction<T>>(nothing, 0, all_cells, 1, stream));
+      }
+    } else if (!plan.StaysShared()) {
+      a.keys = carver.Take<TableKey<T>>(all_cells);
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.keys, 0, all_cells * sizeof(TableKey<T>), stream));
     }
     JB_RETURN_IF_CUDA_ERROR(plan.algorithm == Algorithm::kFilteredTable
                                 ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
                             : is_aligned ? TableMax<kWidest>(a)
                                          : TableMax<1>(a));
-    if (!plan.StaysShared()) {
+    if (!kOutputIsTable<T> && !plan.StaysShared()) {
       DecodeTableKernel<T><<<GridSize(CeilDivide(all_cells, 256)), 256, 0, stream>>>(a, all_cells);
       JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
     }
@@ -157,7 +158,7 @@ struct TableLauncher {
           JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(chunk));
         } else {
           constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
-          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(a.table, floors);
+          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(GlobalTableOf(a, 0), floors);
           JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
           chunk.blocks_per_batch = blocks;
           FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(chunk, floors);

@@ -1,11 +1,12 @@
 // Segment maximum of rows in any order, by atomic maxima on a table of the cells. For a minimum, values are flipped
 // when read and written.
 //
-// Values become unsigned integers of the same order, for which the hardware has an atomic maximum: NaN of either sign
-// is the greatest, -0 is below +0, and 0 is the maximum of no rows. A plain load precedes each atomic, because few rows
-// raise a maximum. If the table fits in shared memory, each block keeps its own and merges it once, or writes the
-// results if it is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per
-// cell, lower bounds in shared memory avoid most of those loads.
+// A key is an unsigned integer of the same order as the values, for which the hardware has an atomic maximum: NaN of
+// either sign is the greatest, -0 is below +0, and 0 is the maximum of no rows. Values of 32 and 64 bits need no keys in
+// global memory: the output is the table. A plain load precedes each atomic, because few rows raise a
+// maximum. If the table fits in shared memory, each block keeps its own and merges it once, or writes the results if it
+// is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per cell, lower
+// bounds in shared memory avoid most of those loads.
 #pragma once
 
 #include "ffi/core/launch_bounds.cuh"
@@ -48,7 +49,7 @@ template <typename T>
 struct TableArguments : UnorderedRows<T> {
   bool first_wins;
   FlipWord<T> flip;
-  TableKey<T>* table;  // [batch, segments, features]; unused by the winners' pass, and if a batch element has one block
+  TableKey<T>* keys;  // [batch, segments, features], if the table holds keys
   T* output;
   int32_t* winner;
 };
@@ -68,30 +69,92 @@ __device__ __forceinline__ void ForEachFlipped(const TableArguments<T>& a, int64
   });
 }
 
-// Raises cells of `table` to the values. The plain load may be stale, which is safe because cells only rise.
-template <typename T, typename Found>
-__device__ __forceinline__ void RaiseCells(TableKey<T>* table, const Found& elements) {
-  constexpr int kVec = sizeof(elements.values) / sizeof(T);
-  const Vector<TableKey<T>, kVec> current = elements.Gather(table);
-  TableKey<T> keys[kVec];
-  bool raises = false;
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    keys[i] = EncodeKey(elements.values.lane[i]);
-    raises |= keys[i] > current.lane[i];
+// The cells of a batch element, as keys or as values. Values are stored as in the output: those of a minimum fall.
+template <typename T, bool kHoldsValues>
+struct Table {
+  using Cell = std::conditional_t<kHoldsValues, T, TableKey<T>>;
+
+  Cell* cells;
+  FlipWord<T> flip;
+
+  __device__ __forceinline__ TableKey<T> KeyOf(Cell cell) const {
+    if constexpr (kHoldsValues) {
+      return EncodeKey(Flip(cell, static_cast<BitsOf<T>>(flip)));
+    } else {
+      return cell;
+    }
   }
-  if (!raises) return;
+
+  __device__ __forceinline__ void Raise(int64_t i, T flipped_value) const {
+    if constexpr (kHoldsValues) {
+      RaiseValue(cells + i, flipped_value);
+    } else {
+      atomicMax(cells + i, EncodeKey(flipped_value));
+    }
+  }
+
+ private:
+  // The atomics are those of integers, which order floating numbers of one sign: negative ones in reverse, and as signed
+  // integers below those without a sign bit.
+  __device__ __forceinline__ void RaiseValue(T* cell, T value) const {
+    using Unsigned = TableKey<T>;
+    using Signed = std::conditional_t<sizeof(T) == 8, long long, int>;
+    constexpr Unsigned kSign = Unsigned{1} << (8 * sizeof(T) - 1);
+    if constexpr (kIsFloating<T>) value = value == value ? value : std::numeric_limits<T>::quiet_NaN();
+    const Unsigned bits = BitCast<Unsigned>(value), stored = bits ^ static_cast<Unsigned>(flip);
+    const bool falls = kIsFloating<T> ? (bits & kSign) != 0 : (flip & 1) != 0;
+    const bool is_signed = ((flip & kSign) != 0) == falls;
+    Unsigned* const unsigned_cell = reinterpret_cast<Unsigned*>(cell);
+    Signed* const signed_cell = reinterpret_cast<Signed*>(cell);
+    if (falls) {
+      is_signed ? atomicMin(signed_cell, static_cast<Signed>(stored)) : atomicMin(unsigned_cell, stored);
+    } else {
+      is_signed ? atomicMax(signed_cell, static_cast<Signed>(stored)) : atomicMax(unsigned_cell, stored);
+    }
+  }
+};
+
+// Whether the output is the table in global memory.
+template <typename T>
+inline constexpr bool kOutputIsTable = sizeof(TableKey<T>) == sizeof(T);
+template <typename T>
+using GlobalTable = Table<T, kOutputIsTable<T>>;
+template <typename T>
+using SharedTable = Table<T, false>;
+
+template <typename T>
+JB_HOST_DEVICE GlobalTable<T> GlobalTableOf(const TableArguments<T>& a, int64_t b) {
+  const int64_t first = b * a.problem.segments * a.problem.features;
+  if constexpr (kOutputIsTable<T>) {
+    return {a.output + first, a.flip};
+  } else {
+    return {a.keys + first, a.flip};
+  }
+}
+
+// Raises cells to the values. The plain load may be stale, which is safe because cells only rise.
+template <typename T, bool kHoldsValues, typename Found>
+__device__ __forceinline__ void RaiseCells(const Table<T, kHoldsValues>& table, const Found& elements) {
+  constexpr int kVec = sizeof(elements.values) / sizeof(T);
+  const auto current = elements.Gather(table.cells);
+  bool raises[kVec], raises_any = false;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    if (keys[i] > current.lane[i] && !elements.IsDropped(i)) atomicMax(table + elements.Cell(i), keys[i]);
+    raises[i] = EncodeKey(elements.values.lane[i]) > table.KeyOf(current.lane[i]);
+    raises_any |= raises[i];
+  }
+  if (!raises_any) return;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    if (raises[i] && !elements.IsDropped(i)) table.Raise(elements.Cell(i), elements.values.lane[i]);
   }
 }
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ TableArguments<T> a) {
   const int64_t b = blockIdx.x / a.blocks_per_batch;
-  TableKey<T>* table = a.table + b * a.problem.segments * a.problem.features;
-  ForEachFlipped<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(table, elements); });
+  const GlobalTable<T> table = GlobalTableOf(a, b);
+  ForEachFlipped<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells(table, elements); });
 }
 
 // A floor is the lower bound of a group of neighbouring cells. An element that is not above the floor of its group need
@@ -130,7 +193,7 @@ struct Floors {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(256) FloorsKernel(const TableKey<T>* table, const Floors<T> floors) {
+__global__ void __launch_bounds__(256) FloorsKernel(const GlobalTable<T> table, const Floors<T> floors) {
   using Key = TableKey<T>;
   static_assert(Floors<T>::kGroups * kFloorLanes % 256 == 0);
   const uint32_t group = (blockIdx.x * 256 + threadIdx.x) / kFloorLanes;
@@ -138,7 +201,7 @@ __global__ void __launch_bounds__(256) FloorsKernel(const TableKey<T>* table, co
   Key least = ~Key{0};
 #pragma unroll 4
   for (uint32_t cell = floors.FirstCell(group) + threadIdx.x % kFloorLanes; cell < end; cell += kFloorLanes) {
-    least = min(least, table[cell]);
+    least = min(least, table.KeyOf(table.cells[cell]));
   }
 #pragma unroll
   for (int step = 1; step < kFloorLanes; step *= 2) least = min(least, __shfl_xor_sync(kFullWarp, least, step));
@@ -157,6 +220,7 @@ __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFil
   }
   __syncthreads();
   const FloorKey<T>* floor_keys = reinterpret_cast<const FloorKey<T>*>(floor_words);
+  const GlobalTable<T> table = GlobalTableOf(a, 0);
 
   ForEachFlipped<int32_t, kVec>(a, 0, [&](auto elements) {
     constexpr bool kInOneRow = sizeof(elements.first_cell) == sizeof(int32_t);
@@ -171,7 +235,7 @@ __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFil
         elements.first_cell[kInOneRow ? 0 : i] = -1;
       }
     }
-    if (is_any_above) RaiseCells<T>(a.table, elements);
+    if (is_any_above) RaiseCells(table, elements);
   });
 }
 
@@ -179,30 +243,31 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
     SharedTableMaxKernel(const __grid_constant__ TableArguments<T> a) {
   extern __shared__ uint4 shared_table_memory[];
-  TableKey<T>* shared_table = reinterpret_cast<TableKey<T>*>(shared_table_memory);
+  TableKey<T>* const keys = reinterpret_cast<TableKey<T>*>(shared_table_memory);
   const int cell_count = static_cast<int>(a.problem.segments * a.problem.features);
   const int64_t b = blockIdx.x / a.blocks_per_batch;
 
-  for (int i = threadIdx.x; i < cell_count; i += blockDim.x) shared_table[i] = 0;
+  for (int i = threadIdx.x; i < cell_count; i += blockDim.x) keys[i] = 0;
   __syncthreads();
-  ForEachFlipped<int32_t, kVec>(a, b, [&](const auto& elements) { RaiseCells<T>(shared_table, elements); });
+  const SharedTable<T> shared_table{keys, a.flip};
+  ForEachFlipped<int32_t, kVec>(a, b, [&](const auto& elements) { RaiseCells(shared_table, elements); });
   __syncthreads();
   if (a.blocks_per_batch == 1) {
     T* const output = a.output + b * cell_count;
-    for (int i = threadIdx.x; i < cell_count; i += blockDim.x) output[i] = ResultOf(a, shared_table[i]);
+    for (int i = threadIdx.x; i < cell_count; i += blockDim.x) output[i] = ResultOf(a, keys[i]);
     return;
   }
-  TableKey<T>* const table = a.table + b * cell_count;
+  const GlobalTable<T> table = GlobalTableOf(a, b);
   for (int i = threadIdx.x; i < cell_count; i += blockDim.x) {
-    if (shared_table[i] > table[i]) atomicMax(table + i, shared_table[i]);
+    if (keys[i] > table.KeyOf(table.cells[i])) table.Raise(i, DecodeKey<T>(keys[i]));
   }
 }
 
-// The table may be the output itself if their elements have the same size.
+// Writes the results of narrow values.
 template <typename T>
 __global__ void __launch_bounds__(256) DecodeTableKernel(const __grid_constant__ TableArguments<T> a, int64_t cells) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < cells) a.output[i] = ResultOf(a, a.table[i]);
+  if (i < cells) a.output[i] = ResultOf(a, a.keys[i]);
 }
 
 // Adds `count` rows that attain the cell's maximum to its winner. `row` is used if count is 1 or with first_wins.
