@@ -239,7 +239,7 @@ DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
     ("error", "call"),
     [
         (r"TypeError: floating dtype, got \(5,\) of int32", lambda f: f(IDS, IDS, IDS, 2)),
-        ("TypeError: segment_ids and num_segments must be given", lambda f: f(DATA, IDS, IDS)),
+        ("TypeError: num_segments must be given, or a plan", lambda f: f(DATA, IDS, IDS)),
         ("ValueError: must have rows for 5 edges", lambda f: f(DATA[:0], IDS, IDS, 2)),
         ("ValueError: num_segments must be non-negative, got -1", lambda f: f(DATA, IDS, IDS, -1)),
         ("ValueError: belong to the plan", lambda f: f(DATA, IDS, plan=segment_plan(IDS, 2, IDS, 4))),

@@ -8,16 +8,16 @@
 namespace jax_baracuda::segment {
 
 // Edges are in segment order. Always tiles: neighbouring threads then read a gathered row as whole vectors.
-inline Strategy StrategyOfEdges(const Problem& problem) {
+inline Strategy StrategyOfEdges(const Problem& problem, int64_t max_edges_of_small_tiles) {
   if (problem.HasNoResult()) return Strategy::kNothing;
   if (problem.rows == 0) return Strategy::kFill;
-  return TakesSmallTiles(problem) ? Strategy::kSmallTiles : Strategy::kTiles;
+  return TakesSmallTiles(problem, max_edges_of_small_tiles) ? Strategy::kSmallTiles : Strategy::kTiles;
 }
 
 // A vector does not cross a part of `part_features` features.
 inline ReducePlan PlanGathered(const GatheringCall& call, int64_t part_features, int64_t state_bytes) {
   const Problem& problem = call.problem;
-  const Strategy strategy = StrategyOfEdges(problem);
+  const Strategy strategy = StrategyOfEdges(problem, Tuning::kMaxRowsOfSmallTiles);
   // Kernels number edges and gathered rows of all batch elements together in 32 bits.
   const bool fits = OrderFits(problem) && problem.batch * call.num_rows < static_cast<int64_t>(kDropped);
   return MakeReducePlan(problem, strategy, fits ? problem.batch : 1, part_features, ElementBytes(call.type),

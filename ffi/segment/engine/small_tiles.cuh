@@ -19,10 +19,9 @@ inline constexpr int kSmallTileThreads = 256;
 inline constexpr int kSmallTileRows = 8, kSmallRowsInFlight = 4;
 inline constexpr int kSmallBlockRows = kSmallTileThreads * kSmallTileRows;  // maximum
 
-// Few rows, and so few per segment on average that a very hot segment is unlikely.
-inline bool TakesSmallTiles(const Problem& problem) {
-  return problem.rows <= Tuning::kMaxRowsOfSmallTiles &&
-         problem.rows / Tuning::kMaxRowsToSegmentOfSmallTiles <= problem.segments &&
+// At most `max_rows`, and so few per segment on average that a very hot segment is unlikely.
+inline bool TakesSmallTiles(const Problem& problem, int64_t max_rows) {
+  return problem.rows <= max_rows && problem.rows / Tuning::kMaxRowsToSegmentOfSmallTiles <= problem.segments &&
          problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfSmallTiles &&
          problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfSmallTiles;
 }

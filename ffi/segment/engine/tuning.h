@@ -35,6 +35,8 @@ struct Tuning90 {
   // Gathered rows in one launch: maximum number of rows, average rows per segment, and elements of data and of result.
   static constexpr int64_t kMaxRowsOfSmallTiles = int64_t{1} << 16, kMaxRowsToSegmentOfSmallTiles = 64;
   static constexpr int64_t kMaxElementsOfSmallTiles = int64_t{1} << 22;
+  // The maximum number of edges of attention, each of which takes longer.
+  static constexpr int64_t kMaxEdgesOfSmallAttention = int64_t{1} << 15;
   // Sorted rows in one launch: the same limits, and the maximum number of steps in which one block could read all rows.
   static constexpr int64_t kMaxFewRows = int64_t{1} << 16, kMaxFewRowsToSegment = 64, kMaxStepsOfFewRows = 512;
   static constexpr int64_t kMaxElementsOfFewRows = int64_t{1} << 21;
