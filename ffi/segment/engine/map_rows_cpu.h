@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 
 #include "ffi/segment/engine/rows_cpu.h"
 
@@ -56,30 +57,44 @@ JB_AVX2_CLONES bool GatherCells(const NumberBlock block, const T* cells, bool is
   return has_dropped;
 }
 
-// Computes blocks of a result from the numbers of rows and of the cells of their segments:
-// compute(block, of_cells, to) writes them, given the numbers of the arrays `cells` [batch, segments, features].
-template <typename T, int kArrays, typename Compute>
-struct RowMap {
-  using C = ComputeType<T>;
+// Numbers of cells: an array [batch or 1, segments, features].
+template <typename Number>
+struct CellArray {
+  const Number* numbers;
+  bool is_shared = false;
+};
 
+// Computes blocks of a result from the numbers of rows and of the cells of their segments:
+// compute(block, to, of_cells...) writes them, given the numbers of each of the arrays of cells.
+template <typename T, typename Compute, typename... Numbers>
+struct RowMap {
   const Problem& problem;
-  const C* cells[kArrays];
   T* result;
   Compute compute;
+  std::tuple<CellArray<Numbers>...> arrays;
+
+  RowMap(const Problem& problem, T* result, const Compute& compute, CellArray<Numbers>... arrays)
+      : problem(problem), result(result), compute(compute), arrays(arrays...) {}
 
   T* At(const NumberBlock& block) const { return result + block.First(problem.rows, /*is_shared=*/false); }
 
   // A block of narrow rows, one after another. The cells are copied, so that loops run over all numbers.
   void WriteNarrow(const NumberBlock& block) const {
-    C numbers[kArrays][kMappedNumbers];
-    const C* of_cells[kArrays];
+    alignas(kCacheLine) char memory[(sizeof(Numbers) + ...) * kMappedNumbers];
+    char* next = memory;
     bool has_dropped = false;
-    for (int i = 0; i < kArrays; ++i) {
-      has_dropped = GatherCells(block, cells[i], /*is_shared=*/false, static_cast<C*>(numbers[i]));
-      of_cells[i] = numbers[i];
-    }
+    const auto gather = [&](const auto& array, auto* to) {
+      has_dropped = GatherCells(block, array.numbers, array.is_shared, to);
+      next += kMappedNumbers * sizeof(*to);
+      return to;
+    };
+    const auto of_cells = std::apply(
+        [&](const CellArray<Numbers>&... array) {
+          return std::tuple<const Numbers*...>{gather(array, reinterpret_cast<Numbers*>(next))...};
+        },
+        arrays);
     T* const to = At(block);
-    compute(block, of_cells, to);
+    std::apply([&](const Numbers*... numbers) { compute(block, to, numbers...); }, of_cells);
     for (int64_t row = 0; has_dropped && row < block.rows.count; ++row) {
       if (!block.IsMember(row)) WriteZeros(to + row * block.width, block.width);
     }
@@ -105,17 +120,26 @@ struct RowMap {
                                    problem.features,
                                    begin,
                                    block.width};
-          for (const C* array : cells) PrefetchRow(array + coming.Cell(0, /*is_shared=*/false), block.width);
+          std::apply(
+              [&](const CellArray<Numbers>&... array) {
+                (PrefetchRow(array.numbers + coming.Cell(0, array.is_shared), block.width), ...);
+              },
+              arrays);
         }
-        const C* of_cells[kArrays];
-        for (int k = 0; k < kArrays; ++k) of_cells[k] = cells[k] + block.Cell(0, /*is_shared=*/false);
+        const auto compute_to = [&](T* to) {
+          std::apply(
+              [&](const CellArray<Numbers>&... array) {
+                compute(block, to, array.numbers + block.Cell(0, array.is_shared)...);
+              },
+              arrays);
+        };
         T* const to = At(block);
         if (!is_streamed) {
-          compute(block, of_cells, to);
+          compute_to(to);
           continue;
         }
         T* const computed = reinterpret_cast<T*>(memory + reinterpret_cast<uintptr_t>(to) % kCacheLine);
-        compute(block, of_cells, computed);
+        compute_to(computed);
         StreamLines(to, computed, block.width * static_cast<int64_t>(sizeof(T)));
       }
     }

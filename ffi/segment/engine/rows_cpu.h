@@ -171,8 +171,10 @@ struct CellType {
   int64_t element_bytes;              // of an element of a row
   int64_t first_bytes, second_bytes;  // of the numbers of an unfinished cell; 0: no second number
   bool rounds;                        // whether merging in another grouping changes the bits
+  bool second_is_rare;                // whether few cells have a second number
 
-  int64_t Bytes() const { return first_bytes + second_bytes; }
+  // The bytes that most cells use.
+  int64_t Bytes() const { return first_bytes + (second_is_rare ? 0 : second_bytes); }
 };
 
 // Unfinished cells: one array per kind of number.
@@ -265,7 +267,7 @@ inline constexpr bool kSecondIsRare<Reduction, std::void_t<decltype(Reduction::k
 template <typename Reduction>
 constexpr CellType CellTypeOf() {
   return {sizeof(typename Reduction::Element), sizeof(typename Reduction::First),
-          kHasSecond<Reduction> ? sizeof(typename Reduction::Second) : 0, Reduction::kRounds};
+          kHasSecond<Reduction> ? sizeof(typename Reduction::Second) : 0, Reduction::kRounds, kSecondIsRare<Reduction>};
 }
 
 // Uses a result array as cells if it has the type of a cell's first number; otherwise nullptr.

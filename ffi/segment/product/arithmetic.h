@@ -181,6 +181,12 @@ struct Residual {
     return static_cast<SignedBits<C>>(packed >> kCountBits) * (1 << kUnitBits) + ExponentOf(mantissa);
   }
 
+  // The product, if its exponent is that of a normal number and no member is counted.
+  JB_ALWAYS_INLINE C Value() const {
+    constexpr int kShift = kUnitBits - kCountBits;
+    return mantissa * PowerOfTwo<C>(static_cast<SignedBits<C>>(packed) * (1 << kShift));
+  }
+
   // The product of all members but `value`, times `factor`. Rounds only at the end, since `factor` may bring the
   // product back into range.
   JB_ALWAYS_INLINE C OfOthersTimes(C value, C factor) const {

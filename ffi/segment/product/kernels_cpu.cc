@@ -1,13 +1,9 @@
 // The CPU kernels of segment_prod and its gradient. Rows with only ordinary numbers use a shorter form of the
 // arithmetic of arithmetic.h, with the same results.
-//
-// The gradient multiplies products and cotangents once per cell. Each row then divides these numerators by its numbers.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <limits>
-#include <memory>
 #include <type_traits>
 
 #include "ffi/segment/engine/map_rows_cpu.h"
@@ -39,6 +35,16 @@ JB_INLINE bool AnyIsShifted(const C* cells, int64_t count) {
   for (int64_t i = 0; i < count; ++i) any |= IsShifted(cells[i]) ? 1 : 0;
   return any != 0;
 }
+
+// The excess of a magnitude over the smallest normal number, in units of the last place. It wraps, so that one comparison
+// tells unshifted cells from all other numbers.
+template <typename C>
+JB_INLINE BitsOf<C> ExcessOverSmallest(C value) {
+  return 2 * (BitCast<BitsOf<C>>(value) - (BitsOf<C>{1} << FloatingFormat<C>::kMantissaBits));
+}
+template <typename C>
+inline constexpr BitsOf<C> kFirstShiftedExcess =
+    BitsOf<C>{2 * (kFirstShiftedField<C> - 1)} << FloatingFormat<C>::kMantissaBits;
 
 // 0 if `product` is normal and of the same form as the cell, so that it can replace the cell; otherwise 1.
 template <typename C>
@@ -76,20 +82,31 @@ struct FloatingProduct {
 
   template <typename Number>
   JB_INLINE static void FoldNumbers(const Number* values, int64_t width, CellsOf<FloatingProduct> cells) {
+    // Almost all rows end here: neither the cells nor the products are shifted.
+    BitsOf<First> excess = 0;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) {
+      const First cell = cells.first[i], product = cell * static_cast<First>(values[i]);
+      const BitsOf<First> larger = std::max(ExcessOverSmallest(cell), ExcessOverSmallest(product));
+      excess = std::max(excess, larger);
+    }
+    if (excess < kFirstShiftedExcess<First>) return Multiply(values, width, cells.first);
     SignedBits<First> leaves = 0;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
       leaves |= LeavesSide(cells.first[i], cells.first[i] * static_cast<First>(values[i]));
     }
-    if (leaves == 0) {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) cells.first[i] *= static_cast<First>(values[i]);
-    } else {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < width; ++i) {
-        SetShifted(ProductTimes(ProductOf(cells, i), static_cast<First>(values[i])), cells, i);
-      }
+    if (leaves == 0) return Multiply(values, width, cells.first);
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) {
+      SetShifted(ProductTimes(ProductOf(cells, i), static_cast<First>(values[i])), cells, i);
     }
+  }
+
+  template <typename Number>
+  JB_INLINE static void Multiply(const Number* values, int64_t width, First* cells) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) cells[i] *= static_cast<First>(values[i]);
   }
 
   JB_INLINE Narrow ForNarrow() const { return {}; }
@@ -118,13 +135,22 @@ struct FloatingProduct {
     T* const to = output + first_cell;
     if (AnyIsShifted(cells.first, count)) {
       StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) { return ValueOf(ProductOf(cells, i)); });
+      WriteResiduals(cells.first, count, first_cell,
+                     [&](int64_t i) __attribute__((always_inline)) { return ProductOf(cells, i).packed; });
     } else {
       WriteNumbers(cells.first, count, to);
+      WriteResiduals(cells.first, count, first_cell,
+                     [](int64_t) __attribute__((always_inline)) { return SignedBits<First>{0}; });
     }
+  }
+
+  template <typename PackedOf>
+  JB_INLINE void WriteResiduals(const First* mantissas, int64_t count, int64_t first_cell,
+                                const PackedOf& packed_of) const {
     if (mantissa == nullptr) return;
     JB_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      const auto residual = Residual<First>::Of(cells.first[i], ProductOf(cells, i).packed);
+      const auto residual = Residual<First>::Of(mantissas[i], packed_of(i));
       packed[first_cell + i] = residual.packed;
       mantissa[first_cell + i] = residual.mantissa;
     }
@@ -164,42 +190,29 @@ struct IntegerProduct {
 
 constexpr int64_t kDividedNumbers = 128;  // one unusual number slows down so many
 
-// Bounds of exponents, so that intermediates of (product * cotangent) / number neither overflow nor underflow.
-template <typename C>
-inline constexpr SignedBits<C> kMaxProduct = FloatingFormat<C>::kExponentBias / 2;
-template <typename C>
-inline constexpr SignedBits<C> kMaxOther = kMaxProduct<C> / 2 - 1;
-
-// Products of cells times their cotangents; NaN for a cell that needs the general formula.
+// Writes the gradient as product * cotangent / number. Returns false if a number needs the general formula. The bounds
+// of exponents keep the intermediates from overflow and underflow.
 template <typename T, typename C>
-JB_CPU_CLONES void WriteNumerators(const T* d_output, const C* mantissa, const int32_t* packed, int64_t count, C* to) {
-  JB_VECTORIZE
-  for (int64_t i = 0; i < count; ++i) {
-    const C factor = static_cast<C>(d_output[i]);
-    const Residual<C> residual{mantissa[i], packed[i]};
-    const SignedBits<C> exponent = residual.Exponent();
-    const C product = WithExponent(residual.mantissa, exponent);
-    const bool is_enough = (residual.packed & kCountMask) == 0 && std::abs(exponent) <= kMaxProduct<C> &&
-                           (factor == 0 || std::abs(ExponentOf(factor)) <= kMaxOther<C>);
-    to[i] = is_enough ? product * factor : std::numeric_limits<C>::quiet_NaN();
-  }
-}
-
-// Writes the gradient as numerator / number. Returns false if a number needs the general formula.
-template <typename T, typename C>
-JB_CPU_CLONES bool Divide(const C* numerators, const T* data, int64_t count, T* d_data) {
-  SignedBits<C> unusual = 0;
-  ForEachPart(data, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < part; ++i) {
-      const C numerator = numerators[begin + i];
-      const bool is_far = std::abs(ExponentOf(static_cast<C>(numbers[i]))) > kMaxOther<C>;
-      unusual |= numerator != numerator || is_far ? 1 : 0;
-    }
-    StoreEach(part, d_data + begin, [&](int64_t i) __attribute__((always_inline)) {
-      return numerators[begin + i] / static_cast<C>(numbers[i]);
-    });
-  });
+JB_CPU_CLONES bool Divide(const T* d_output, const C* mantissa, const int32_t* packed, const T* data, int64_t count,
+                          T* d_data) {
+  constexpr SignedBits<C> kMaxExponent = FloatingFormat<C>::kExponentBias / 4 - 1;
+  constexpr int32_t kUnit = 1 << kCountBits;
+  int32_t unusual = 0;
+  ForEachPart(d_output, data, count,
+              [&](int64_t begin, int64_t part, const auto* factors, const auto* numbers)
+                  __attribute__((always_inline)) {
+                    JB_VECTORIZE
+                    for (int64_t i = 0; i < part; ++i) {
+                      const C factor = static_cast<C>(factors[i]), number = static_cast<C>(numbers[i]);
+                      const bool is_far = (factor != 0 && std::abs(ExponentOf(factor)) > kMaxExponent) ||
+                                          std::abs(ExponentOf(number)) > kMaxExponent;
+                      unusual |= (std::abs(packed[begin + i]) & ~kUnit) | (is_far ? 1 : 0);
+                    }
+                    StoreEach(part, d_data + begin, [&](int64_t i) __attribute__((always_inline)) {
+                      const Residual<C> product{mantissa[begin + i], packed[begin + i]};
+                      return product.Value() * static_cast<C>(factors[i]) / static_cast<C>(numbers[i]);
+                    });
+                  });
   return unusual == 0;
 }
 
@@ -214,45 +227,25 @@ JB_CPU_CLONES void WriteGradients(const T* d_output, const C* mantissa, const in
   }
 }
 
-// Returns false if allocation fails.
 template <typename T>
-bool GradientOfAll(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
+void GradientOfAll(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
-  if (problem.batch * problem.rows * problem.features == 0) return true;
-  const T* const d_output = static_cast<const T*>(call.d_output);
-  const C* const mantissa = static_cast<const C*>(call.mantissa);
-  const int64_t cells = problem.segments * problem.features, chunks = ChunksFor(pool, cells * sizeof(C));
-  const auto numerators = Allocate<C>(problem.batch * cells);
-  if (numerators == nullptr) return false;
-  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-    const int64_t batch = index / chunks, begin = ChunkBegin(cells, chunks, index % chunks);
-    const int64_t product = (call.product_is_shared ? 0 : batch * cells) + begin;
-    WriteNumerators(d_output + (call.d_output_is_shared ? 0 : batch * cells) + begin, mantissa + product,
-                    call.packed + product, ChunkBegin(cells, chunks, index % chunks + 1) - begin,
-                    numerators.get() + batch * cells + begin);
-  });
-  const auto compute = [&](const NumberBlock& block, const C* const* of_cells, T* to) {
+  if (problem.batch * problem.rows * problem.features == 0) return;
+  const auto compute = [&](const NumberBlock& block, T* to, const T* d_output, const C* mantissa,
+                           const int32_t* packed) {
     const T* const data = static_cast<const T*>(call.data) + block.First(problem.rows, problem.data_is_shared);
-    C of_mantissa[kMappedNumbers];
-    T of_d_output[kMappedNumbers];
-    int32_t of_packed[kMappedNumbers];
-    bool has_cells = false;
-    for (int64_t begin = 0; begin < block.count(); begin += kDividedNumbers) {
-      const int64_t count = std::min(kDividedNumbers, block.count() - begin);
-      if (Divide(of_cells[0] + begin, data + begin, count, to + begin)) continue;
-      if (!has_cells) {
-        GatherCells(block, d_output, call.d_output_is_shared, static_cast<T*>(of_d_output));
-        GatherCells(block, mantissa, call.product_is_shared, static_cast<C*>(of_mantissa));
-        GatherCells(block, call.packed, call.product_is_shared, static_cast<int32_t*>(of_packed));
-        has_cells = true;
-      }
-      WriteGradients(of_d_output + begin, of_mantissa + begin, of_packed + begin, data + begin, count, to + begin);
+    for (int64_t i = 0; i < block.count(); i += kDividedNumbers) {
+      const int64_t count = std::min(kDividedNumbers, block.count() - i);
+      if (Divide(d_output + i, mantissa + i, packed + i, data + i, count, to + i)) continue;
+      WriteGradients(d_output + i, mantissa + i, packed + i, data + i, count, to + i);
     }
   };
-  T* const d_data = static_cast<T*>(call.d_data);
-  RowMap<T, 1, decltype(compute)>{problem, {numerators.get()}, d_data, compute}.Run(pool, SegmentIds(call));
-  return true;
+  RowMap(problem, static_cast<T*>(call.d_data), compute,
+         CellArray<T>{static_cast<const T*>(call.d_output), call.d_output_is_shared},
+         CellArray<C>{static_cast<const C*>(call.mantissa), call.product_is_shared},
+         CellArray<int32_t>{call.packed, call.product_is_shared})
+      .Run(pool, SegmentIds(call));
 }
 
 bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
@@ -281,9 +274,8 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
 }
 
 bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
-  bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) { has_memory = GradientOfAll<typename decltype(tag)::type>(pool, call); });
-  return has_memory;
+  DispatchFloating(call.type, [&](auto tag) { GradientOfAll<typename decltype(tag)::type>(pool, call); });
+  return true;
 }
 
 Plan PlanProduct(const ProductCall& call) {

@@ -41,11 +41,11 @@ bool Softmax(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   auto reduction = call.ReductionAs<LogSumExpCall>();
   reduction.maxima = maxima.get();
   reduction.totals = totals.get();
-  const auto compute = [&](const NumberBlock& block, const C* const* of_cells, T* to) {
-    WriteProbabilities(InputOf<T>(call, 0, block), of_cells[0], of_cells[1], block.count(), to);
+  const auto compute = [&](const NumberBlock& block, T* to, const C* of_maxima, const C* of_totals) {
+    WriteProbabilities(InputOf<T>(call, 0, block), of_maxima, of_totals, block.count(), to);
   };
-  const RowMap<T, 2, decltype(compute)> map{
-      problem, {maxima.get(), totals.get()}, static_cast<T*>(call.output), compute};
+  const RowMap map(problem, static_cast<T*>(call.output), compute, CellArray<C>{maxima.get()},
+                   CellArray<C>{totals.get()});
   return WithLogSumExp(reduction, [&](const RowReduction& rows) { return map.RunAfter(pool, SegmentIds(call), rows); });
 }
 
@@ -128,10 +128,10 @@ bool Gradient(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   const Problem& problem = call.problem;
   const auto sums = Allocate<C>(NumCells(problem));
   if (sums == nullptr) return false;
-  const auto compute = [&](const NumberBlock& block, const C* const* of_cells, T* to) {
-    WriteGradients(InputOf<T>(call, 0, block), InputOf<T>(call, 1, block), of_cells[0], block.count(), to);
+  const auto compute = [&](const NumberBlock& block, T* to, const C* of_sums) {
+    WriteGradients(InputOf<T>(call, 0, block), InputOf<T>(call, 1, block), of_sums, block.count(), to);
   };
-  const RowMap<T, 1, decltype(compute)> map{problem, {sums.get()}, static_cast<T*>(call.output), compute};
+  const RowMap map(problem, static_cast<T*>(call.output), compute, CellArray<C>{sums.get()});
   return map.RunAfter(pool, SegmentIds(call), ProductReduction<T>(call, sums.get()));
 }
 

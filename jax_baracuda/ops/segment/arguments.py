@@ -23,6 +23,7 @@ from jax_baracuda.ops.segment.ids import canonical_edges, check_numbered, checke
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan, permuted
 
 TieBreak = Literal["split", "first"]
+Accumulator = Literal["float64"]
 OutSharding = NamedSharding | PartitionSpec | None
 
 
@@ -139,8 +140,18 @@ def with_wide_integers(data: Array) -> Array:
     return data.astype(jnp.int32) if is_narrow else data
 
 
+def canonical_accumulator(name: str, accumulator: Accumulator | None, dtype: Any) -> Accumulator | None:
+    """Checks the accumulator of a sum of numbers of `dtype`; None where it is the usual one."""
+    if accumulator is not None and (not isinstance(accumulator, str) or accumulator != "float64"):
+        raise ValueError(f"{name}: accumulator must be None or 'float64', got {accumulator!r}")
+    if accumulator is not None and jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: accumulator='float64' needs data of a real dtype, got {dtype}")
+    is_wider = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < np.dtype(np.float64).itemsize
+    return accumulator if is_wider else None
+
+
 def reduce_numbers(
-    call: SegmentCall, rules: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array]
+    call: SegmentCall, rules: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array] | None
 ) -> Array:
     """A sum or a product."""
     if call.data.dtype == jnp.bool_:

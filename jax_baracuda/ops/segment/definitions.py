@@ -21,6 +21,7 @@ from jax_baracuda.ops.segment.ids import signed_ids
 
 ORDERED_DTYPES = FLOATING_DTYPES | INTEGER_DTYPES | {"bool"}
 WIDE_DTYPES = FLOATING_DTYPES | {"int32", "uint32", "int64", "uint64"}
+BELOW_FLOAT64 = FLOATING_DTYPES - {"float64"}
 
 ROWS = ("row", "...")
 IDS = ("row",)
@@ -28,6 +29,7 @@ CELLS = ("segment", "...")
 COUNTS = ("segment",)
 
 ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
+IN_FLOAT64 = dataclasses.replace(EXACT, accumulator="float64", math_precision="accumulated")
 
 
 def product_guarantee(dtype: str, platform: str) -> Guarantee:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,21 +17,26 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
+    Accumulator,
     Mode,
     OutSharding,
     as_inexact,
+    canonical_accumulator,
     canonical_cotangent,
     canonical_segments,
     canonicalize,
 )
-from jax_baracuda.ops.segment.cells import gather_or_zeros, over_counts, xla_sum
+from jax_baracuda.ops.segment.cells import gather_or_zeros, over_counts, sum_in_float64, xla_sum
 from jax_baracuda.ops.segment.definitions import (
+    BELOW_FLOAT64,
     CELLS,
     COUNTS,
     IDS,
+    IN_FLOAT64,
     ROUNDED_ONCE,
     gradient_op,
     reduction_op,
@@ -39,13 +45,13 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import (
-    SEGMENT_SUM,
     SUM_RULES,
     count_rows,
     gradient_params,
     segment_sum,
     segment_sum_backward,
     sum_by_plan,
+    sum_op,
     sum_over_shards,
     sum_params,
 )
@@ -64,6 +70,7 @@ def segment_mean(
     mode: Mode = None,
     out_sharding: OutSharding = None,
     deterministic: bool = False,
+    accumulator: Accumulator | None = None,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -77,8 +84,10 @@ def segment_mean(
     Returns:
       ``[S, ...]`` with the dtype of `data`, or of its cast. Empty segments hold 0.
 
-    Numerical guarantees: the sum is accumulated in float32 (float64 for float64), divided there by the exact number of
-    rows, and rounded once to the dtype. Bit-equal from run to run, except on GPUs (see `deterministic`).
+    Numerical guarantees: the sum is accumulated in float32 (float64 for float64, or with `accumulator`), divided there
+    by the exact number of rows, and rounded once to the dtype. (Where devices share a segment, the sum of each device
+    is rounded to float32, and these sums are added in float32.) Bit-equal from run to run, except on GPUs (see
+    `deterministic`).
 
     Gradient: ``d_data[n] = d_out[s] / number of rows of s`` with ``s = segment_ids[n]``, 0 for dropped rows; `data` is
     not kept for the backward pass.
@@ -96,8 +105,10 @@ def segment_mean(
     segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
     check_numbered(name, "rows", segments.ids.shape[0])
     call = canonicalize(segments, data, out_sharding)
-    call = call.with_data(as_inexact(call.data)).sorted_by_plan(unless=FLOATING_DTYPES)
-    return call.reduce(_segment_mean, call.params(deterministic=bool(deterministic)))
+    call = call.with_data(as_inexact(call.data))
+    accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
+    call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
+    return call.reduce(_segment_mean, call.params(deterministic=bool(deterministic), accumulator=accumulator))
 
 
 @selectable
@@ -153,6 +164,12 @@ def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Ar
     return over_counts(total, count).astype(data.dtype), count
 
 
+def _reference_in_float64(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array]:
+    total = sum_in_float64(data, ids, num_segments)
+    count = xla_sum(jnp.ones(ids.shape, index_dtype(ids.shape[0])), ids, num_segments)
+    return over_counts(total, count).astype(data.dtype), count
+
+
 def _reference_backward(d_output: Array, count: Array, ids: Array) -> tuple[Array]:
     quotients = over_counts(d_output.astype(accumulation_dtype(d_output.dtype)), count).astype(d_output.dtype)
     shapes = (*ids.shape, d_output.shape[0])
@@ -165,10 +182,12 @@ def _reference_backward(d_output: Array, count: Array, ids: Array) -> tuple[Arra
 # The program of one shard, for segments whose rows are split over devices.
 
 
-def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
+def _shard_program(
+    accumulator: Accumulator | None, kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any
+) -> Sequence[Array]:
     if not axes.get("row", ()):
         return kernel(data, ids)
-    total = sum_over_shards(axes, data, ids, **params)
+    total = sum_over_shards(axes, data, ids, accumulator=accumulator, **params)
     count = sum_over_shards(axes, jnp.ones(ids.shape, jnp.int32), ids, **params)
     return divided_by_counts(total, count, SEGMENT_MEAN_BACKWARD.kernel).astype(data.dtype), count
 
@@ -176,19 +195,37 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-SEGMENT_MEAN = reduction_op(
+
+def _mean_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
+    of_gradient = {} if accumulator is None else {"accumulator": accumulator}
+    return reduction_op(
+        name,
+        results={"output": CELLS, "count": COUNTS},
+        result_dtypes=lambda data, segment_ids: [data.dtype, index_dtype(segment_ids.shape[0])],
+        attributes=("indices_are_sorted", "deterministic"),
+        shard_program=functools.partial(_shard_program, accumulator),
+        transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
+            d_results[0], count_rows(ids, num_segments), ids, **params, **of_gradient
+        ),
+        **fields,
+    )
+
+
+SEGMENT_MEAN = _mean_op(
     "segment_mean",
-    results={"output": CELLS, "count": COUNTS},
-    result_dtypes=lambda data, segment_ids: [data.dtype, index_dtype(segment_ids.shape[0])],
+    None,
     reference=_reference,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
-    attributes=("indices_are_sorted", "deterministic"),
     xla_rules=SUM_RULES,
-    shard_program=_shard_program,
-    transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
-        d_results[0], count_rows(ids, num_segments), ids, **params
-    ),
+)
+
+SEGMENT_MEAN_IN_FLOAT64 = _mean_op(
+    "segment_mean_in_float64",
+    "float64",
+    reference=_reference_in_float64,
+    dtypes=BELOW_FLOAT64,
+    guarantee=IN_FLOAT64,
 )
 
 # A gather of quotients. H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.42 (33 loops each).
@@ -199,15 +236,15 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
     reference=_reference_backward,
     xla_rules=(on_gpu("a gather, which XLA fuses with its neighbours"), on_cpu("a gather")),
     guarantee=ROUNDED_ONCE,
-    transpose=lambda d_outputs, d_data, count, ids, **params: (
-        _sum_over_counts(d_data[0], count, ids, **sum_params(d_outputs[0].shape[0], **params)),
+    transpose=lambda d_outputs, d_data, count, ids, *, accumulator=None, **params: (
+        _sum_over_counts(d_data[0], count, ids, accumulator, **sum_params(d_outputs[0].shape[0], **params)),
     ),
 )
 
 
-def _sum_over_counts(d_data: Array, count: Array, ids: Array, **params: Any) -> Array:
+def _sum_over_counts(d_data: Array, count: Array, ids: Array, accumulator: Accumulator | None, **params: Any) -> Array:
     """The transpose of the gradient, for any count, which need not be the number of rows."""
-    [total] = SEGMENT_SUM(d_data.astype(accumulation_dtype(d_data.dtype)), ids, **params)
+    [total] = sum_op(accumulator)(d_data.astype(accumulation_dtype(d_data.dtype)), ids, **params)
     return divided_by_counts(total, count).astype(d_data.dtype)
 
 
@@ -230,7 +267,9 @@ def divided_by_counts(
 
 def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, Array]]:
     if not plan:
-        output, count = SEGMENT_MEAN(data, segment_ids, **params)
+        flags = sum_params(params["num_segments"], params["indices_are_sorted"], params["deterministic"])
+        op = SEGMENT_MEAN if params["accumulator"] is None else SEGMENT_MEAN_IN_FLOAT64
+        output, count = op(data, segment_ids, **flags)
     else:
         total = sum_by_plan(data, **plan, num_segments=params["num_segments"], is_wide=True)
         count = count_rows(plan["sorted_ids"], params["num_segments"], indices_are_sorted=True)

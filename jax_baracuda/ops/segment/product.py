@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
@@ -30,7 +29,7 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize_primal,
     reduce_numbers,
 )
-from jax_baracuda.ops.segment.cells import gather_segments, per_row, xla_min, xla_prod
+from jax_baracuda.ops.segment.cells import gather_segments, reduce_in_pairs, xla_prod
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
@@ -48,7 +47,7 @@ from jax_baracuda.ops.segment.extended_product import (
     product_of_others,
     product_value,
 )
-from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
+from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, segment_sum_backward, sum_params
 
@@ -167,59 +166,16 @@ def segment_prod_backward(
 # Reference in plain JAX. Products are built pairwise, so that JAX can differentiate them to any order.
 
 
-def _reduce_in_pairs(
-    combine: Callable[[Any, Any], Any], identity: Any, rows: Any, ids: Array, num_segments: int
-) -> Any:
-    """Combines the rows of each segment two by two, in a fixed order.
-
-    Unlike in a scan, each row enters the result once and no other values are computed. JAX's derivatives of any order
-    are therefore products of other rows: without divisions, and without zero cotangents that meet infinities.
-
-    Args:
-      combine: an associative function of two pytrees of rows.
-      identity: a pytree of scalars.
-      rows: a pytree of ``[N, ...]``.
-    """
-    num_rows = ids.shape[0]
-    if num_rows == 0 or num_segments == 0:
-        return jax.tree.map(lambda x, one: jnp.full((num_segments, *x.shape[1:]), one, x.dtype), rows, identity)
-
-    def select(where: Array, rows: Any, others: Any) -> Any:
-        return jax.tree.map(lambda x, y: jnp.where(per_row(where, x), x, y), rows, others)
-
-    def take(rows: Any, row: Array) -> Any:
-        return jax.tree.map(lambda x: jnp.take(x, row, axis=0, mode="clip"), rows)
-
-    order = jnp.argsort(ids, stable=True)
-    ids, rows = ids[order], take(rows, order)
-    row = jnp.arange(num_rows, dtype=index_dtype(num_rows))
-    first = xla_min(row, ids, num_segments)
-    first_of_row, is_member = gather_segments(first, ids)
-    rank = row - first_of_row
-    num_steps = (num_rows - 1).bit_length() if jax_versions.is_static_shape(ids.shape) else 31
-    for step in range(num_steps):
-        distance = 2**step
-        partner_of = functools.partial(jnp.roll, shift=-distance, axis=0)
-        has_partner = (
-            is_member & (rank & (2 * distance - 1) == 0) & (row < num_rows - distance) & (partner_of(ids) == ids)
-        )
-        # Rows without a partner combine identities, so that their infinities meet no zero cotangents.
-        pair = (select(has_partner, x, identity) for x in (rows, jax.tree.map(partner_of, rows)))
-        rows = select(has_partner, combine(*pair), rows)
-    is_empty = first == jnp.iinfo(first.dtype).max
-    return select(~is_empty, take(rows, first), identity)
-
-
 def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
     """The product in plain arithmetic, which JAX differentiates to any order. Partial products may overflow."""
     wide = data.astype(accumulation_dtype(data.dtype))
-    return _reduce_in_pairs(jnp.multiply, 1, wide, ids, num_segments).astype(data.dtype)
+    return reduce_in_pairs(jnp.multiply, 1, wide, ids, num_segments).astype(data.dtype)
 
 
 def _reference_residual(data: Array, ids: Array, num_segments: int) -> ExtendedProduct:
     """The product as mantissa and exponent."""
     wide = data.astype(accumulation_dtype(data.dtype))
-    return _reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), product_of_one(wide), ids, num_segments)
+    return reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), product_of_one(wide), ids, num_segments)
 
 
 def has_exponent(dtype: Any) -> bool:

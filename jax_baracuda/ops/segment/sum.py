@@ -35,17 +35,21 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
+    Accumulator,
     Mode,
     OutSharding,
+    canonical_accumulator,
     canonical_cotangent,
     canonical_segments,
     canonicalize,
     reduce_numbers,
 )
-from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row, xla_sum
+from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row, sum_in_float64, xla_sum
 from jax_baracuda.ops.segment.definitions import (
+    BELOW_FLOAT64,
     CELLS,
     IDS,
+    IN_FLOAT64,
     WIDE_DTYPES,
     gradient_op,
     limit_of_32_bits,
@@ -87,6 +91,7 @@ def segment_sum(
     out_sharding: OutSharding = None,
     *,
     deterministic: bool = False,
+    accumulator: Accumulator | None = None,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -110,6 +115,12 @@ def segment_sum(
       out_sharding: sharding of the result, for meshes with explicit axes.
       deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
         this is True. Everything else has the same bits in every run anyway.
+      accumulator: "float64": rows of 16 and 32 bits are added in float64, also if ``jax_enable_x64`` is off and float64
+        arrays do not exist, and so are those of all derivatives; the result still has the dtype of `data`. No other
+        option changes the order of additions then: all sums have the same bits in every run, `bucket_size` is ignored,
+        and rows with a plan are moved into its order first. Integers and float64 stay as they are. Plain JAX
+        (``implementation="xla"``, or no kernel for the device) adds pairs of float32 numbers instead, in fixed order:
+        about 48 bits, in the range of float32.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
         neither this call nor its gradient sorts, and both have the same bits in every run. Calls trust it;
         :meth:`SegmentPlan.validate` checks it.
@@ -123,9 +134,10 @@ def segment_sum(
         there are no ids.
       jax.errors.ConcretizationTypeError: `num_segments` is None and `segment_ids` is traced.
 
-    Numerical guarantees: floating numbers are added in float32 (float64 for float64) and the sum is rounded once to
-    the dtype. Integers are exact and wrap. Bit-equal from run to run, except for floating numbers on GPUs (see
-    `deterministic`).
+    Numerical guarantees: floating numbers are added in float32 (float64 for float64, or with `accumulator`) and the sum
+    is rounded once to the dtype. (Where devices share a segment, the sum of each device is rounded to float32, and
+    these sums are added in float32.) Integers are exact and wrap. Bit-equal from run to run, except for floating
+    numbers on GPUs (see `deterministic`).
 
     Gradient: ``d_data[n] = d_out[segment_ids[n]]``, 0 for dropped rows; `data` is not kept for the backward pass.
 
@@ -140,8 +152,11 @@ def segment_sum(
     """
     name = "segment_sum"
     segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
-    call = canonicalize(segments, data, out_sharding, bucket_size).sorted_by_plan(unless=FLOATING_DTYPES)
-    return reduce_numbers(call, _segment_sum, call.params(deterministic=bool(deterministic)), jnp.sum)
+    call = canonicalize(segments, data, out_sharding, bucket_size)
+    accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
+    call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
+    params = call.params(deterministic=bool(deterministic), accumulator=accumulator)
+    return reduce_numbers(call, _segment_sum, params, jnp.sum if accumulator is None else None)
 
 
 @selectable
@@ -192,6 +207,10 @@ def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
     return (xla_sum(wide, ids, num_segments).astype(data.dtype),)
 
 
+def _reference_in_float64(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
+    return (sum_in_float64(data, ids, num_segments).astype(data.dtype),)
+
+
 def _reference_backward(d_output: Array, ids: Array) -> tuple[Array]:
     return (gather_or_zeros(d_output, ids),)
 
@@ -200,15 +219,19 @@ def _reference_backward(d_output: Array, ids: Array) -> tuple[Array]:
 # The program of one shard, for segments whose rows are split over devices.
 
 
-def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Sequence[Array]:
+def _shard_program(
+    accumulator: Accumulator | None, kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, **params: Any
+) -> Sequence[Array]:
     if not axes.get("row", ()):
         return kernel(data, ids)
-    return (sum_over_shards(axes, data, ids, **params).astype(data.dtype),)
+    return (sum_over_shards(axes, data, ids, accumulator=accumulator, **params).astype(data.dtype),)
 
 
-def sum_over_shards(axes: ShardAxes, data: Array, ids: Array, **params: Any) -> Array:
+def sum_over_shards(
+    axes: ShardAxes, data: Array, ids: Array, *, accumulator: Accumulator | None = None, **params: Any
+) -> Array:
     """The sums over all shards, in the accumulation dtype: one shard's sum may overflow where the total does not."""
-    [local] = SEGMENT_SUM.kernel(data.astype(accumulation_dtype(data.dtype)), ids, **params)
+    [local] = sum_op(accumulator).kernel(data.astype(accumulation_dtype(data.dtype)), ids, **params)
     return sum_over_axes(local, axes.get("row", ()), axes.get("segment", ()))
 
 
@@ -245,9 +268,28 @@ SEGMENT_SUM = reduction_op(
     attributes=("indices_are_sorted", "deterministic"),
     # Two cores: 0.6 up to 1 MB (9 loops).
     xla_rules=(*SUM_RULES, on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB))),
-    shard_program=_shard_program,
+    shard_program=functools.partial(_shard_program, None),
     transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(d_outputs[0], ids, **params),
 )
+
+# Always the kernel: in plain JAX, float64 may not exist.
+SEGMENT_SUM_IN_FLOAT64 = reduction_op(
+    "segment_sum_in_float64",
+    results={"output": CELLS},
+    reference=_reference_in_float64,
+    dtypes=BELOW_FLOAT64,
+    guarantee=IN_FLOAT64,
+    attributes=("indices_are_sorted", "deterministic"),
+    shard_program=functools.partial(_shard_program, "float64"),
+    transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(
+        d_outputs[0], ids, **params, accumulator="float64"
+    ),
+)
+
+
+def sum_op(accumulator: Accumulator | None) -> Op:
+    return SEGMENT_SUM if accumulator is None else SEGMENT_SUM_IN_FLOAT64
+
 
 # A gather. H100, time of plain JAX / kernel: 0.67, between elementwise operations 0.42 (21 loops each). Two cores: 0.3
 # to 0.9 for up to 16 features.
@@ -260,7 +302,7 @@ SEGMENT_SUM_BACKWARD = gradient_op(
         on_cpu("a gather of narrow rows", at_most(features=16)),
     ),
     guarantee=EXACT,
-    transpose=lambda d_outputs, d_data, ids, **params: SEGMENT_SUM(
+    transpose=lambda d_outputs, d_data, ids, *, accumulator=None, **params: sum_op(accumulator)(
         *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
     ),
 )
@@ -519,7 +561,8 @@ def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministi
 
 def gradient_params(params: Params) -> dict[str, Any]:
     """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
-    return {name: params[name] for name in ("indices_are_sorted", "deterministic")}
+    names = ("indices_are_sorted", "deterministic", "accumulator")
+    return {name: params[name] for name in names if params.get(name) is not None}
 
 
 def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
@@ -532,7 +575,8 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
 def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
     if plan:
         return sum_by_plan(data, **plan, num_segments=params["num_segments"]), segment_ids
-    return SEGMENT_SUM(data, segment_ids, **params)[0], segment_ids
+    flags = sum_params(params["num_segments"], params["indices_are_sorted"], params["deterministic"])
+    return sum_op(params.get("accumulator"))(data, segment_ids, **flags)[0], segment_ids
 
 
 def _backward(params: Params, segment_ids: Array, d_output: Array) -> dict[str, Array]:

@@ -26,11 +26,12 @@ from jax_baracuda._core.selection import (
     selecting,
 )
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
+from jax_baracuda.ops.segment.arguments import Accumulator, canonical_accumulator
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import of_split_segments, sum_guarantee
 from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
-from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_over_shards
+from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan, permuted
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_op, sum_over_shards
 
 
 @selectable
@@ -40,6 +41,7 @@ def take_rows(
     *,
     indices_are_sorted: bool = False,
     deterministic: bool = False,
+    accumulator: Accumulator | None = None,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -57,6 +59,8 @@ def take_rows(
         anything.
       deterministic: on GPUs, if unsorted ids take a row several times, its gradients are added in an order that varies
         from run to run, unless this is True. Everything else has the same bits in every run anyway.
+      accumulator: "float64": the gradients of rows of 16 and 32 bits are added in float64 and rounded once to the
+        dtype, as in :func:`segment_sum`; the value is the same.
       plan: a :func:`segment_plan` of the edges of a graph, which replaces `ids`: each edge takes the row of its
         segment. With ``plan.transposed``, each edge takes the row that it gathers. The gradient then does not sort and
         has the same bits in every run. Calls trust it; :meth:`SegmentPlan.validate` checks it.
@@ -67,12 +71,13 @@ def take_rows(
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype.
-      ValueError: `data` is a scalar, has no rows to take, or not as many rows as the plan has segments; or both a plan
-        and ids are given.
+      ValueError: `data` is a scalar, has no rows to take, or not as many rows as the plan has segments; both a plan and
+        ids are given; or `accumulator` is unknown.
 
-    Numerical guarantees: the value is exact. In the gradient, rows of 16 bits are added in float32 (float64 in
-    float64), and the sum is rounded once to the dtype. The gradient of ``data[ids]`` adds in 16 bits, where a sum of
-    ones stops growing at 256 or 2048. Bit-equal from run to run, except for gradients on GPUs (see `deterministic`).
+    Numerical guarantees: the value is exact. In the gradient, rows of 16 bits are added in float32 (float64 in float64,
+    or with `accumulator`), and the sum is rounded once to the dtype. The gradient of ``data[ids]`` adds in 16 bits,
+    where a sum of ones stops growing at 256 or 2048. Bit-equal from run to run, except for gradients on GPUs (see
+    `deterministic`).
 
     Gradient: ``d_data[n] = sum { d_out[i] : ids[i] == n }``, the kernel of :func:`segment_sum`; `data` is not kept for
     the backward pass. As in ``data[ids]``, no gradient goes through ids that are out of range, except that a scalar id
@@ -99,9 +104,10 @@ def take_rows(
     if data.ndim == 0:
         raise ValueError(f"{name}: data must have shape [N, ...], got a scalar")
     num_rows = data.shape[0]
+    accumulator = canonical_accumulator(name, accumulator, data.dtype)
     check_plan(name, plan, ids=ids)
     if plan is not None:
-        return _take_by_plan(name, data, plan)
+        return _take_by_plan(name, data, plan, accumulator)
     if ids is None:
         raise TypeError(f"{name}: ids must be given, or a plan")
     ids = checked_ids(name, ids, "ids")
@@ -109,18 +115,19 @@ def take_rows(
     if num_rows == 0 and ids.size > 0:
         raise ValueError(f"{name}: data must have rows for {ids.size} ids to take, got shape {data.shape}")
     ids = _row_numbers(ids, num_rows)
-    return _gather(data, ids, indices_are_sorted=bool(indices_are_sorted), deterministic=bool(deterministic))
+    flags = {"indices_are_sorted": bool(indices_are_sorted), "deterministic": bool(deterministic)}
+    return _gather(data, ids, **flags, accumulator=accumulator)
 
 
-def _take_by_plan(name: str, data: Array, plan: SegmentPlan) -> Array:
+def _take_by_plan(name: str, data: Array, plan: SegmentPlan, accumulator: Accumulator | None) -> Array:
     num_rows, num_edges = data.shape[0], plan.edge_order.shape[0]
     if plan.num_segments != num_rows:
         raise ValueError(f"{name}: the plan is for {plan.num_segments} segments, got data.shape = {data.shape}")
     if num_rows == 0 and num_edges > 0:
         raise ValueError(f"{name}: data must have rows for {num_edges} edges to take, got shape {data.shape}")
     order = plan.edge_order, plan.segment_ids
-    deterministic = may_run_kernel()
-    return _gather(data, plan.edge_segment_ids, *order, indices_are_sorted=False, deterministic=deterministic)
+    flags = {"indices_are_sorted": False, "deterministic": may_run_kernel()}
+    return _gather(data, plan.edge_segment_ids, *order, **flags, accumulator=accumulator)
 
 
 def _row_numbers(ids: Array, num_rows: int) -> Array:
@@ -141,11 +148,17 @@ def _row_numbers(ids: Array, num_rows: int) -> Array:
 
 
 def _gather(
-    data: Array, ids: Array, *order: Array, indices_are_sorted: bool, deterministic: bool, fills: bool = False
+    data: Array,
+    ids: Array,
+    *order: Array,
+    indices_are_sorted: bool,
+    deterministic: bool,
+    accumulator: Accumulator | None = None,
+    fills: bool = False,
 ) -> Array:
     """Rows of `data` by ids counted from the front. Ids out of range give zeros if `fills`, else the nearest row."""
-    params = {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic, "fills": fills}
-    params["implementation"] = current_selection()  # for the transpose, a segment sum
+    params: dict[str, Any] = {"indices_are_sorted": indices_are_sorted, "deterministic": deterministic, "fills": fills}
+    params |= {"accumulator": accumulator, "implementation": current_selection()}  # for the transpose, a segment sum
     return _gather_p.bind(*jax_versions.unify_varying(data, ids, *order), **params, num_batch_dims=0)[0]
 
 
@@ -224,14 +237,19 @@ def _transpose_gather(
     num_batch_dims: int,
     fills: bool,
     implementation: Selection,
+    accumulator: Accumulator | None,
     **params: Any,
 ) -> list[Array | None]:
     num_rows = data.aval.shape[num_batch_dims]
 
     def transpose(d_taken: Array, ids: Array, *order: Array) -> Array:
-        if order:
+        if order and accumulator is None:
             return sum_by_plan(d_taken, *order, num_rows)
-        return sum_taken_rows(d_taken, ids, num_rows=num_rows, **params)
+        flags = params
+        if order:
+            d_taken, ids = permuted(d_taken, order[0]), order[1]
+            flags = params | {"indices_are_sorted": True}
+        return sum_taken_rows(d_taken, ids, num_rows=num_rows, accumulator=accumulator, **flags)
 
     arrays = ad.instantiate_zeros(cotangents[0]), ids, *order
     with selecting(implementation):
@@ -249,11 +267,14 @@ _gather_p.def_impl(functools.partial(jax_versions.apply_primitive, _gather_p))  
 # program of each shard, because XLA would all-gather arrays that are split along any but their first dimension.
 
 
-def sum_taken_rows(d_taken: Array, ids: Array, *, num_rows: int, **params: bool) -> Array:
+def sum_taken_rows(
+    d_taken: Array, ids: Array, *, num_rows: int, accumulator: Accumulator | None = None, **params: bool
+) -> Array:
     """The gradient by `data`, given the cotangent of the taken rows ``[*ids.shape, ...]``. Ids count from the front."""
     if ids.ndim == 1:
-        return SEGMENT_SUM(d_taken, ids, num_segments=num_rows, **params)[0]
-    return TAKE_ROWS_BACKWARD(d_taken, ids, num_rows=num_rows, ids_ndim=ids.ndim, **params)[0]
+        return sum_op(accumulator)(d_taken, ids, num_segments=num_rows, **params)[0]
+    of_ids: dict[str, Any] = {"num_rows": num_rows, "ids_ndim": ids.ndim, "accumulator": accumulator}
+    return TAKE_ROWS_BACKWARD(d_taken, ids, **of_ids, **params)[0]
 
 
 def _row_dims(ids_ndim: int) -> tuple[str, ...]:
@@ -264,7 +285,11 @@ def _operands(*, ids_ndim: int) -> NamedDimensions:
     return {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)}
 
 
-def _reference(d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int) -> tuple[Array]:
+def _reference(
+    d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, accumulator: Accumulator | None = None
+) -> Sequence[Array]:
+    if accumulator is not None:
+        return sum_op(accumulator).reference(*_flat(d_output, ids), num_segments=num_rows)
     wide = d_output.astype(accumulation_dtype(d_output.dtype))
 
     def add(ids: Array, num_cells: int) -> Array:
@@ -291,7 +316,7 @@ def _shard_program(
 
 
 def _transpose(
-    _: Any, d_results: Sequence[Array], ids: Array, *, num_rows: int, ids_ndim: int, **params: bool
+    _: Any, d_results: Sequence[Array], ids: Array, *, num_rows: int, ids_ndim: int, **params: Any
 ) -> Sequence[Array]:
     return (_gather(d_results[0], ids, fills=True, **params),)
 
@@ -306,7 +331,7 @@ TAKE_ROWS_BACKWARD = Op(
     guarantee=sum_guarantee,
     reduction_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
     shard_program=of_split_segments(lambda: TAKE_ROWS_BACKWARD, _shard_program, ids_operand=1),
-    program=lambda d_output, ids, *, num_rows, ids_ndim, **params: SEGMENT_SUM.kernel(
+    program=lambda d_output, ids, *, num_rows, ids_ndim, accumulator=None, **params: sum_op(accumulator).kernel(
         *_flat(d_output, ids), num_segments=num_rows, **params
     ),
     transpose=_transpose,

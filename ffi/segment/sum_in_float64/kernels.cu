@@ -1,0 +1,93 @@
+// Sums and means in double, in registers. They have no atomic additions, so all of them have the same bits in every run,
+// and only the kernels for any rows: tiles, and the kernel of few rows.
+#include "ffi/segment/engine/reduce.cuh"
+#include "ffi/segment/sum_in_float64/arithmetic.h"
+#include "ffi/segment/sum_in_float64/call.h"
+
+namespace jax_baracuda::segment {
+namespace {
+
+// See engine/reduction.cuh. Sums and means share it, because its kernels take long to compile.
+template <typename T>
+struct Float64Reduction {
+  using Element = T;
+  static constexpr int kRowsInFlight = 8;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 8 : 12;
+
+  struct Outputs {
+    T* output;
+    int32_t* count;  // of means; otherwise nullptr
+  };
+
+  template <int kCount>
+  struct alignas(VectorAlignment(sizeof(double) * kCount)) Accumulator {
+    double sum[kCount];
+    int32_t rows;
+
+    __device__ __forceinline__ void Start() {
+#pragma unroll
+      for (double& s : sum) s = 0;
+      rows = 0;
+    }
+    __device__ __forceinline__ void Add(const Vector<T, kCount>& values, int32_t, const Outputs&) {
+      const Vector<float, kCount> wide = Widen(values);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sum[i] += static_cast<double>(wide.lane[i]);
+      ++rows;
+    }
+    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sum[i] += other.sum[i];
+      rows += other.rows;
+    }
+    __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
+                                          int64_t feature) const {
+      const bool is_mean = outputs.count != nullptr;
+      Vector<T, kCount> result;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const double number = is_mean ? sum[i] / static_cast<double>(max(rows, 1)) : sum[i];
+        result.lane[i] = static_cast<T>(RoundedFor<T>(number));
+      }
+      StoreVector(outputs.output + segment * features + feature, result);
+      if (is_mean && feature == 0) outputs.count[segment] = rows;
+    }
+  };
+};
+
+// The Input of these rows (see tiles.cuh). Not OwnRows itself, for which the kernels of narrow rows would be compiled.
+template <typename T>
+struct RowsByTiles : OwnRows<T> {
+  void Advance(int64_t, int64_t, int64_t) {}
+};
+
+ReducePlan PlanOf(const SegmentCall& call) {
+  constexpr int64_t kStateBytes = sizeof(Float64Reduction<float>::Accumulator<1>);
+  return PlanPairs(call, kStateBytes);
+}
+
+}  // namespace
+
+template <typename T>
+inline constexpr bool kStoresCellsAlone<Float64Reduction<T>> = false;
+
+Plan Float64SumCall::CudaPlan() const {
+  // Counts are returned even without features.
+  if (problem.HasNoResult()) return {is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
+  return PlanOf(*this).Summary();
+}
+
+CudaStatus Float64SumCall::LaunchOnCuda(cudaStream_t stream) const {
+  if (problem.HasNoResult()) {
+    if (!is_mean || problem.batch * problem.segments == 0) return {};
+    return JB_CUDA_STATUS(cudaMemsetAsync(count, 0, problem.batch * problem.segments * sizeof(int32_t), stream));
+  }
+  const ReducePlan plan = PlanOf(*this);
+  return LaunchFor(type, JB_DISPATCH(DispatchBelowFloat64), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const typename Float64Reduction<T>::Outputs outputs{static_cast<T*>(output), count};
+    return LaunchReduction<Float64Reduction<T>>(*this, plan, outputs, stream, RowsByTiles<T>{});
+  });
+}
+
+}  // namespace jax_baracuda::segment
