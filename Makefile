@@ -170,6 +170,7 @@ wheels-test:
 	release/try_distribution python3.12 dist/*abi3*.whl jax==0.9.2 jaxlib==0.9.2
 	release/try_distribution python3.12 dist/*abi3*.whl
 	release/try_distribution python3.13 dist/*abi3*.whl
+	release/try_distribution python3.14 dist/*abi3*.whl
 	release/try_distribution python3.12 dist/*.tar.gz
 
 # Of Python 3. The packages that make clients pins need a newer one than jax_baracuda.

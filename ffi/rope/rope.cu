@@ -205,7 +205,8 @@ CudaStatus Launch(const Call& call, const RopePlan& plan, cudaStream_t stream) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   const Problem& problem = call.problem;
   if constexpr (kCount > 1) {
-    if (plan.strategy == Strategy::kFewRows) return LaunchFewRows<T, kCount, kInterleaved>(call, plan.units, stream);
+    if (plan.strategy == Strategy::kSharedAngles)
+      return LaunchFewRows<T, kCount, kInterleaved>(call, plan.units, stream);
   }
   bool have_one_head = true, is_x_shared = false;
   for (int i = 0; i < call.num_tensors; ++i) {
@@ -266,7 +267,7 @@ RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes
   plan.units_of_thread = std::min(all_units / (multiprocessors * Tuning::kMinThreads), Tuning::kMaxUnits);
   const bool has_few_rows =
       plan.units_of_thread < Tuning::kMaxUnits && SuitsFewRows(problem, all_heads, element_bytes, plan.units);
-  plan.strategy = !has_vectors ? Strategy::kByElement : has_few_rows ? Strategy::kFewRows : Strategy::kManyRows;
+  plan.strategy = !has_vectors ? Strategy::kByElement : has_few_rows ? Strategy::kSharedAngles : Strategy::kManyRows;
   return plan;
 }
 

@@ -14,12 +14,12 @@ namespace jax_baracuda::rope {
 
 enum class Strategy {
   kNothing,
-  kFewRows,
+  kSharedAngles,  // the threads of a block share sines and cosines: for few rows
   kManyRows,
   kByElement,  // the kernel for many rows, for rows that vectors do not fit
 };
 
-inline constexpr const char* kStrategyNames[] = {"nothing", "few_rows", "many_rows", "by_element"};
+inline constexpr const char* kStrategyNames[] = {"nothing", "shared_angles", "many_rows", "by_element"};
 
 struct RopePlan {
   Strategy strategy = Strategy::kNothing;
