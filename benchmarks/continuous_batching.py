@@ -104,7 +104,9 @@ class Server:
         if not 0 < len(request.prompt) <= min(capacity.longest, capacity.prompt_tokens):
             raise ValueError(f"a prompt must have 1 to {capacity.longest} tokens, got {len(request.prompt)}")
         if self._num_pages(request) > min(capacity.pages_per_request, capacity.pages):
-            raise ValueError(f"a request must fit in {capacity.pages_per_request} pages, got {self._num_pages(request)}")
+            raise ValueError(
+                f"a request must fit in {capacity.pages_per_request} pages, got {self._num_pages(request)}"
+            )
 
     def _join(self, waiting: collections.deque[tuple[int, Request]]) -> list[int]:
         """Gives slots and pages to the first requests that wait. Returns their slots."""
@@ -141,7 +143,9 @@ class Server:
         for slot, own in enumerate(self._in_flight):
             if own is not None:
                 tokens[slot], positions[slot], state_slots[slot] = own.generated[-1], own.position, slot
-        self._step(self._decode, self._in_flight, tokens, positions, self._page_table(self._in_flight, size), state_slots)
+        self._step(
+            self._decode, self._in_flight, tokens, positions, self._page_table(self._in_flight, size), state_slots
+        )
 
     def _page_table(self, requests: Sequence[InFlight | None], size: int) -> np.ndarray:
         table = np.zeros((size, self._capacity.pages_per_request), np.int32)

@@ -39,7 +39,9 @@ def mamba_block(weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     inner, memory_size, taps = MODEL.inner, MODEL.memory, MODEL.taps
     gate, inputs, steps = np.split(normalized(x) @ weights["into"], [inner, inner + MODEL.channels], axis=-1)
     before = np.concatenate([np.zeros((taps - 1, MODEL.channels)), inputs])
-    inputs = silu(np.stack([(before[t : t + taps].T * weights["taps"]).sum(-1) for t in range(len(x))]) + weights["bias"])
+    inputs = silu(
+        np.stack([(before[t : t + taps].T * weights["taps"]).sum(-1) for t in range(len(x))]) + weights["bias"]
+    )
     steps = np.log1p(np.exp(steps + weights["step"]))
     memory = np.zeros((MODEL.inner_heads, MODEL.inner_features, memory_size))
     outputs = []
