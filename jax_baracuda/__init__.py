@@ -12,6 +12,7 @@ from jax_baracuda._redirect import RedirectReport, redirect
 from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward, causal_conv1d_update
 from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope_qk_backward
 from jax_baracuda.ops.rope_frequencies import rope_frequencies
+from jax_baracuda.ops.rope_write import rope_write
 from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
 from jax_baracuda.ops.segment.arguments import TieBreak
 from jax_baracuda.ops.segment.attention import (
@@ -78,6 +79,7 @@ __all__ = [
     "rope_frequencies",
     "rope_qk",
     "rope_qk_backward",
+    "rope_write",
     "segment_argmax",
     "segment_argmin",
     "segment_attention",

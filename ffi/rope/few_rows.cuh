@@ -79,17 +79,20 @@ __global__ void __launch_bounds__(kMaxSharingThreads) RotateFewRows(const __grid
                 at.partner_stride);
   }
   RawPosition raw_position{};
-  if (exists) {
-    raw_position.Load(
-        a.positions, PositionsOf(a.positions, batch, static_cast<int>(a.examples.divisor), example_of_batch) * a.length,
-        position);
-  }
+  const auto load_position = [&] {
+    const int row = PositionsOf(a.positions, batch, static_cast<int>(a.examples.divisor), example_of_batch,
+                                a.positions.sections.Of(pair));
+    raw_position.Load(a.positions, row * a.length, position);
+  };
+  if (pair < a.layout.pairs) load_position();
 
   while (pair < a.layout.pairs) {
-    const double frequency = raw_frequency.Value();
-    ComputeRotations<T, 1>(raw_position.Value(a.positions), &frequency, a.scale, rotations + pair);
+    double angle[1] = {raw_position.Value(a.positions) * raw_frequency.Value()};
+    ComputeRotations<T>(angle, a.scale, rotations + pair);
     pair += threads_of_position;
-    if (pair < a.layout.pairs) raw_frequency.Load(a.frequencies, batch, a.layout.pairs, pair);
+    if (pair >= a.layout.pairs) break;
+    raw_frequency.Load(a.frequencies, batch, a.layout.pairs, pair);
+    if (a.positions.sections.count > 1) load_position();
   }
   __syncthreads();
   if (!has_row) return;

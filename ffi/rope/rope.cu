@@ -102,13 +102,18 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
       if (row + i * lanes < count) units[i].Load(x + i * rows.lanes_stride, at.partner_stride);
     }
   };
+  const auto load_position = [&](int section) {
+    const int64_t examples = static_cast<int64_t>(a.examples.divisor);
+    RawPosition raw;
+    raw.Load(a.positions, PositionsOf(a.positions, batch, examples, example_of_batch, section) * a.length, position);
+    return raw;
+  };
   const auto begin_position = [&] {
     x = first_x;
     y = first_y;
     row = static_cast<int>(lane);
     load_units();
-    const int64_t examples = static_cast<int64_t>(a.examples.divisor);
-    raw_position.Load(a.positions, PositionsOf(a.positions, batch, examples, example_of_batch) * a.length, position);
+    raw_position = load_position(0);
   };
   begin_position();
   double frequencies[kPairs] = {};
@@ -123,7 +128,17 @@ __global__ void __launch_bounds__(kThreads) RotateRows(const __grid_constant__ A
   while (true) {
     Rotation<ComputeType<T>> rotations[kPairs];
     if (is_rotated) {
-      ComputeRotations<T, kPairs>(raw_position.Value(a.positions), frequencies, a.scale, rotations);
+      double angles[kPairs];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) angles[i] = raw_position.Value(a.positions) * frequencies[i];
+      if (a.positions.sections.count > 1) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          const int section = a.positions.sections.Of(static_cast<int>(unit) * kPairs + i);
+          angles[i] = load_position(section).Value(a.positions) * frequencies[i];
+        }
+      }
+      ComputeRotations<T>(angles, a.scale, rotations);
     }
     while (true) {
 #pragma unroll
@@ -242,6 +257,7 @@ RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes
   if (problem.HasNoElement(all_heads)) return plan;
   const int64_t elements_of_vector = kVectorBytes / element_bytes;
   const bool has_vectors = are_aligned && problem.features % elements_of_vector == 0 &&
+                           problem.first_rotated % elements_of_vector == 0 &&
                            (problem.interleaved ? 2 : 1) * problem.pairs % elements_of_vector == 0;
   const int64_t elements_of_unit = !has_vectors ? 2 : problem.interleaved ? elements_of_vector : 2 * elements_of_vector;
   const int64_t copied_features = are_all_written ? problem.features - 2 * problem.pairs : 0;

@@ -2,8 +2,8 @@
 //
 //   y[i] = scale (x[i] cos - x[j] sin),   y[j] = scale (x[j] cos + x[i] sin),   angle = position * frequency
 //
-// where (i, j) is (2k, 2k + 1) if pairs are interleaved, otherwise (k, k + rotary_dim / 2). The gradient is the
-// rotation by minus the angle.
+// where (i, j) is (2k, 2k + 1) if pairs are interleaved, otherwise (k, k + rotary_dim / 2), counted from the first
+// rotated feature. The gradient is the rotation by minus the angle.
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,8 @@ struct Problem {
   int64_t examples;
   int64_t length;
   int64_t features;
-  int64_t pairs;  // 1 to features / 2; features after these pairs are copied
+  int64_t pairs;          // 1 to features / 2; all other features are copied
+  int64_t first_rotated;  // the features of the pairs are 2 pairs neighbours from here
   bool heads_first;
   bool interleaved;
 
@@ -43,18 +44,41 @@ struct Frequencies {
   bool are_shared;
 };
 
-// [batch or 1, examples or 1, length] of int32 or int64. If data is nullptr, positions are 0, 1, 2, ...
+// Which of several positions of a token rotates a pair, as in M-RoPE. The pairs of a section are neighbours, or
+// sections take turns: pair k belongs to section k % count until that one is full, then to the first section.
+inline constexpr int kMaxSections = 4;
+struct Sections {
+  int32_t count;
+  bool take_turns;
+  int32_t ends[kMaxSections];  // the first pair beyond each section
+
+  // Pairs have an index of any integer type.
+  template <typename Int>
+  JB_HOST_DEVICE int Of(Int pair) const {
+    if (count <= 1) return 0;
+    if (take_turns) {
+      const int section = static_cast<int>(pair % count);
+      return pair < ends[section] ? section : 0;
+    }
+    int section = 0;
+    for (int i = 0; i < count - 1; ++i) section += pair >= ends[i] ? 1 : 0;
+    return section;
+  }
+};
+
+// [batch or 1, sections, examples or 1, length] of int32 or int64. If data is nullptr, positions are 0, 1, 2, ...
 struct Positions {
   const void* data;
   bool are_64_bit;
   bool are_shared_by_batch;
   bool are_shared_by_examples;
+  Sections sections;
 };
 
-// The row of positions that belongs to an example.
+// The row of positions that belongs to a section of an example.
 template <typename Int>
-JB_HOST_DEVICE Int PositionsOf(const Positions& positions, Int batch, Int examples, Int example) {
-  const Int row = positions.are_shared_by_batch ? 0 : batch;
+JB_HOST_DEVICE Int PositionsOf(const Positions& positions, Int batch, Int examples, Int example, int section) {
+  const Int row = (positions.are_shared_by_batch ? 0 : batch) * positions.sections.count + section;
   return positions.are_shared_by_examples ? row : row * examples + example;
 }
 

@@ -1,7 +1,7 @@
 // Shared by the CUDA kernels of rope: positions, frequencies, and units of rows.
 //
 // A unit of a row is one vector if pairs are interleaved. Otherwise it is two vectors: one with the first and one with
-// the second elements of pairs. Features after the last pair are copied by units of as many adjacent vectors.
+// the second elements of pairs. All other features are copied by units of as many vectors.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace jax_baracuda::rope {
 // Int is the type of element counts and indices.
 template <typename Int>
 struct RowLayout {
-  Int features, pairs;
+  Int features, pairs, first_rotated;
   Int unit_stride, partner_stride;  // of rotated units, in elements
   unsigned rotated_units;           // per row
 
@@ -23,6 +23,7 @@ struct RowLayout {
   RowLayout(const Problem& problem, int pairs_of_unit)
       : features(static_cast<Int>(problem.features)),
         pairs(static_cast<Int>(problem.pairs)),
+        first_rotated(static_cast<Int>(problem.first_rotated)),
         unit_stride(pairs_of_unit * (problem.interleaved ? 2 : 1)),
         partner_stride(problem.interleaved ? 1 : pairs),
         rotated_units(static_cast<unsigned>(problem.pairs / pairs_of_unit)) {}
@@ -89,9 +90,15 @@ struct Unit {
 
   template <typename Int>
   static __device__ __forceinline__ Location<Int> Locate(const RowLayout<Int>& layout, unsigned unit) {
-    if (unit < layout.rotated_units) return {static_cast<Int>(unit) * layout.unit_stride, layout.partner_stride};
-    const Int feature = 2 * layout.pairs + static_cast<Int>(unit - layout.rotated_units) * (kVectors * kCount);
-    return {feature, feature + kCount < layout.features ? kCount : 0};  // without a second vector, the first one twice
+    if (unit < layout.rotated_units) {
+      return {layout.first_rotated + static_cast<Int>(unit) * layout.unit_stride, layout.partner_stride};
+    }
+    const Int copied = layout.features - 2 * layout.pairs;
+    const Int first = static_cast<Int>(unit - layout.rotated_units) * (kVectors * kCount);
+    const Int second =
+        first + kCount < copied ? first + kCount : first;  // without a second vector, the first one twice
+    const auto feature_of = [&](Int i) { return i < layout.first_rotated ? i : i + 2 * layout.pairs; };
+    return {feature_of(first), feature_of(second) - feature_of(first)};
   }
 
   __device__ __forceinline__ void Load(const T* address, int64_t partner_stride) {
@@ -118,16 +125,13 @@ struct Unit {
   }
 };
 
+// Changes the angles to others with the same sine and cosine.
 template <typename T, int kPairs>
-__device__ __forceinline__ void ComputeRotations(double position, const double* frequencies,
-                                                 Rotation<AngleType<T>> scale, Rotation<ComputeType<T>>* rotations) {
-  double angles[kPairs];
+__device__ __forceinline__ void ComputeRotations(double (&angles)[kPairs], Rotation<AngleType<T>> scale,
+                                                 Rotation<ComputeType<T>>* rotations) {
   bool are_near = true;
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    angles[i] = position * frequencies[i];
-    are_near = are_near && IsNear<T>(angles[i]);
-  }
+  for (int i = 0; i < kPairs; ++i) are_near = are_near && IsNear<T>(angles[i]);
   if (!are_near) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) angles[i] = Nearer<T>(angles[i]);

@@ -1,7 +1,9 @@
 // Checks the buffers of the rope ops and converts them to calls, for both back ends.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "ffi/core/batch.h"
@@ -14,7 +16,9 @@ namespace jax_baracuda::rope {
 
 struct Attributes {
   bool heads_first, interleaved;
-  int64_t rotary_dim;
+  int64_t rotary_dim, rotary_offset;
+  ffi::Span<const int64_t> sections;  // the numbers of pairs; empty: one position per token
+  bool sections_interleaved;
   double scale;
   bool has_positions;
   int64_t num_batch_dims;
@@ -24,16 +28,61 @@ struct Attributes {
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::rope::Attributes, StructMember<bool>("heads_first"),
                                       StructMember<bool>("interleaved"), StructMember<int64_t>("rotary_dim"),
-                                      StructMember<double>("scale"), StructMember<bool>("has_positions"),
-                                      StructMember<int64_t>("num_batch_dims"));
+                                      StructMember<int64_t>("rotary_offset"),
+                                      StructMember<ffi::Span<const int64_t>>("sections"),
+                                      StructMember<bool>("sections_interleaved"), StructMember<double>("scale"),
+                                      StructMember<bool>("has_positions"), StructMember<int64_t>("num_batch_dims"));
 
 namespace jax_baracuda::rope {
 
 // The problem described by the parameters of a plan. Their `heads` are those of all tensors together.
 inline Problem ProblemOf(const PlanParameters& parameters) {
-  return Problem{parameters.at("batch"),           parameters.at("examples"),       parameters.at("length"),
-                 parameters.at("features"),        parameters.at("rotary_dim") / 2, parameters.at("heads_first") != 0,
+  return Problem{parameters.at("batch"),
+                 parameters.at("examples"),
+                 parameters.at("length"),
+                 parameters.at("features"),
+                 parameters.at("rotary_dim") / 2,
+                 parameters.at("rotary_offset"),
+                 parameters.at("heads_first") != 0,
                  parameters.at("interleaved") != 0};
+}
+
+// Checks which features of `features` are rotated.
+inline ffi::Error CheckRotated(const char* op, int64_t rotary_dim, int64_t rotary_offset, int64_t features) {
+  if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > features) {
+    return InvalidArgument(op, "rotary_dim is " + std::to_string(rotary_dim) +
+                                   ", expected an even number from 2 to the number of features, which is " +
+                                   std::to_string(features));
+  }
+  if (rotary_offset < 0 || rotary_offset > features - rotary_dim) {
+    return InvalidArgument(op, "rotary_offset is " + std::to_string(rotary_offset) + ", expected a number from 0 to " +
+                                   std::to_string(features - rotary_dim));
+  }
+  return ffi::Error::Success();
+}
+
+// The sections of `pairs` pairs. `sizes`: of each section; empty: one section with all pairs.
+inline ffi::Error DecodeSections(const char* op, ffi::Span<const int64_t> sizes, bool are_interleaved, int64_t pairs,
+                                 Sections* sections) {
+  *sections = Sections{1, are_interleaved, {}};
+  if (sizes.size() == 0) return ffi::Error::Success();
+  const auto wrong = [&] {
+    return InvalidArgument(op, "sections expected: at most " + std::to_string(kMaxSections) +
+                                   " numbers of at least 0 that sum to " + std::to_string(pairs));
+  };
+  if (sizes.size() > kMaxSections) return wrong();
+  const int64_t count = static_cast<int64_t>(sizes.size());
+  int64_t end = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t size = sizes.begin()[i];
+    if (size < 0 || size > pairs - end) return wrong();
+    end += size;
+    const int64_t last = are_interleaved ? count * size : end;
+    sections->ends[i] = static_cast<int32_t>(std::min<int64_t>(last, std::numeric_limits<int32_t>::max()));
+  }
+  if (end != pairs) return wrong();
+  sections->count = static_cast<int32_t>(count);
+  return ffi::Error::Success();
 }
 
 // Checks the buffers of a call. Add tensors first.
@@ -74,6 +123,10 @@ class Decoder {
 
   // The one optional operand.
   ffi::Error SetPositions(ffi::RemainingArgs operands) {
+    Sections sections;
+    JB_RETURN_IF_ERROR(
+        DecodeSections(op_, attributes_.sections, attributes_.sections_interleaved, call_.problem.pairs, &sections));
+    call_.positions.sections = sections;
     OptionalOperands optional(op_, operands);
     JB_RETURN_IF_ERROR(optional.Next("positions", attributes_.has_positions, [&](const ffi::AnyBuffer& positions) {
       const ffi::DataType type = positions.element_type();
@@ -81,10 +134,18 @@ class Decoder {
           op_, "positions", positions, [] { return "S32 or S64"; },
           type == ffi::DataType::S32 || type == ffi::DataType::S64));
       const Problem& problem = call_.problem;
+      const Dimension examples{problem.examples, /*or_one=*/true};
       BatchedBuffer view;
-      JB_RETURN_IF_ERROR(batch_.Check("positions", positions, /*may_be_shared=*/true,
-                                      {{problem.examples, /*or_one=*/true}, problem.length}, &view));
-      call_.positions = {view.data, type == ffi::DataType::S64, view.is_shared, view.dims[0] != problem.examples};
+      if (attributes_.sections.size() == 0) {
+        JB_RETURN_IF_ERROR(
+            batch_.Check("positions", positions, /*may_be_shared=*/true, {examples, problem.length}, &view));
+      } else {
+        JB_RETURN_IF_ERROR(batch_.Check("positions", positions, /*may_be_shared=*/true,
+                                        {sections.count, examples, problem.length}, &view));
+      }
+      const int64_t own_examples = view.dims[view.dims.size() - 2];
+      call_.positions = {view.data, type == ffi::DataType::S64, view.is_shared, own_examples != problem.examples,
+                         sections};
       return ffi::Error::Success();
     }));
     return optional.End();
@@ -107,13 +168,10 @@ class Decoder {
     problem.examples = view.dims[0];
     problem.length = view.dims[3 - HeadsAxis()];
     problem.features = view.dims[3];
-    const int64_t rotary_dim = attributes_.rotary_dim;
-    if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > problem.features) {
-      return InvalidArgument(op_, "rotary_dim is " + std::to_string(rotary_dim) +
-                                      ", expected an even number from 2 to the number of features, which is " +
-                                      std::to_string(problem.features));
-    }
+    const int64_t rotary_dim = attributes_.rotary_dim, rotary_offset = attributes_.rotary_offset;
+    JB_RETURN_IF_ERROR(CheckRotated(op_, rotary_dim, rotary_offset, problem.features));
     problem.pairs = rotary_dim / 2;
+    problem.first_rotated = rotary_offset;
     return ffi::Error::Success();
   }
 

@@ -1,29 +1,24 @@
 // The CUDA kernel of write_rows. One launch writes the rows of all pools.
 //
-// A block writes a tile: some consecutive rows, or a part of one long row. It must not write a row if a later row has
-// the same slot. To find out, it puts the slots of its own rows into a small hash table, and looks up those of all later
-// rows. Meanwhile the numbers of its rows are on their way, because these loads do not depend on slots.
+// A block writes a tile: some consecutive rows, or a part of one long row. While it finds out which of its rows to write,
+// their numbers are on their way, because these loads do not depend on slots.
 
 #include <algorithm>
 #include <cstdint>
-#include <cuda/atomic>
 
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/core/launch_bounds.cuh"
 #include "ffi/core/vectors.cuh"
+#include "ffi/write_rows/rows_device.cuh"
 #include "ffi/write_rows/write_rows.cuh"
 
 namespace jax_baracuda::write_rows {
 namespace {
 
-inline constexpr int kThreads = 256;
-inline constexpr int kSlotsPerThread = 8;           // loaded at once
-inline constexpr int kMaxRowsOfTile = 32;           // a bit for each in a bucket of the hash table
 inline constexpr int kBlocksPerMultiprocessor = 3;  // minimum resident blocks, which caps the registers
-inline constexpr int kBucketBits = 10;
-inline constexpr int kConvertedLanes = 8;  // numbers of a word that is converted, if vectors fit
+inline constexpr int kConvertedLanes = 8;           // numbers of a word that is converted, if vectors fit
 
 // All devices support kernel arguments of 4096 bytes.
 inline constexpr int kMaxPools = 8;
@@ -38,128 +33,23 @@ struct Tiling {
   Divider words_of_inner, words_of_scale;
 };
 
-struct LaunchArguments {
+// What all pools share.
+struct Rows {
   const int32_t *slot_of_row, *layer;
   bool slot_of_row_is_shared, layer_is_shared, has_unique_slots;
   int64_t layers, slots, rows;
-  Pool pools[kMaxPools];  // blockIdx.y is the number of a pool
-  Tiling tilings[kMaxPools];
-};
-static_assert(sizeof(LaunchArguments) <= 4096);
-
-// What a block knows about the rows of its tile.
-struct TileRows {
-  uint32_t rows_of_bucket[1 << kBucketBits];  // a bit for each row whose slot has this hash
-  int32_t slots[kMaxRowsOfTile];              // -1: out of range
-  uint32_t overwritten;                       // a bit for each row whose slot a later row has, too
 };
 
-__device__ __forceinline__ uint32_t BucketOf(int32_t slot) {
-  return static_cast<uint32_t>(slot) * 2654435769u >> (32 - kBucketBits);
-}
-
-// The slots of rows, -1 if out of range, and of positions beyond the last row.
-struct Slots {
-  const int32_t* of_row;
-  int64_t rows, slots;
-
-  __device__ __forceinline__ int32_t Load(int64_t row) const {
-    const int32_t slot = row < rows ? of_row[row] : -1;
-    return slot < slots ? slot : -1;
-  }
+// Few pools have a kernel of their own, because loading arguments adds latency.
+template <int kPools>
+struct LaunchArguments {
+  Rows rows;
+  Pool pools[kPools];  // blockIdx.y is the number of a pool
+  Tiling tilings[kPools];
 };
-
-// Finds the rows of the tile to write. `own`: the slots of rows first_row + threadIdx.x + i * kThreads.
-__device__ __forceinline__ void FindRows(const Slots& slots, const int32_t (&own)[kSlotsPerThread], int64_t first_row,
-                                         int num_rows, bool has_unique_slots, TileRows* tile) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int64_t later_rows = slots.rows - first_row;
-  const bool may_repeat = !has_unique_slots && later_rows > 1;
-  if (may_repeat) {
-    for (int i = thread; i < 1 << kBucketBits; i += kThreads) tile->rows_of_bucket[i] = 0;
-    __syncthreads();
-  }
-  if (thread == 0) tile->overwritten = 0;
-  if (thread < num_rows) {
-    tile->slots[thread] = own[0];
-    if (may_repeat && own[0] >= 0) atomicOr(&tile->rows_of_bucket[BucketOf(own[0])], 1u << thread);
-  }
-  __syncthreads();
-  if (!may_repeat) return;
-
-  // `position`: of a row that has this slot, counted from the first row of the tile. Rows that are known to be
-  // overwritten are not looked at again, because many rows may have the same slot.
-  const cuda::atomic_ref<uint32_t, cuda::thread_scope_block> overwritten(tile->overwritten);
-  const auto look_up = [&](int32_t slot, int64_t position) {
-    if (slot < 0) return;
-    uint32_t rows = tile->rows_of_bucket[BucketOf(slot)], found = 0;
-    if (rows != 0) rows &= ~overwritten.load(cuda::memory_order_relaxed);
-    for (; rows != 0; rows &= rows - 1) {
-      const int row = __ffs(static_cast<int>(rows)) - 1;
-      if (row < position && tile->slots[row] == slot) found |= 1u << row;
-    }
-    if (found != 0) overwritten.fetch_or(found, cuda::memory_order_relaxed);
-  };
-#pragma unroll
-  for (int i = 0; i < kSlotsPerThread; ++i) look_up(own[i], thread + i * kThreads);
-  for (int64_t begin = kSlotsPerThread * kThreads; begin < later_rows; begin += kSlotsPerThread * kThreads) {
-    int32_t more[kSlotsPerThread];
-#pragma unroll
-    for (int i = 0; i < kSlotsPerThread; ++i) more[i] = slots.Load(first_row + begin + thread + i * kThreads);
-#pragma unroll
-    for (int i = 0; i < kSlotsPerThread; ++i) look_up(more[i], begin + thread + i * kThreads);
-  }
-  __syncthreads();
-}
+static_assert(sizeof(LaunchArguments<kMaxPools>) <= 4096);
 
 // ---- Words.
-
-// float8 values of a pair of numbers, the first in the lower byte. The instruction returns the largest finite value for
-// numbers that overflow; the next code is that of NaN or, if the type has it, infinity.
-template <typename To>
-__device__ __forceinline__ uint16_t Float8Pair(float first, float second) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  uint16_t pair;
-  if constexpr (std::is_same_v<To, Float8E4M3>) {
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-  } else {
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-  }
-  const auto overflows = [](float number) {
-    const uint32_t magnitude = __float_as_uint(number) & 0x7fffffffu;
-    return To::Overflows(magnitude) && magnitude <= 0x7f800000u;  // NaN is NaN already
-  };
-  return static_cast<uint16_t>(pair + (overflows(first) ? 0x0001 : 0) + (overflows(second) ? 0x0100 : 0));
-#else
-  return static_cast<uint16_t>(To::Of(first).bits | To::Of(second).bits << 8);
-#endif
-}
-
-template <typename To, int kCount>
-__device__ __forceinline__ void StoreNumbers(const float* numbers, To* to) {
-  if constexpr (std::is_same_v<To, float>) {
-    Vector<float, kCount> vector;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) vector.lane[i] = numbers[i];
-    StoreVector<float, kCount>(to, vector);
-  } else if constexpr (sizeof(To) == 2) {
-    StoreNarrow<To, kCount>(to, numbers);
-  } else {
-    Vector<uint8_t, kCount> bytes;
-    if constexpr (std::is_same_v<To, Int8> || kCount == 1) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) bytes.lane[i] = BitCast<uint8_t>(To::Of(numbers[i]));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; i += 2) {
-        const uint16_t pair = Float8Pair<To>(numbers[i], numbers[i + 1]);
-        bytes.lane[i] = static_cast<uint8_t>(pair & 0xffu);
-        bytes.lane[i + 1] = static_cast<uint8_t>(pair >> 8);
-      }
-    }
-    StoreVector<uint8_t, kCount>(reinterpret_cast<uint8_t*>(to), bytes);
-  }
-}
 
 // The words that a thread loads and stores, copied as they are.
 template <typename T>
@@ -183,41 +73,39 @@ struct CopiedWords {
   }
 };
 
-// Words of kLanes numbers, which are scaled and converted.
-template <int kLanes>
+// Words of kLanes numbers of kBytes each, which are scaled and converted. They stay as they are until they are stored,
+// so that nothing waits for their loads before.
+template <int kLanes, int kBytes>
 struct ConvertedWords {
-  static constexpr int kCount = 2;
+  static constexpr int kCount = 4;
+  using Raw = Vector<std::conditional_t<kBytes == 4, uint32_t, uint16_t>, kLanes>;
 
-  float numbers[kCount][kLanes];
+  Raw words[kCount];
 
   template <typename At>
   __device__ __forceinline__ void Load(const Pool& pool, const At& at) {
-    DispatchRows(pool.from, [&](auto tag) {
-      using From = Vector<typename decltype(tag)::type, kLanes>;
-      From words[kCount];
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int64_t from = at(i);
-        if (from >= 0) words[i] = static_cast<const From*>(pool.rows)[from];
-      }
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) WidenLanes<typename decltype(tag)::type, kLanes>(&words[i], numbers[i]);
-    });
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t from = at(i);
+      if (from >= 0) words[i] = static_cast<const Raw*>(pool.rows)[from];
+    }
   }
 
   // `scale`: nullptr for 1.
   __device__ __forceinline__ void Store(const Pool& pool, const float* scale, int i, int64_t to) const {
-    float scaled[kLanes];
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) scaled[lane] = numbers[i][lane];
+    float numbers[kLanes] = {};
+    DispatchRows(pool.from, [&](auto tag) {
+      using From = typename decltype(tag)::type;
+      if constexpr (sizeof(From) == kBytes) WidenLanes<From, kLanes>(&words[i], numbers);
+    });
     if (scale != nullptr) {
       const float divisor = *scale;
 #pragma unroll
-      for (float& number : scaled) number = __fdiv_rn(number, divisor);
+      for (float& number : numbers) number = __fdiv_rn(number, divisor);
     }
     DispatchPool(pool.to, [&](auto tag) {
       using To = typename decltype(tag)::type;
-      StoreNumbers<To, kLanes>(scaled, static_cast<To*>(pool.dest) + to * kLanes);
+      StoreNumbers<To, kLanes>(numbers, static_cast<To*>(pool.dest) + to * kLanes);
     });
   }
 };
@@ -225,7 +113,7 @@ struct ConvertedWords {
 // ---- Tiles.
 
 template <typename Words>
-__device__ __forceinline__ void WriteTile(const LaunchArguments& launch, const Pool& pool, const Tiling& tiling,
+__device__ __forceinline__ void WriteTile(const Rows& launch, const Pool& pool, const Tiling& tiling,
                                           TileRows* tile_rows) {
   const uint32_t batch = blockIdx.x / tiling.tiles_of_batch_element;
   const uint32_t tile = blockIdx.x - batch * tiling.tiles_of_batch_element, group = tile / tiling.tiles_of_row;
@@ -244,7 +132,7 @@ __device__ __forceinline__ void WriteTile(const LaunchArguments& launch, const P
   const int64_t layer = launch.layer == nullptr ? 0 : launch.layer[launch.layer_is_shared ? 0 : batch];
   const int64_t first_source = ((pool.rows_are_shared ? 0 : batch * launch.rows) + first_row) * tiling.words_of_row;
 
-  uint32_t overwritten = 0;
+  RowBits overwritten = 0;
 #pragma unroll 1
   for (uint32_t begin = threadIdx.x; begin < RoundUp(num_words, kThreads); begin += Words::kCount * kThreads) {
     Words words;
@@ -278,27 +166,32 @@ __device__ __forceinline__ void WriteTile(const LaunchArguments& launch, const P
   }
 }
 
+template <int kPools>
 __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultiprocessor))
-    WriteRows(const __grid_constant__ LaunchArguments launch) {
+    WriteRows(const __grid_constant__ LaunchArguments<kPools> launch) {
   __shared__ TileRows tile_rows;
+  const Rows& rows = launch.rows;
   const Pool& pool = launch.pools[blockIdx.y];
   const Tiling& tiling = launch.tilings[blockIdx.y];
   if (int64_t{blockIdx.x} >= tiling.num_tiles) return;
   if (pool.converts) {
-    if (tiling.word == 1) return WriteTile<ConvertedWords<1>>(launch, pool, tiling, &tile_rows);
-    return WriteTile<ConvertedWords<kConvertedLanes>>(launch, pool, tiling, &tile_rows);
+    const bool are_wide = pool.row_bytes_of_element == 4;
+    if (tiling.word == 1 && are_wide) return WriteTile<ConvertedWords<1, 4>>(rows, pool, tiling, &tile_rows);
+    if (tiling.word == 1) return WriteTile<ConvertedWords<1, 2>>(rows, pool, tiling, &tile_rows);
+    if (are_wide) return WriteTile<ConvertedWords<kConvertedLanes, 4>>(rows, pool, tiling, &tile_rows);
+    return WriteTile<ConvertedWords<kConvertedLanes, 2>>(rows, pool, tiling, &tile_rows);
   }
   switch (tiling.word) {
     case 1:
-      return WriteTile<CopiedWords<uint8_t>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint8_t>>(rows, pool, tiling, &tile_rows);
     case 2:
-      return WriteTile<CopiedWords<uint16_t>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint16_t>>(rows, pool, tiling, &tile_rows);
     case 4:
-      return WriteTile<CopiedWords<uint32_t>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint32_t>>(rows, pool, tiling, &tile_rows);
     case 8:
-      return WriteTile<CopiedWords<uint2>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint2>>(rows, pool, tiling, &tile_rows);
     default:
-      return WriteTile<CopiedWords<uint4>>(launch, pool, tiling, &tile_rows);
+      return WriteTile<CopiedWords<uint4>>(rows, pool, tiling, &tile_rows);
   }
 }
 
@@ -340,39 +233,54 @@ Tiling TilingOf(const Call& call, const Pool& pool, int64_t most_rows_of_tile) {
   return tiling;
 }
 
+// Launches the kernel for kPools pools, or fewer.
+template <int kPools>
+CudaStatus LaunchPools(const Call& call, int first, int count, int64_t rows_of_tile, cudaStream_t stream) {
+  LaunchArguments<kPools> launch{};
+  launch.rows = {call.slot_of_row,
+                 call.layer,
+                 call.slot_of_row_is_shared,
+                 call.layer_is_shared,
+                 call.has_unique_slots,
+                 call.layers,
+                 call.slots,
+                 call.rows};
+  int64_t most_tiles = 0;
+  for (int i = 0; i < count; ++i) {
+    launch.pools[i] = call.pools[first + i];
+    launch.tilings[i] = TilingOf(call, launch.pools[i], rows_of_tile);
+    most_tiles = std::max(most_tiles, launch.tilings[i].num_tiles);
+  }
+  WriteRows<kPools><<<dim3(GridSize(most_tiles), count), kThreads, 0, stream>>>(launch);
+  return JB_LAUNCH_STATUS(WriteRows);
+}
+
 }  // namespace
 
-CudaStatus Launch(const Call& call, cudaStream_t stream) {
-  for (const Copy& copy : call.copies) {
+CudaStatus CopyPools(const std::vector<Copy>& copies, cudaStream_t stream) {
+  for (const Copy& copy : copies) {
     const size_t bytes = static_cast<size_t>(copy.bytes);
     JB_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream));
   }
+  return {};
+}
+
+CudaStatus Launch(const Call& call, cudaStream_t stream) {
+  JB_RETURN_IF_CUDA_ERROR(CopyPools(call.copies, stream));
   if (call.pools.empty()) return {};
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
   const int count = static_cast<int>(call.pools.size());
-  // As many tiles as fit on the GPU at once. More rows in a tile save lookups.
-  const int64_t rows_of_tile =
-      CeilDivide(MultiplySizes(call.batch, call.rows) * count, kBlocksPerMultiprocessor * int64_t{multiprocessors});
+  // The tiles fill the GPU once, or a whole number of times. More rows in a tile save lookups.
+  const int64_t rows = MultiplySizes(call.batch, call.rows) * count;
+  const int64_t tiles_at_once = kBlocksPerMultiprocessor * int64_t{multiprocessors};
+  const int64_t times = std::max<int64_t>(1, CeilDivide(rows, tiles_at_once * kMaxRowsOfTile));
+  const int64_t rows_of_tile = CeilDivide(rows, tiles_at_once * times);
   for (int first = 0; first < count; first += kMaxPools) {
     const int pools_of_launch = std::min(count - first, kMaxPools);
-    LaunchArguments launch{};
-    launch.slot_of_row = call.slot_of_row;
-    launch.layer = call.layer;
-    launch.slot_of_row_is_shared = call.slot_of_row_is_shared;
-    launch.layer_is_shared = call.layer_is_shared;
-    launch.has_unique_slots = call.has_unique_slots;
-    launch.layers = call.layers;
-    launch.slots = call.slots;
-    launch.rows = call.rows;
-    int64_t most_tiles = 0;
-    for (int i = 0; i < pools_of_launch; ++i) {
-      launch.pools[i] = call.pools[first + i];
-      launch.tilings[i] = TilingOf(call, launch.pools[i], rows_of_tile);
-      most_tiles = std::max(most_tiles, launch.tilings[i].num_tiles);
-    }
-    WriteRows<<<dim3(GridSize(most_tiles), pools_of_launch), kThreads, 0, stream>>>(launch);
-    JB_RETURN_IF_LAUNCH_ERROR(WriteRows);
+    constexpr int kFewPools = 2;
+    const auto launch = pools_of_launch <= kFewPools ? LaunchPools<kFewPools> : LaunchPools<kMaxPools>;
+    JB_RETURN_IF_CUDA_ERROR(launch(call, first, pools_of_launch, rows_of_tile, stream));
   }
   return {};
 }

@@ -103,6 +103,7 @@ struct Pool {
   bool rows_are_shared = false;   // by the batch
   bool scales_are_shared = false;
   bool converts = false;  // otherwise bits are copied
+  int32_t number = 0;     // among the pools of the call
   Format from = Format::kOther, to = Format::kOther;
   int32_t row_bytes_of_element = 0, pool_bytes_of_element = 0;
   int64_t outer = 1, inner = 1;

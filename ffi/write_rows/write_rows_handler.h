@@ -48,19 +48,27 @@ enum ScaleKind : int64_t { kNoScale, kOneScale, kScalePerHead };
 // that have some.
 class Decoder {
  public:
-  Decoder(ffi::RemainingArgs operands, ffi::RemainingRets results) : operands_(operands), results_(results) {}
+  // Of the operands and results, takes the first `num_operands` and `num_pools`.
+  Decoder(const char* op, ffi::RemainingArgs operands, size_t num_operands, ffi::RemainingRets results,
+          size_t num_pools)
+      : op_(op),
+        operands_(operands),
+        results_(results),
+        num_own_operands_(num_operands),
+        num_pools_(num_pools),
+        batch_(op) {}
 
   ffi::Error Decode(int64_t axis, bool has_layer, ffi::Span<const int64_t> scales, int64_t num_batch_dims, Call* call) {
-    const size_t num_pools = results_.size();
+    const size_t num_pools = num_pools_;
     size_t num_operands = 2 * num_pools + 1 + (has_layer ? 1 : 0);
     bool is_valid = scales.size() == num_pools;
     for (const int64_t kind : scales) {
       is_valid = is_valid && kNoScale <= kind && kind <= kScalePerHead;
       num_operands += kind == kNoScale ? 0 : 1;
     }
-    if (!is_valid) return InvalidArgument(kOp, "scales expected: 0, 1 or 2 for each result");
-    if (num_pools == 0 || operands_.size() != num_operands) {
-      return InvalidArgument(kOp, "got " + std::to_string(operands_.size()) + " operands and " +
+    if (!is_valid) return InvalidArgument(op_, "scales expected: 0, 1 or 2 for each result");
+    if (num_pools == 0 || num_own_operands_ != num_operands) {
+      return InvalidArgument(op_, "got " + std::to_string(num_own_operands_) + " operands and " +
                                       std::to_string(num_pools) + " results, expected " + std::to_string(num_operands) +
                                       " operands for at least one result");
     }
@@ -71,13 +79,14 @@ class Decoder {
     if (has_layer) {
       const ffi::AnyBuffer layer = *operands_.get<ffi::AnyBuffer>(next++);
       BatchedBuffer view;
-      JB_RETURN_IF_ERROR(CheckType(kOp, "layer", layer, ffi::DataType::S32));
+      JB_RETURN_IF_ERROR(CheckType(op_, "layer", layer, ffi::DataType::S32));
       JB_RETURN_IF_ERROR(batch_.Check("layer", layer, /*may_be_shared=*/true, {}, &view));
       call->layer = static_cast<const int32_t*>(view.data);
       call->layer_is_shared = view.is_shared;
     }
     for (size_t i = 0; i < num_pools; ++i) {
       Pool pool;
+      pool.number = static_cast<int32_t>(i);
       JB_RETURN_IF_ERROR(DecodePool(i, call, &pool));
       JB_RETURN_IF_ERROR(DecodeRows(i, num_pools + i, scales[i], &next, *call, &pool));
       const bool has_work = pool.row_elements() > 0 && call->batch > 0 && call->layers > 0 && call->slots > 0;
@@ -93,7 +102,7 @@ class Decoder {
     JB_RETURN_IF_ERROR(batch_.Decode("dest 0", dest, num_batch_dims, kTrailing));
     const auto dims = batch_.View(dest, /*may_be_shared=*/false)->dims;
     if (axis < 0 || dims.size() <= first_pool_axis_ || static_cast<uint64_t>(axis) >= dims.size() - first_pool_axis_) {
-      return InvalidArgument(kOp, "dest 0 has shape " + ShapeString(dest.dimensions()) +
+      return InvalidArgument(op_, "dest 0 has shape " + ShapeString(dest.dimensions()) +
                                       ", expected an axis of slots number " + std::to_string(axis));
     }
     slot_axis_ = first_pool_axis_ + static_cast<size_t>(axis);
@@ -101,9 +110,9 @@ class Decoder {
     call->layers = first_pool_axis_ == 1 ? dims[0] : 1;
     call->slots = dims[slot_axis_];
     if (call->slots > std::numeric_limits<int32_t>::max()) {
-      return InvalidArgument(kOp, "dest 0 has " + std::to_string(call->slots) + " slots, expected less than 2^31");
+      return InvalidArgument(op_, "dest 0 has " + std::to_string(call->slots) + " slots, expected less than 2^31");
     }
-    JB_RETURN_IF_ERROR(CheckType(kOp, "slots", slots, ffi::DataType::S32));
+    JB_RETURN_IF_ERROR(CheckType(op_, "slots", slots, ffi::DataType::S32));
     const auto view = batch_.View(slots, /*may_be_shared=*/true);
     if (!view || view->dims.size() != 1) return batch_.WrongShape("slots", slots, /*may_be_shared=*/true, "rows");
     call->slot_of_row = static_cast<const int32_t*>(view->data);
@@ -120,10 +129,10 @@ class Decoder {
     fits = fits && (first_pool_axis_ == 0 || view->dims[0] == call->layers);
     if (!fits) return batch_.WrongShape(name.c_str(), dest, /*may_be_shared=*/false, kTrailing);
     pool->pool_bytes_of_element = WholeByteWidth(dest.element_type());
-    if (pool->pool_bytes_of_element == 0) return UnsupportedType(kOp, name.c_str(), dest.element_type());
-    JB_RETURN_IF_ERROR(CheckType(kOp, name_of_result.c_str(), result, dest.element_type()));
+    if (pool->pool_bytes_of_element == 0) return UnsupportedType(op_, name.c_str(), dest.element_type());
+    JB_RETURN_IF_ERROR(CheckType(op_, name_of_result.c_str(), result, dest.element_type()));
     if (!(result.dimensions() == dest.dimensions())) {
-      return WrongShape(kOp, name_of_result.c_str(), result, ShapeString(dest.dimensions()));
+      return WrongShape(op_, name_of_result.c_str(), result, ShapeString(dest.dimensions()));
     }
     dims_ = view->dims;
     for (size_t axis = first_pool_axis_; axis < dims_.size(); ++axis) {
@@ -160,14 +169,14 @@ class Decoder {
     pool->row_bytes_of_element = WholeByteWidth(type);
     pool->converts = type != pool_type || scale_kind != kNoScale;
     JB_RETURN_IF_ERROR(CheckType(
-        kOp, name.c_str(), rows, [&] { return TypeName(pool_type) + ", or a type that is converted to it"; },
+        op_, name.c_str(), rows, [&] { return TypeName(pool_type) + ", or a type that is converted to it"; },
         !pool->converts || Converts(pool->from, pool->to)));
     if (scale_kind == kNoScale) return ffi::Error::Success();
     const std::string name_of_scale = "scale " + std::to_string(i);
     const ffi::AnyBuffer scale = *operands_.get<ffi::AnyBuffer>((*next)++);
     const bool is_per_head = scale_kind == kScalePerHead;
     if (is_per_head && view->dims.size() < 2) return batch_.WrongRank(name.c_str(), rows, "rows, heads, ...");
-    JB_RETURN_IF_ERROR(CheckType(kOp, name_of_scale.c_str(), scale, ffi::DataType::F32));
+    JB_RETURN_IF_ERROR(CheckType(op_, name_of_scale.c_str(), scale, ffi::DataType::F32));
     const int64_t heads = is_per_head ? view->dims[1] : 1;
     const auto of_scale = batch_.View(scale, /*may_be_shared=*/true);
     const bool scale_fits =
@@ -184,9 +193,11 @@ class Decoder {
 
   static constexpr const char* kTrailing = "layers if there are some, and the slots of the first pool on the same axis";
 
+  const char* op_;
   ffi::RemainingArgs operands_;
   ffi::RemainingRets results_;
-  Batch batch_{kOp};
+  size_t num_own_operands_, num_pools_;
+  Batch batch_;
   size_t first_pool_axis_ = 0, slot_axis_ = 0;  // after the batch
   ffi::AnyBuffer::Dimensions dims_;             // of the current pool, after the batch
 };
@@ -204,7 +215,8 @@ ffi::Error HandleRows(Context context, ffi::RemainingArgs operands, ffi::Remaini
                       bool has_layer, bool has_unique_slots, ffi::Span<const int64_t> scales, int64_t num_batch_dims) {
   Call call;
   call.has_unique_slots = has_unique_slots;
-  JB_RETURN_IF_ERROR(Decoder(operands, results).Decode(axis, has_layer, scales, num_batch_dims, &call));
+  Decoder decoder(kOp, operands, operands.size(), results, results.size());
+  JB_RETURN_IF_ERROR(decoder.Decode(axis, has_layer, scales, num_batch_dims, &call));
   return kRun(context, call);
 }
 

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,9 @@ def rope(
     interleaved: bool = True,
     layout: HeadLayout | None = None,
     rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
     implementation: Implementation | None = None,
@@ -69,16 +72,23 @@ def rope(
       positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default: 0
         to S - 1, so decoding one token must pass its position; under ``jax.shard_map``, S is the length of the device's
         part of the sequence. Any value of any integer dtype, also negative. uint64, and uint32 while 64-bit types are
-        off, run as plain JAX. One position per token: ``[3, S]``, as in M-RoPE, would be read as the positions of three
-        examples.
+        off, run as plain JAX. With `sections`, one row for each: ``[sections, S]`` or ``[sections, B, S]``.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX, and in Llama's weights as Hugging Face publishes them. The shapes
         are the same: the wrong choice gives wrong numbers, and no error.
       layout: "BHSD" or "BSHD", the order of batch, heads, sequence and features. Default: "BHSD"; required if there are
         as many heads as positions, because the shapes would not reveal a mistake.
-      rotary_dim: the number of leading features to rotate; even. The others pass through unchanged. Default: D, which
-        then must be even.
+      rotary_dim: the number of features to rotate; even. They are neighbours, and the others pass through unchanged.
+        Default: all from `rotary_offset` on, whose number then must be even.
+      rotary_offset: the first rotated feature. 0 by default; D - rotary_dim if the rotated features stand last in the
+        head, as in DeepSeek's MLA.
+      sections: for tokens with several positions, as in M-RoPE (Qwen2-VL: temporal, height, width): the number of pairs
+        that each row of `positions` rotates, such as ``(16, 24, 24)``, which sum to ``rotary_dim/2``. Default: one
+        position per token. More than 4 sections run as plain JAX.
+      sections_interleaved: False: pairs of a section are neighbours, as in Qwen2-VL. True: sections take turns, as in
+        Qwen3-VL: pair i belongs to section ``j = i % len(sections)`` if ``i < len(sections) * sections[j]``, else to
+        section 0.
       inv_freq: ``[rotary_dim/2]``, float64 or integers: frequencies that replace those of `base`, such as the result of
         :func:`rope_frequencies`. A constant: no gradient flows to it. NumPy arrays keep all bits of float64, even with
         64-bit types off. Or ``[2, rotary_dim/2]``, floating, whose two rows are added. Traced arrays can then be
@@ -91,7 +101,8 @@ def rope(
     Raises:
       TypeError: an argument is not an array or number, or has an unsuitable dtype.
       ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `base` or `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
+        `rotary_offset` is out of range; `sections` do not sum to ``rotary_dim/2``, or lack positions; `base` or `scale`
+        is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
 
     In place: if `jax.jit` donates an array that is passed to this function unchanged, the result is written to its
     memory.
@@ -113,7 +124,10 @@ def rope(
       >>> print(jnp.allclose(jb.rope(x, jnp.arange(16)), y))
       True
     """
-    params, arrays = _canonicalize("rope", {"x": x}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale)
+    options = RotationOptions(
+        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
+    )
+    params, arrays = _canonicalize("rope", {"x": x}, positions, layout, options)
     [y] = _rope(params, **arrays)
     return y
 
@@ -128,6 +142,9 @@ def rope_backward(
     interleaved: bool = True,
     layout: HeadLayout | None = None,
     rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
     implementation: Implementation | None = None,
@@ -149,9 +166,10 @@ def rope_backward(
       >>> print(jnp.array_equal(vjp(d_output)[0], jb.rope_backward(d_output)))
       True
     """
-    params, arrays = _canonicalize(
-        "rope_backward", {"d_output": d_output}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    options = RotationOptions(
+        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
     )
+    params, arrays = _canonicalize("rope_backward", {"d_output": d_output}, positions, layout, options)
     [dx] = _call(Params(params, inverse=True), **arrays)
     return dx
 
@@ -168,6 +186,9 @@ def rope_qk(
     interleaved: bool = True,
     layout: HeadLayout | None = None,
     rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
     implementation: Implementation | None = None,
@@ -190,9 +211,10 @@ def rope_qk(
       >>> print(q_rotated.shape, k_rotated.shape, jnp.array_equal(k_rotated, jb.rope(k, interleaved=False)))
       (2, 8, 16, 4) (2, 2, 16, 4) True
     """
-    params, arrays = _canonicalize(
-        "rope_qk", {"q": q, "k": k}, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    options = RotationOptions(
+        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
     )
+    params, arrays = _canonicalize("rope_qk", {"q": q, "k": k}, positions, layout, options)
     q, k = _rope(params, **arrays)
     return q, k
 
@@ -208,6 +230,9 @@ def rope_qk_backward(
     interleaved: bool = True,
     layout: HeadLayout | None = None,
     rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
     inv_freq: ArrayLike | None = None,
     scale: float = 1.0,
     implementation: Implementation | None = None,
@@ -232,16 +257,17 @@ def rope_qk_backward(
       [True, True]
     """
     cotangents = {"d_q_output": d_q_output, "d_k_output": d_k_output}
-    params, arrays = _canonicalize(
-        "rope_qk_backward", cotangents, positions, base, interleaved, layout, rotary_dim, inv_freq, scale
+    options = RotationOptions(
+        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
     )
+    params, arrays = _canonicalize("rope_qk_backward", cotangents, positions, layout, options)
     dq, dk = _call(Params(params, inverse=True), **arrays)
     return dq, dk
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX. Features are [B, H, S, D] or [B, S, H, D]; positions [B, S]; frequencies [2, P] for P pairs:
-# the rounded frequency and its rounding error.
+# Reference in plain JAX. Features are [B, H, S, D] or [B, S, H, D]; positions [B, S], or [A, B, S] with A sections;
+# frequencies [2, P] for P pairs: the rounded frequency and its rounding error.
 
 
 def _sequence_axis(heads_first: bool) -> int:
@@ -300,9 +326,27 @@ def _cos_and_sin_of_units(angle: Array) -> tuple[Array, Array]:
     return sign * cos, sign * sin
 
 
+def _section_of_pair(sections: tuple[int, ...], are_interleaved: bool) -> np.ndarray:
+    pairs = np.arange(sum(sections))
+    if not are_interleaved:
+        return np.repeat(np.arange(len(sections)), sections)
+    in_turn = pairs % len(sections)
+    return np.where(pairs < len(sections) * np.array(sections)[in_turn], in_turn, 0)
+
+
+def _positions_of_pairs(positions: Array, sections: tuple[int, ...], are_interleaved: bool) -> Array:
+    """The position that rotates each pair, ``[B, S, P]``; ``[B, S, 1]`` without sections."""
+    if not sections:
+        return positions[..., None]
+    section = _section_of_pair(sections, are_interleaved)
+    of_pairs = jnp.broadcast_to(positions[0, ..., None], (*positions.shape[1:], len(section)))
+    for i in range(1, len(sections)):
+        of_pairs = jnp.where(section == i, positions[i, ..., None], of_pairs)
+    return of_pairs
+
+
 def _cos_and_sin_of_product(positions: Array, frequencies: Array) -> tuple[Array, Array]:
-    """Cosine and sine of position times frequency, ``[B, S, P]``."""
-    positions = positions[..., None]
+    """Cosine and sine of position times frequency, ``[B, S, P]``. Positions are those of pairs."""
     if frequencies.dtype == jnp.float64 or positions.dtype.itemsize == 8:
         angle = positions.astype(jnp.float64) * jnp.sum(frequencies.astype(jnp.float64), axis=0)[None, None]
         return jnp.cos(angle).astype(frequencies.dtype), jnp.sin(angle).astype(frequencies.dtype)
@@ -365,22 +409,31 @@ def _table(numpy: ModuleType, cos: Any, sin: Any, interleaved: bool) -> tuple[An
 
 
 def _rotate(
-    x: Array, cos: Array, sin: Array, *, inverse: bool, heads_first: bool, interleaved: bool, rotary_dim: int
+    x: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    inverse: bool,
+    heads_first: bool,
+    interleaved: bool,
+    rotary_dim: int,
+    rotary_offset: int,
 ) -> Array:
     """The features with their pairs rotated by the angles of a table, or by the negative angles if `inverse`."""
     head_axis = _sequence_axis(not heads_first)  # the other one
     cos, sin = jnp.expand_dims(cos, head_axis), (-1 if inverse else 1) * jnp.expand_dims(sin, head_axis)
-    rotated, passthrough = x[..., :rotary_dim].astype(cos.dtype), x[..., rotary_dim:]
+    end = rotary_offset + rotary_dim
+    before, rotated, after = x[..., :rotary_offset], x[..., rotary_offset:end].astype(cos.dtype), x[..., end:]
     if interleaved:
         partners = jnp.flip(rotated.reshape(*x.shape[:-1], rotary_dim // 2, 2), axis=-1).reshape(rotated.shape)
         results = [rotated * cos + partners * sin]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
         results = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*(result.astype(x.dtype) for result in results), passthrough], axis=-1)
+    return jnp.concatenate([before, *(result.astype(x.dtype) for result in results), after], axis=-1)
 
 
-def _reference(
+def reference_rotation(
     *operands: Array,
     heads_first: bool,
     interleaved: bool,
@@ -388,6 +441,9 @@ def _reference(
     constant_angles: ConstantAngles | None,
     inverse: bool,
     rotary_dim: int,
+    rotary_offset: int,
+    sections: tuple[int, ...],
+    sections_interleaved: bool,
 ) -> list[Array]:
     *features, frequencies, positions = operands
     length = features[0].shape[_sequence_axis(heads_first)]
@@ -395,10 +451,18 @@ def _reference(
         cos, sin = _constant_table(constant_angles, length, np.dtype(frequencies.dtype), scale, interleaved)()
     else:
         positions = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
-        cos, sin = _cos_and_sin_of_product(positions, frequencies)
+        of_pairs = _positions_of_pairs(positions, sections, sections_interleaved)
+        cos, sin = _cos_and_sin_of_product(of_pairs, frequencies)
         cos, sin = _table(jnp, scale * cos, scale * sin, interleaved)
-    rotation = {"inverse": inverse, "heads_first": heads_first, "interleaved": interleaved, "rotary_dim": rotary_dim}
-    return [_rotate(x, cos, sin, **rotation) for x in features]
+    rotate = functools.partial(
+        _rotate,
+        inverse=inverse,
+        heads_first=heads_first,
+        interleaved=interleaved,
+        rotary_dim=rotary_dim,
+        rotary_offset=rotary_offset,
+    )
+    return [rotate(x, cos, sin) for x in features]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -415,7 +479,7 @@ def _features(*, num_arrays: int, heads_first: bool) -> NamedDimensions:
 
 
 def _plan_parameters(
-    *operands: Any, num_arrays: int, heads_first: bool, interleaved: bool, rotary_dim: int
+    *operands: Any, num_arrays: int, heads_first: bool, interleaved: bool, rotary_dim: int, rotary_offset: int
 ) -> dict[str, int]:
     features = operands[:num_arrays]
     examples, _, _, size = features[0].shape
@@ -425,14 +489,21 @@ def _plan_parameters(
         "heads": sum(x.shape[1 if heads_first else 2] for x in features),
         "features": size,
         "rotary_dim": rotary_dim,
+        "rotary_offset": rotary_offset,
         "heads_first": heads_first,
         "interleaved": interleaved,
         "element_bytes": np.dtype(features[0].dtype).itemsize,
     }
 
 
-def _positions_limit(*operands: Any) -> str | None:
+MAX_SECTIONS = 4
+"""The maximum number of sections that kernels take."""
+
+
+def positions_limit(*operands: Any, sections: tuple[int, ...]) -> str | None:
     positions = operands[-1]
+    if len(sections) > MAX_SECTIONS:
+        return f"kernels take at most {MAX_SECTIONS} sections, not {len(sections)}"
     if positions is None or positions.dtype.name in ("int32", "int64"):
         return None
     return f"kernels take positions of int32 and int64, not of {positions.dtype.name}"
@@ -470,20 +541,29 @@ ROPE = Op(
         "rope_qk": {"num_arrays": 2, "inverse": False},
         "rope_qk_backward": {"num_arrays": 2, "inverse": True},
     },
-    operands=lambda *, num_arrays, heads_first: {
+    operands=lambda *, num_arrays, heads_first, sections: {
         **_features(num_arrays=num_arrays, heads_first=heads_first),
         "frequencies": ("part", "pair"),
-        "positions": ("example", "sequence"),
+        "positions": (*(("section",) if sections else ()), "example", "sequence"),
     },
     optional={"positions": "has_positions"},
     results=_features,
-    reference=_reference,
+    reference=reference_rotation,
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
-    attributes=("heads_first", "interleaved", "rotary_dim", "scale", "has_positions"),
+    attributes=(
+        "heads_first",
+        "interleaved",
+        "rotary_dim",
+        "rotary_offset",
+        "sections",
+        "sections_interleaved",
+        "scale",
+        "has_positions",
+    ),
     plan_parameters=_plan_parameters,
-    limit=_positions_limit,
-    replicated_dims=("part", "pair", "feature"),
+    limit=positions_limit,
+    replicated_dims=("part", "pair", "section", "feature"),
     independent_dims=("example", "head", "q_head", "k_head"),
     shard_program=_shard_rotation,
     xla_rules=(
@@ -537,16 +617,62 @@ _rope = KernelVjp("rope", _forward, _backward)
 # Canonicalisation of arguments, shared by the whole family.
 
 
+class RotationOptions(NamedTuple):
+    """The keyword arguments that all rotations have."""
+
+    base: float
+    interleaved: bool
+    rotary_dim: int | None
+    rotary_offset: int
+    sections: Sequence[int] | None
+    sections_interleaved: bool
+    inv_freq: ArrayLike | None
+    scale: float
+
+    def checked(
+        self, name: str, argument: str, size: int, dtype: np.dtype[Any]
+    ) -> tuple[dict[str, Any], Array, np.ndarray | None]:
+        """The params of the op, the frequencies in `dtype`, and in float64 if they are constants.
+
+        Args:
+          argument: the name of an array with the rotated features.
+          size: its number of features.
+        """
+        rotary_offset = whole_number(name, "rotary_offset", self.rotary_offset, minimum=0)
+        rotary_dim = _checked_rotary_dim(name, argument, size, rotary_offset, self.rotary_dim)
+        base = real_number(name, "base", self.base, positive=True)
+        frequencies, constants = _frequencies(name, self.inv_freq, base, rotary_dim, dtype)
+        params = {
+            "interleaved": bool(self.interleaved),
+            "rotary_dim": rotary_dim,
+            "rotary_offset": rotary_offset,
+            "sections": _checked_sections(name, self.sections, rotary_dim),
+            "sections_interleaved": bool(self.sections_interleaved),
+            "scale": real_number(name, "scale", self.scale),
+        }
+        return params, frequencies, constants
+
+
+def _checked_sections(name: str, sections: Sequence[int] | None, rotary_dim: int) -> tuple[int, ...]:
+    """The numbers of pairs; empty without sections."""
+    if sections is None:
+        return ()
+    if not isinstance(sections, list | tuple | np.ndarray):
+        raise TypeError(f"{name}: sections must be a sequence of integers, got {type(sections).__name__}")
+    sections = tuple(whole_number(name, f"sections[{i}]", x, minimum=0) for i, x in enumerate(sections))
+    if not sections or sum(sections) != rotary_dim // 2:
+        raise ValueError(
+            f"{name}: sections must sum to rotary_dim / 2 = {rotary_dim // 2}, the number of pairs, got {sections}"
+        )
+    return sections
+
+
 def _canonicalize(
     name: str,
     rotated: Mapping[str, ArrayLike],
     positions: ArrayLike | None,
-    base: float,
-    interleaved: bool,
     layout: HeadLayout | None,
-    rotary_dim: int | None,
-    inv_freq: ArrayLike | None,
-    scale: float,
+    options: RotationOptions,
 ) -> tuple[Params, dict[str, Any]]:
     """The params, and the arrays by name: `features` (a list), `frequencies`, and `positions` or None.
 
@@ -581,22 +707,17 @@ def _canonicalize(
                 f"{_ADVICE_ON_LAYOUT if fits_other_layout else ''}"
             )
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
-    rotary_dim = _checked_rotary_dim(name, first_name, size, rotary_dim)
-    base, scale = real_number(name, "base", base, positive=True), real_number(name, "scale", scale)
     dtype = np.dtype(accumulation_dtype(first.dtype))
-    frequencies, constants = _frequencies(name, inv_freq, base, rotary_dim, dtype)
+    rotation, frequencies, constants = options.checked(name, first_name, size, dtype)
     constant_angles = None if positions is not None else _constant_angles(constants, length, dtype)
     if positions is not None:
         other_length = first.shape[1] if layout is None else None
-        positions = _checked_positions(name, positions, examples, length, heads_first, other_length)
+        sections = rotation["sections"]
+        positions = _checked_positions(name, positions, examples, length, sections, heads_first, other_length)
+    elif options.sections is not None:
+        raise ValueError(f"{name}: positions must be given with sections, one row for each")
     params = Params(
-        num_arrays=len(arrays),
-        inverse=False,
-        heads_first=heads_first,
-        interleaved=bool(interleaved),
-        rotary_dim=rotary_dim,
-        scale=scale,
-        constant_angles=constant_angles,
+        num_arrays=len(arrays), inverse=False, heads_first=heads_first, constant_angles=constant_angles, **rotation
     )
     return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}
 
@@ -608,19 +729,21 @@ def _named(heads_first: bool) -> str:
     return f"layout={'BHSD' if heads_first else 'BSHD'!r}"
 
 
-def _checked_rotary_dim(name: str, argument: str, size: int, rotary_dim: int | None) -> int:
+def _checked_rotary_dim(name: str, argument: str, size: int, rotary_offset: int, rotary_dim: int | None) -> int:
+    from_offset = f" from rotary_offset = {rotary_offset} on" if rotary_offset else ""
+    rest = size - rotary_offset
     if rotary_dim is None:
-        if size % 2 or size == 0:
+        if rest % 2 or rest <= 0:
             raise ValueError(
-                f"{name}: {argument} must have an even and positive number of features D unless rotary_dim is given, "
-                f"got D = {size}"
+                f"{name}: {argument} must have an even and positive number of features D{from_offset} unless "
+                f"rotary_dim is given, got D = {size}"
             )
-        return size
+        return rest
     rotary_dim = whole_number(name, "rotary_dim", rotary_dim, minimum=2)
-    if rotary_dim % 2 or rotary_dim > size:
+    if rotary_dim % 2 or rotary_dim > rest:
         raise ValueError(
-            f"{name}: rotary_dim must be even and at most the number of features D of {argument}, {size}, "
-            f"got {rotary_dim}"
+            f"{name}: rotary_dim must be even and at most the number of features D of {argument}{from_offset}, "
+            f"{max(rest, 0)}, got {rotary_dim}"
         )
     return rotary_dim
 
@@ -685,15 +808,37 @@ def _two_parts(high: Array, low: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _checked_positions(
-    name: str, positions: ArrayLike, examples: int, length: int, heads_first: bool, other_length: int | None
+    name: str,
+    positions: ArrayLike,
+    examples: int,
+    length: int,
+    sections: tuple[int, ...],
+    heads_first: bool,
+    other_length: int | None,
 ) -> Array:
-    """The positions ``[B, S]``, or ``[1, S]`` if all examples share them.
-
-    The dtype is int32 or int64, or uint32 or uint64 if no available signed dtype holds all values.
+    """The positions ``[B, S]``, or ``[1, S]`` if all examples share them; with sections ``[A, B, S]``.
 
     Args:
       other_length: S in the other layout, which the caller may have meant; None if the caller named the layout.
     """
+    positions = integer_positions(name, positions)
+    leading, letter = ((len(sections),), "sections, ") if sections else ((), "")
+    shared, own = (*leading, length), (*leading, examples, length)
+    if positions.shape not in (shared, own, (*leading, 1, length)):
+        advice = ""
+        if positions.ndim > 0 and positions.shape[-1] == other_length:
+            advice = _ADVICE_ON_LAYOUT
+        elif not sections and positions.ndim > 1 and positions.shape[0] == 3:
+            advice = "; positions of three axes (M-RoPE) need sections"
+        raise ValueError(
+            f"{name}: positions must have shape [{letter}S] = {shared} or [{letter}B, S] = {own} "
+            f"({_named(heads_first)}), got {positions.shape}{advice}"
+        )
+    return jnp.expand_dims(positions, -2) if positions.shape == shared else positions
+
+
+def integer_positions(name: str, positions: ArrayLike) -> Array:
+    """Positions of int32 or int64, or of uint32 or uint64 if no available signed dtype holds all values."""
     if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.size > 0:
         fitting = np.iinfo(jax.dtypes.canonicalize_dtype(positions.dtype))
         if positions.min() < fitting.min or positions.max() > fitting.max:
@@ -704,18 +849,8 @@ def _checked_positions(
     positions = as_array(name, "positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{name}: positions must have an integer dtype, got {positions.dtype}")
-    if positions.shape not in ((length,), (examples, length), (1, length)):
-        advice = ""
-        if positions.ndim > 0 and positions.shape[-1] == other_length:
-            advice = _ADVICE_ON_LAYOUT
-        elif positions.ndim > 1 and positions.shape[0] == 3:
-            advice = "; positions of three axes (M-RoPE) are not supported, only one position per token"
-        raise ValueError(
-            f"{name}: positions must have shape [S] = ({length},) or [B, S] = ({examples}, {length}) "
-            f"({_named(heads_first)}), got {positions.shape}{advice}"
-        )
     if positions.dtype.itemsize < 4:
         positions = positions.astype(jnp.int32)
     elif positions.dtype == jnp.uint32 and jax.config.jax_enable_x64:
         positions = positions.astype(jnp.int64)
-    return positions[None] if positions.ndim == 1 else positions
+    return positions

@@ -98,11 +98,12 @@ def write_rows(
     is_one = not isinstance(dests, list | tuple)
     all_dests, all_rows, all_scales = ([dests], [rows], [scale]) if is_one else _of_structure(name, dests, rows, scale)
     labels = [""] if is_one else [f"[{i}]" for i in range(len(all_dests))]
+    names = [PoolNames(f"dests{label}", f"rows{label}", f"scale{label}") for label in labels]
     pools = [
-        _Pool(as_array(name, f"dests{label}", dest), as_array(name, f"rows{label}", own_rows), own_scale)
-        for label, dest, own_rows, own_scale in zip(labels, all_dests, all_rows, all_scales, strict=True)
+        PoolWrite(as_array(name, own.dest, dest), as_array(name, own.rows, own_rows), own_scale)
+        for own, dest, own_rows, own_scale in zip(names, all_dests, all_rows, all_scales, strict=True)
     ]
-    results = _write(_checked(name, labels, pools, slots, axis, layer)) if pools else []
+    results = _write(checked_write(name, names, pools, slots, axis, layer)) if pools else []
     if is_one:
         return results[0]
     return results if isinstance(dests, list) else tuple(results)
@@ -112,7 +113,7 @@ def write_rows(
 # Reference in plain JAX.
 
 
-class _Operands(NamedTuple):
+class WriteOperands(NamedTuple):
     """The operands of the ops by kind. The gradient has no rows."""
 
     pools: Sequence[Array]
@@ -122,19 +123,19 @@ class _Operands(NamedTuple):
     scales: Sequence[Array | None]
 
     @staticmethod
-    def of(operands: Sequence[Array], has_layer: bool, scales: Sequence[int], has_rows: bool = True) -> _Operands:
+    def of(operands: Sequence[Array], has_layer: bool, scales: Sequence[int], has_rows: bool = True) -> WriteOperands:
         num, rest = len(scales), iter(operands)
         pools = [next(rest) for _ in range(num)]
         rows = [next(rest) for _ in range(num if has_rows else 0)]
         slots, layer = next(rest), next(rest) if has_layer else None
-        return _Operands(pools, rows, slots, layer, [next(rest) if kind else None for kind in scales])
+        return WriteOperands(pools, rows, slots, layer, [next(rest) if kind else None for kind in scales])
 
     def flat(self) -> list[Array]:
         optional = [self.layer, *self.scales]
         return [*self.pools, *self.rows, self.slots, *(x for x in optional if x is not None)]
 
 
-def _is_last(slots: Array) -> Array:
+def is_last_of_slot(slots: Array) -> Array:
     """Which rows are the last ones of their slot."""
     if slots.shape[0] == 1:
         return jnp.ones(slots.shape, bool)
@@ -155,7 +156,7 @@ def _index(pool: Array, slots: Array, layer: Array | None, axis: int, are_unique
     num_slots = pool.shape[axis if layer is None else axis + 1]
     is_written = (slots >= 0) & (slots < num_slots)
     if not are_unique:
-        is_written &= _is_last(slots)
+        is_written &= is_last_of_slot(slots)
     if layer is not None:
         is_written &= (layer >= 0) & (layer < pool.shape[0])
     slots = jnp.where(is_written, slots, num_slots + jax.lax.iota(jnp.int32, slots.shape[0]))
@@ -193,10 +194,10 @@ def _with_rows(pool: Array, rows: Array, index: tuple[Any, ...], axis: int) -> A
     return of_bits(_set(as_bits(pool), index, as_bits(rows)), pool.dtype)
 
 
-def _reference_write(
+def reference_write(
     *operands: Array, axis: int, has_layer: bool, scales: Sequence[int], has_unique_slots: bool
 ) -> list[Array]:
-    pools, rows, slots, layer, of_pools = _Operands.of(operands, has_layer, scales)
+    pools, rows, slots, layer, of_pools = WriteOperands.of(operands, has_layer, scales)
     index = _index(pools[0], slots, layer, axis, has_unique_slots)
     return [
         _with_rows(pool, _converted(_scaled(x, scale), pool.dtype), index, axis)
@@ -212,7 +213,7 @@ def _reference_backward(
     has_unique_slots: bool,
     row_dtypes: Sequence[str],
 ) -> list[Array]:
-    cotangents, _, slots, layer, of_pools = _Operands.of(operands, has_layer, scales, has_rows=False)
+    cotangents, _, slots, layer, of_pools = WriteOperands.of(operands, has_layer, scales, has_rows=False)
     index = _index(cotangents[0], slots, layer, axis, has_unique_slots)
     rest, taken = [], []
     for cotangent, scale, dtype in zip(cotangents, of_pools, row_dtypes, strict=True):
@@ -233,7 +234,14 @@ CONVERTIBLE_ROWS = frozenset({"float32", "float16", "bfloat16"})
 CONVERTIBLE_POOLS = CONVERTIBLE_ROWS | {"float8_e4m3fn", "float8_e5m2", "int8"}
 
 
-def _pool_dimensions(name: str, ranks: Sequence[int], axis: int, has_layer: bool) -> NamedDimensions:
+def kernel_converts(of_rows: Any, of_pool: Any, has_scale: bool) -> bool:
+    """Whether kernels write rows to a pool of these dtypes."""
+    if of_rows == of_pool and not has_scale:
+        return True
+    return of_rows.name in CONVERTIBLE_ROWS and of_pool.name in CONVERTIBLE_POOLS
+
+
+def pool_dimensions(name: str, ranks: Sequence[int], axis: int, has_layer: bool) -> NamedDimensions:
     """`ranks`: those of the pools, without layers."""
     layer = ("layer",) if has_layer else ()
     return {
@@ -242,26 +250,26 @@ def _pool_dimensions(name: str, ranks: Sequence[int], axis: int, has_layer: bool
     }
 
 
-def _row_dimensions(name: str, ranks: Sequence[int], axis: int) -> NamedDimensions:
+def row_dimensions(name: str, ranks: Sequence[int], axis: int) -> NamedDimensions:
     return {f"{name}_{i}": ("row", *(f"{i}.{d}" for d in range(rank) if d != axis)) for i, rank in enumerate(ranks)}
 
 
-def _other_dimensions(ranks: Sequence[int], axis: int, has_layer: bool, scales: Sequence[int]) -> NamedDimensions:
-    rows = _row_dimensions("scale", ranks, axis)
+def other_dimensions(ranks: Sequence[int], axis: int, has_layer: bool, scales: Sequence[int]) -> NamedDimensions:
+    rows = row_dimensions("scale", ranks, axis)
     of_scales = {
-        name: dimensions[1:2] if kind == _PER_HEAD else ()
+        name: dimensions[1:2] if kind == PER_HEAD else ()
         for (name, dimensions), kind in zip(rows.items(), scales, strict=True)
         if kind
     }
     return {"slots": ("row",)} | ({"layer": ()} if has_layer else {}) | of_scales
 
 
-_ONE_SCALE, _PER_HEAD = 1, 2
+ONE_SCALE, PER_HEAD = 1, 2
 """The kinds of scales that the handler knows; 0: none."""
 
 
 def _plan_parameters(*operands: Any, has_layer: bool, scales: Sequence[int]) -> dict[str, int]:
-    pools, rows, *_ = _Operands.of(operands, has_layer, scales)
+    pools, rows, *_ = WriteOperands.of(operands, has_layer, scales)
     converts = any(scales) or any(x.dtype != pool.dtype for x, pool in zip(rows, pools, strict=True))
     return {"elements": sum(x.size for x in rows) * min(pools[0].size, 1), "converts": converts}
 
@@ -274,7 +282,7 @@ def _within_shard(index: Array, axes: MeshAxes, size: int) -> Array:
     return jnp.where(index >= begin, index - begin, -1)
 
 
-def _local_operands(own: _Operands, axes: ShardAxes, axis: int) -> list[Array]:
+def local_operands(own: WriteOperands, axes: ShardAxes, axis: int) -> list[Array]:
     """The operands in the program of a shard, which writes what lies in its part of the slots and layers."""
     has_layer = own.layer is not None
     slots = _within_shard(own.slots, axes.get("slot", ()), own.pools[0].shape[axis + has_layer])
@@ -286,28 +294,28 @@ def _local_operands(own: _Operands, axes: ShardAxes, axis: int) -> list[Array]:
 def _shard_write(
     kernel: ShardKernel, axes: ShardAxes, *operands: Array, axis: int, has_layer: bool, scales: Sequence[int]
 ) -> Sequence[Array]:
-    return kernel(*_local_operands(_Operands.of(operands, has_layer, scales), axes, axis))
+    return kernel(*local_operands(WriteOperands.of(operands, has_layer, scales), axes, axis))
 
 
 def _shard_backward(
     kernel: ShardKernel, axes: ShardAxes, *operands: Array, axis: int, has_layer: bool, scales: Sequence[int]
 ) -> Sequence[Array]:
     """Each device gathers what lies in its part, with zeros elsewhere; an all-reduce adds the parts."""
-    own = _Operands.of(operands, has_layer, scales, has_rows=False)
-    results = kernel(*_local_operands(own, axes, axis))
+    own = WriteOperands.of(operands, has_layer, scales, has_rows=False)
+    results = kernel(*local_operands(own, axes, axis))
     names = (*axes.get("slot", ()), *axes.get("layer", ()))
     rest, taken = results[: len(scales)], results[len(scales) :]
     return [*rest, *(jax.lax.psum(x, names) if names else x for x in taken)]
 
 
 def _unique_first(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
-    own = _Operands.of(operands, has_layer, scales)
-    own = own._replace(slots=jnp.where(_is_last(own.slots), own.slots, -1))
+    own = WriteOperands.of(operands, has_layer, scales)
+    own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
     params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
     return WRITE_ROWS.kernel(*own.flat(), **params)
 
 
-def _cotangents(
+def write_cotangents(
     cotangents: Sequence[Array],
     slots: Array,
     *others: Array,
@@ -318,7 +326,7 @@ def _cotangents(
     **params: Any,
 ) -> list[Array | None]:
     """The cotangents of all pools, then of all rows. None for those of integer pools."""
-    own = _Operands.of([*cotangents, slots, *others], has_layer, scales, has_rows=False)
+    own = WriteOperands.of([*cotangents, slots, *others], has_layer, scales, has_rows=False)
     chosen = [i for i, cotangent in enumerate(cotangents) if jnp.issubdtype(cotangent.dtype, jnp.inexact)]
     if not chosen:
         return [None] * (2 * len(cotangents))
@@ -343,7 +351,7 @@ def _transpose_write(
 ) -> list[Array | None]:
     """Also returns zeros for the rows of integer pools, which may be floating."""
     row_types = types[len(cotangents) :]
-    gradients = _cotangents(cotangents, *others, row_dtypes=tuple(x.dtype.name for x in row_types), **params)
+    gradients = write_cotangents(cotangents, *others, row_dtypes=tuple(x.dtype.name for x in row_types), **params)
     return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
 
 
@@ -366,13 +374,13 @@ _common: dict[str, Any] = {
 WRITE_ROWS = Op(
     name="write_rows",
     operands=lambda *, ranks, axis, has_layer, scales: {
-        **_pool_dimensions("dest", ranks, axis, has_layer),
-        **_row_dimensions("rows", ranks, axis),
-        **_other_dimensions(ranks, axis, has_layer, scales),
+        **pool_dimensions("dest", ranks, axis, has_layer),
+        **row_dimensions("rows", ranks, axis),
+        **other_dimensions(ranks, axis, has_layer, scales),
     },
-    results=lambda *, ranks, axis, has_layer: _pool_dimensions("result", ranks, axis, has_layer),
+    results=lambda *, ranks, axis, has_layer: pool_dimensions("result", ranks, axis, has_layer),
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]],
-    reference=_reference_write,
+    reference=reference_write,
     dtypes=DTYPES,
     attributes=("axis", "has_layer", "has_unique_slots", "scales"),
     plan_parameters=_plan_parameters,
@@ -392,8 +400,8 @@ WRITE_ROWS = Op(
     ),
     shard_program=_shard_write,
     linear=lambda *, ranks, axis, has_layer: (
-        *_pool_dimensions("dest", ranks, axis, has_layer),
-        *_row_dimensions("rows", ranks, axis),
+        *pool_dimensions("dest", ranks, axis, has_layer),
+        *row_dimensions("rows", ranks, axis),
     ),
     transpose=_transpose_write,
     **_common,
@@ -402,12 +410,12 @@ WRITE_ROWS = Op(
 WRITE_ROWS_BACKWARD = Op(
     name="write_rows_backward",
     operands=lambda *, ranks, axis, has_layer, scales: {
-        **_pool_dimensions("d_output", ranks, axis, has_layer),
-        **_other_dimensions(ranks, axis, has_layer, scales),
+        **pool_dimensions("d_output", ranks, axis, has_layer),
+        **other_dimensions(ranks, axis, has_layer, scales),
     },
     results=lambda *, ranks, axis, has_layer: {
-        **_pool_dimensions("d_dest", ranks, axis, has_layer),
-        **_row_dimensions("d_rows", ranks, axis),
+        **pool_dimensions("d_dest", ranks, axis, has_layer),
+        **row_dimensions("d_rows", ranks, axis),
     },
     result_dtypes=lambda *operands, row_dtypes: [
         *(x.dtype for x in operands[: len(row_dtypes)]),
@@ -417,7 +425,7 @@ WRITE_ROWS_BACKWARD = Op(
     program=_reference_backward,
     dtypes=DIFFERENTIABLE_DTYPES,
     shard_program=_shard_backward,
-    linear=lambda *, ranks, axis, has_layer: tuple(_pool_dimensions("d_output", ranks, axis, has_layer)),
+    linear=lambda *, ranks, axis, has_layer: tuple(pool_dimensions("d_output", ranks, axis, has_layer)),
     transpose=_transpose_backward,
     **_common,
 )
@@ -427,7 +435,7 @@ WRITE_ROWS_BACKWARD = Op(
 # Derivative rules.
 
 
-class _Params(NamedTuple):
+class WriteParams(NamedTuple):
     """The static arguments, named like the params of the ops."""
 
     ranks: tuple[int, ...]
@@ -439,15 +447,15 @@ class _Params(NamedTuple):
 
 
 def _forward(
-    params: _Params, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
+    params: WriteParams, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
 ) -> tuple[list[Array], list[Array]]:
     of_op = {name: value for name, value in params._asdict().items() if name != "row_dtypes"}
     return WRITE_ROWS(*dests, *rows, *others, **of_op), others
 
 
-def _backward(params: _Params, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
+def _backward(params: WriteParams, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
     num = len(cotangents)
-    gradients = _cotangents(cotangents, *others, **params._asdict())
+    gradients = write_cotangents(cotangents, *others, **params._asdict())
     return {"dests": gradients[:num], "rows": gradients[num:]}
 
 
@@ -458,50 +466,59 @@ _write_op = KernelVjp("write_rows", _forward, _backward)
 # Canonicalisation of arguments.
 
 
-class _Pool(NamedTuple):
+class PoolNames(NamedTuple):
+    """The names of the arguments that belong to a pool, for messages."""
+
+    dest: str
+    rows: str
+    scale: str
+
+
+class PoolWrite(NamedTuple):
     dest: Array
     rows: Array
     scale: Any
 
 
-class _Call(NamedTuple):
+class CheckedWrite(NamedTuple):
     """Checked arguments."""
 
-    pools: Sequence[_Pool]
+    pools: Sequence[PoolWrite]
     slots: Array
     axis: int
     layer: Array | None
 
+    def params(self) -> WriteParams:
+        scales = (pool.scale for pool in self.pools)
+        return WriteParams(
+            ranks=tuple(pool.rows.ndim for pool in self.pools),
+            axis=self.axis,
+            has_layer=self.layer is not None,
+            scales=tuple(0 if x is None else PER_HEAD if x.ndim else ONE_SCALE for x in scales),
+            has_unique_slots=False,
+            row_dtypes=tuple(pool.rows.dtype.name for pool in self.pools),
+        )
 
-def _write(call: _Call) -> list[Array]:
-    pools = [_for_kernel(pool) for pool in call.pools]
+    def others(self) -> list[Array]:
+        """The operands that are neither pools nor rows."""
+        return WriteOperands([], [], self.slots, self.layer, [pool.scale for pool in self.pools]).flat()
+
+
+def _write(call: CheckedWrite) -> list[Array]:
+    call = call._replace(pools=[_for_kernel(pool) for pool in call.pools])
+    dests, rows = [pool.dest for pool in call.pools], [pool.rows for pool in call.pools]
     if call.slots.shape[0] == 0:
-        return [pool.dest for pool in pools]
-    has_layer = call.layer is not None
-    scales = [pool.scale for pool in pools]
-    params = _Params(
-        ranks=tuple(pool.rows.ndim for pool in pools),
-        axis=call.axis,
-        has_layer=has_layer,
-        scales=tuple(0 if x is None else _PER_HEAD if x.ndim else _ONE_SCALE for x in scales),
-        has_unique_slots=False,
-        row_dtypes=tuple(pool.rows.dtype.name for pool in pools),
-    )
-    others = _Operands([], [], call.slots, call.layer, scales).flat()
-    results: list[Array] = _write_op(
-        params, dests=[pool.dest for pool in pools], rows=[pool.rows for pool in pools], others=others
-    )
+        return dests
+    results: list[Array] = _write_op(call.params(), dests=dests, rows=rows, others=call.others())
     return results
 
 
-def _for_kernel(pool: _Pool) -> _Pool:
+def _for_kernel(pool: PoolWrite) -> PoolWrite:
     """Converts rows in plain JAX where the kernel does not."""
     dest, rows, scale = pool
-    if rows.dtype == dest.dtype and scale is None:
+    if kernel_converts(rows.dtype, dest.dtype, scale is not None):
         return pool
-    if rows.dtype.name in CONVERTIBLE_ROWS and dest.dtype.name in CONVERTIBLE_POOLS:
-        return pool
-    return _Pool(dest, _converted(_scaled(rows, scale), dest.dtype), None)
+    return PoolWrite(dest, _converted(_scaled(rows, scale), dest.dtype), None)
 
 
 def _of_structure(name: str, dests: Any, rows: Any, scale: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
@@ -516,7 +533,10 @@ def _of_structure(name: str, dests: Any, rows: Any, scale: Any) -> tuple[Sequenc
     return dests, rows, scale
 
 
-def _checked(name: str, labels: Sequence[str], pools: Sequence[_Pool], slots: Any, axis: Any, layer: Any) -> _Call:
+def checked_write(
+    name: str, names: Sequence[PoolNames], pools: Sequence[PoolWrite], slots: Any, axis: Any, layer: Any
+) -> CheckedWrite:
+    """The arguments of a write, of which the pools and rows are arrays already."""
     slots = as_array(name, "slots", slots)
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise TypeError(f"{name}: slots must have an integer dtype, got {slots.dtype}")
@@ -530,11 +550,11 @@ def _checked(name: str, labels: Sequence[str], pools: Sequence[_Pool], slots: An
             raise TypeError(f"{name}: layer must be an integer scalar, got {layer.dtype} of shape {layer.shape}")
     first = int(layer is not None)
     checked = []
-    for label, (dest, rows, scale) in zip(labels, pools, strict=True):
+    for own, (dest, rows, scale) in zip(names, pools, strict=True):
         rank = dest.ndim - first
         if not 0 <= axis < rank:
             raise ValueError(
-                f"{name}: axis must be 0 or more, and less than {rank}, the dimensions of dests{label} of shape "
+                f"{name}: axis must be 0 or more, and less than {rank}, the dimensions of {own.dest} of shape "
                 f"{dest.shape}{' without layers' if first else ''}, got {axis}"
             )
         leading, num_slots = dest.shape[:first], dest.shape[first + axis]
@@ -542,33 +562,33 @@ def _checked(name: str, labels: Sequence[str], pools: Sequence[_Pool], slots: An
         own_first = pools[0].dest
         if (leading, num_slots) != (own_first.shape[:first], own_first.shape[first + axis]):
             raise ValueError(
-                f"{name}: dests{label} must have the layers and slots of dests{labels[0]}, of shape {own_first.shape}, "
+                f"{name}: {own.dest} must have the layers and slots of {names[0].dest}, of shape {own_first.shape}, "
                 f"got shape {dest.shape}"
             )
         if rows.shape != expected:
             raise ValueError(
-                f"{name}: rows{label} must have shape {expected} for {slots.shape[0]} slots and dests{label} of shape "
+                f"{name}: {own.rows} must have shape {expected} for {slots.shape[0]} slots and {own.dest} of shape "
                 f"{dest.shape}, got {rows.shape}"
             )
         if jax_versions.is_static_shape((num_slots, *slots.shape)) and num_slots + slots.shape[0] >= 2**31:
-            raise ValueError(f"{name}: dests{label} must have less than 2^31 slots and rows, got {num_slots} slots")
-        checked.append(_Pool(dest, rows, _checked_scale(name, label, dest, rows, scale)))
-    return _Call(checked, _as_int32(slots), int(axis), None if layer is None else _as_int32(layer))
+            raise ValueError(f"{name}: {own.dest} must have less than 2^31 slots and rows, got {num_slots} slots")
+        checked.append(PoolWrite(dest, rows, _checked_scale(name, own, dest, rows, scale)))
+    return CheckedWrite(checked, _as_int32(slots), int(axis), None if layer is None else _as_int32(layer))
 
 
-def _checked_scale(name: str, label: str, dest: Array, rows: Array, scale: Any) -> Array | None:
+def _checked_scale(name: str, own: PoolNames, dest: Array, rows: Array, scale: Any) -> Array | None:
     is_complex = jnp.issubdtype(rows.dtype, jnp.complexfloating)
     if is_complex and (scale is not None or not jnp.issubdtype(dest.dtype, jnp.complexfloating)):
-        raise TypeError(f"{name}: rows{label} must be real to be scaled or written to {dest.dtype}, got {rows.dtype}")
+        raise TypeError(f"{name}: {own.rows} must be real to be scaled or written to {dest.dtype}, got {rows.dtype}")
     if scale is None:
         return None
-    scale = as_array(name, f"scale{label}", scale)
+    scale = as_array(name, f"{own.scale}", scale)
     if not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
-        raise TypeError(f"{name}: scale{label} must have a real dtype, got {scale.dtype}")
+        raise TypeError(f"{name}: {own.scale} must have a real dtype, got {scale.dtype}")
     if scale.shape not in ((), rows.shape[1:2]):
         raise ValueError(
-            f"{name}: scale{label} must be a scalar or have shape {rows.shape[1:2]}, the second dimension of "
-            f"rows{label} of shape {rows.shape}, got shape {scale.shape}"
+            f"{name}: {own.scale} must be a scalar or have shape {rows.shape[1:2]}, the second dimension of "
+            f"{own.rows} of shape {rows.shape}, got shape {scale.shape}"
         )
     return jax.lax.stop_gradient(scale.astype(jnp.float32))
 

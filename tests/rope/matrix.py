@@ -32,24 +32,32 @@ def _rotate(direction: int, angle_errors: float | None, options: Options, x: Any
     x = x if heads_first else jnp.swapaxes(x, 1, 2)
     size = x.shape[3]
     rotary = options["rotary_dim"] or size
+    offset = size - rotary if options["rotary_offset"] else 0
     if inv_freq is None:
         inv_freq = jnp.asarray((options["base"] or BASE) ** (-np.arange(0, rotary, 2, dtype=np.float64) / rotary))
     inv_freq = inv_freq.sum(axis=0) if inv_freq.ndim == 2 else inv_freq
     positions = jnp.arange(x.shape[2])[None] if positions is None else positions
     positions = positions[None] if positions.ndim == 1 else positions
-    angle = positions.astype(jnp.float64)[:, None, :, None] * inv_freq
+    if options["sections"] is ABSENT:
+        positions = positions[..., None]
+    else:
+        pairs = np.arange(rotary // 2)
+        is_second = pairs % 2 == 1 if options["sections"] == "interleaved" else pairs >= 1
+        positions = positions.reshape(2, -1, x.shape[2], 1)
+        positions = jnp.where(is_second, positions[1], positions[0])
+    angle = positions.astype(jnp.float64)[:, None] * inv_freq
     scale = 1.0 if options["scale"] is ABSENT else options["scale"]
     cos, sin = scale * jnp.cos(angle), direction * scale * jnp.sin(angle)
     is_majorant = angle_errors is not None
     if is_majorant:  # the length of the pair, and the rounding error of the angle
         cos = sin = abs(scale) * (1 + angle_errors * jnp.abs(angle))
-    turned, rest = x[..., :rotary], x[..., rotary:]
+    before, turned, after = jnp.split(x, [offset, offset + rotary], axis=-1)
     interleaved = options["interleaved"] is not False
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else jnp.split(turned, 2, axis=-1)
     minus = 1 if is_majorant else -1
     pair = (first * cos + minus * second * sin, second * cos + first * sin)
     turned = jnp.stack(pair, axis=-1).reshape(turned.shape) if interleaved else jnp.concatenate(pair, axis=-1)
-    result = jnp.concatenate([turned, rest], axis=-1)
+    result = jnp.concatenate([before, turned, after], axis=-1)
     return result if heads_first else jnp.swapaxes(result, 1, 2)
 
 
@@ -83,6 +91,7 @@ def _problem(
         of_each, positions_dtype = options["positions"].split(" ")
         most = MAX_POSITION_64 if dtype == "float64" else MAX_POSITION
         shape = ("sequence",) if of_each == "shared" else ("example", "sequence")
+        shape = shape if options["sections"] is ABSENT else ("two", *shape)
         operands.append(Operand("positions", shape, integers(-most, most), dtype=positions_dtype))
         keywords.append("positions")
     if options["inv_freq"]:
@@ -115,6 +124,14 @@ def _problem(
     def apply(function: Callable[..., Any], *arrays: Any) -> Any:
         given = dict(zip(keywords, arrays[rotated:], strict=True))
         chosen = passed(options, "base", "interleaved", "layout", "rotary_dim", "scale")
+        size = sizes["feature"]
+        rotary = options["rotary_dim"] or size
+        if options["rotary_offset"]:
+            chosen["rotary_offset"] = size - rotary
+        if options["sections"]:
+            chosen["sections_interleaved"] = options["sections"] == "interleaved"
+            second = rotary // 4 if chosen["sections_interleaved"] else rotary // 2 - 1
+            chosen["sections"] = (rotary // 2 - second, second)
         return function(*arrays[:rotated], **given, **chosen)
 
     return Problem(
@@ -135,6 +152,8 @@ OPTIONS = {
     "interleaved": (ABSENT, False),
     "layout": (ABSENT, "BSHD"),
     "rotary_dim": (ABSENT, 4),
+    "rotary_offset": (ABSENT, "last"),
+    "sections": (ABSENT, "contiguous", "interleaved"),
     "inv_freq": (ABSENT, "given"),
     "scale": (ABSENT, 0.75),
 }
@@ -159,6 +178,11 @@ for _name, _names, _heads, _direction in (
                 Rule(
                     "frequencies that are given need no base",
                     lambda base, inv_freq: base is not ABSENT and inv_freq is not ABSENT,
+                ),
+                Rule("sections need positions", lambda sections, positions: bool(sections) and positions is ABSENT),
+                Rule(
+                    "with all features, the rotated ones are the last ones, too",
+                    lambda rotary_dim, rotary_offset: rotary_dim is ABSENT and rotary_offset is not ABSENT,
                 ),
             ),
             has_carry=True,

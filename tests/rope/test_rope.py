@@ -62,19 +62,36 @@ def make_positions(rng: np.random.Generator, kind: int, examples: int, length: i
     return None if shape is None else rng.integers(-FAR, FAR, shape, endpoint=True).astype(np.int32)
 
 
+def make_sections(rng: np.random.Generator, num_pairs: int, count: int) -> tuple[int, ...]:
+    """Numbers of pairs with this sum. Some may be 0."""
+    ends = np.sort(rng.integers(0, num_pairs + 1, count - 1))
+    return tuple(np.diff([0, *ends, num_pairs]).tolist())
+
+
 def make_rotation(
     rng: np.random.Generator, variant: int, size: tuple[int, int, int, int], layout: str, interleaved: bool
 ) -> Rotation:
     """Arguments chosen by the number `variant`."""
     examples, _, length, num_features = size
     rotary_dim = (None, None, max(2, num_features // 4 * 2), num_features)[variant // 3 % 4]
-    num_pairs = (num_features if rotary_dim is None else rotary_dim) // 2
+    num_rotated = num_features if rotary_dim is None else rotary_dim
+    # Rotated features stand first, last, or between others.
+    rotary_offset = int(rng.integers(0, num_features - num_rotated + 1)) if variant % 2 else num_features - num_rotated
+    num_pairs = num_rotated // 2
+    positions, sections = make_positions(rng, variant, examples, length), None
+    if positions is not None and variant % 3 == 1:
+        sections = make_sections(rng, num_pairs, 2 + variant % 3)
+        rows = [make_positions(rng, variant, examples, length) for _ in sections]
+        positions = np.stack([x for x in rows if x is not None])
     return Rotation(
-        make_positions(rng, variant, examples, length),
+        positions,
         base=(10000.0, 500000.0, 13.0)[variant % 3],
         interleaved=interleaved,
         layout=layout,
         rotary_dim=rotary_dim,
+        rotary_offset=rotary_offset,
+        sections=sections,
+        sections_interleaved=variant // 2 % 2 == 1,
         inv_freq=rng.uniform(0, 1.5, num_pairs) if variant % 5 == 4 else None,
         scale=(1.0, 1.0, 0.75, -1.5)[variant // 2 % 4],
     )

@@ -29,8 +29,17 @@ def good_call(target: str, dtype: str = "float32", rotary_dim: int = ROTARY_DIM)
     rotated, results = ([Array(*x, dtype) for x in zip(names, shapes, strict=False)] for names in TARGETS[target])
     of_angles = cases.accumulator(dtype).name if dtype in FLOATING else "float32"
     angles = Array("frequencies", (5, 2, ROTARY_DIM // 2), of_angles), Array("positions", (5, 3, 7), "int32")
-    params = {"heads_first": True, "interleaved": True, "rotary_dim": np.int64(ROTARY_DIM), "scale": np.float64(1.25)}
-    call = handlers.good_call(target, [*rotated, *angles], results, {**params, "has_positions": True})
+    params = {
+        "heads_first": True,
+        "interleaved": True,
+        "rotary_dim": ROTARY_DIM,
+        "rotary_offset": 0,
+        "sections": (),
+        "sections_interleaved": False,
+        "scale": np.float64(1.25),
+        "has_positions": True,
+    }
+    call = handlers.good_call(target, [*rotated, *angles], results, params)
     return dataclasses.replace(call, attributes={**call.attributes, "rotary_dim": np.int64(rotary_dim)})
 
 

@@ -1,0 +1,161 @@
+// Checks the buffers of rope_write and converts them to calls, for both back ends.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "ffi/core/batch.h"
+#include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
+#include "ffi/core/target_table.h"
+#include "ffi/rope/rope_handler.h"
+#include "ffi/rope_write/rope_write.h"
+#include "ffi/write_rows/write_rows_handler.h"
+
+namespace jax_baracuda::rope_write {
+
+struct Attributes {
+  int64_t axis;
+  bool has_layer, has_unique_slots;
+  ffi::Span<const int64_t> scales;  // the kinds of those of keys and values
+  bool interleaved;
+  int64_t rotary_dim, rotary_offset;
+  ffi::Span<const int64_t> sections;
+  bool sections_interleaved;
+  double scale;
+  int64_t num_batch_dims;
+};
+
+}  // namespace jax_baracuda::rope_write
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::rope_write::Attributes, StructMember<int64_t>("axis"),
+                                      StructMember<bool>("has_layer"), StructMember<bool>("has_unique_slots"),
+                                      StructMember<ffi::Span<const int64_t>>("scales"),
+                                      StructMember<bool>("interleaved"), StructMember<int64_t>("rotary_dim"),
+                                      StructMember<int64_t>("rotary_offset"),
+                                      StructMember<ffi::Span<const int64_t>>("sections"),
+                                      StructMember<bool>("sections_interleaved"), StructMember<double>("scale"),
+                                      StructMember<int64_t>("num_batch_dims"));
+
+namespace jax_baracuda::rope_write {
+
+inline constexpr const char* kOp = "rope_write";
+
+// Operands are those of write_rows, which are the pools of keys and values, keys, values, slots, and the layer and scales
+// if there are some. Then follow queries, frequencies and positions. Results are the pools and the queries.
+class Decoder {
+ public:
+  Decoder(ffi::RemainingArgs operands, ffi::RemainingRets results, const Attributes& attributes)
+      : operands_(operands), results_(results), attributes_(attributes) {}
+
+  ffi::Error Decode(Call* call) {
+    constexpr size_t kPools = 2, kOwnOperands = 3;
+    if (operands_.size() < 2 * kPools + 1 + kOwnOperands || results_.size() != kPools + 1) {
+      return InvalidArgument(kOp, "got " + std::to_string(operands_.size()) + " operands and " +
+                                      std::to_string(results_.size()) + " results, expected at least 8 and 3");
+    }
+    const size_t num_written = operands_.size() - kOwnOperands;
+    write_rows::Decoder decoder(kOp, operands_, num_written, results_, kPools);
+    JB_RETURN_IF_ERROR(decoder.Decode(attributes_.axis, attributes_.has_layer, attributes_.scales,
+                                      attributes_.num_batch_dims, &call->write));
+    call->write.has_unique_slots = attributes_.has_unique_slots;
+    if (attributes_.axis > 1) return InvalidArgument(kOp, "axis is " + std::to_string(attributes_.axis));
+    JB_RETURN_IF_ERROR(DecodeQueries(*operands_.get<ffi::AnyBuffer>(num_written), call));
+    JB_RETURN_IF_ERROR(CheckRows(call->problem));
+    JB_RETURN_IF_ERROR(DecodeAngles(*operands_.get<ffi::AnyBuffer>(num_written + 1),
+                                    *operands_.get<ffi::AnyBuffer>(num_written + 2), call));
+    call->scale = attributes_.scale;
+    return ffi::Error::Success();
+  }
+
+ private:
+  ffi::Error DecodeQueries(const ffi::AnyBuffer& q, Call* call) {
+    const ffi::AnyBuffer result = **results_.get<ffi::AnyBuffer>(2);
+    JB_RETURN_IF_ERROR(batch_.Decode("q_out", result, attributes_.num_batch_dims, "rows, heads, features"));
+    const BatchedBuffer view = *batch_.View(result, /*may_be_shared=*/false);
+    if (view.dims.size() != 3 || view.dims[0] != call->write.rows || batch_.size() != call->write.batch) {
+      return batch_.WrongShape("q_out", result, /*may_be_shared=*/false,
+                               std::to_string(call->write.rows) + ",heads,features");
+    }
+    type_ = view.type;
+    call->type = ElementTypeOf(type_);
+    if (!DispatchFloating(call->type, [](auto) {})) return UnsupportedType(kOp, "q_out", type_);
+    JB_RETURN_IF_ERROR(CheckType(kOp, "q", q, type_));
+    BatchedBuffer q_view;
+    JB_RETURN_IF_ERROR(
+        batch_.Check("q", q, /*may_be_shared=*/true, {view.dims[0], view.dims[1], view.dims[2]}, &q_view));
+    call->queries = {q_view.data, q_view.is_shared, view.data, view.dims[1]};
+    rope::Problem& problem = call->problem;
+    problem = rope::Problem{};
+    problem.batch = batch_.size();
+    problem.examples = 1;
+    problem.length = view.dims[0];
+    problem.features = view.dims[2];
+    JB_RETURN_IF_ERROR(rope::CheckRotated(kOp, attributes_.rotary_dim, attributes_.rotary_offset, problem.features));
+    problem.pairs = attributes_.rotary_dim / 2;
+    problem.first_rotated = attributes_.rotary_offset;
+    problem.interleaved = attributes_.interleaved;
+    return ffi::Error::Success();
+  }
+
+  // Keys and values have the type of queries, and keys their features.
+  ffi::Error CheckRows(const rope::Problem& problem) const {
+    for (const size_t operand : {2, 3}) {
+      const std::string name = "rows " + std::to_string(operand - 2);
+      const ffi::AnyBuffer rows = *operands_.get<ffi::AnyBuffer>(operand);
+      JB_RETURN_IF_ERROR(CheckType(kOp, name.c_str(), rows, type_));
+      const auto shape = rows.dimensions();
+      const bool fits = static_cast<int64_t>(shape.size()) == attributes_.num_batch_dims + 3 &&
+                        (operand == 3 || shape.back() == problem.features);
+      if (!fits) return WrongShape(kOp, name.c_str(), rows, "rows, heads, features");
+    }
+    return ffi::Error::Success();
+  }
+
+  ffi::Error DecodeAngles(const ffi::AnyBuffer& frequencies, const ffi::AnyBuffer& positions, Call* call) const {
+    const rope::Problem& problem = call->problem;
+    JB_RETURN_IF_ERROR(CheckType(kOp, "frequencies", frequencies,
+                                 type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32));
+    BatchedBuffer view;
+    JB_RETURN_IF_ERROR(batch_.Check("frequencies", frequencies, /*may_be_shared=*/true, {2, problem.pairs}, &view));
+    call->frequencies = {view.data, view.is_shared};
+
+    rope::Sections sections;
+    JB_RETURN_IF_ERROR(
+        rope::DecodeSections(kOp, attributes_.sections, attributes_.sections_interleaved, problem.pairs, &sections));
+    const ffi::DataType type = positions.element_type();
+    JB_RETURN_IF_ERROR(CheckType(
+        kOp, "positions", positions, [] { return "S32 or S64"; },
+        type == ffi::DataType::S32 || type == ffi::DataType::S64));
+    if (attributes_.sections.size() == 0) {
+      JB_RETURN_IF_ERROR(batch_.Check("positions", positions, /*may_be_shared=*/true, {problem.length}, &view));
+    } else {
+      JB_RETURN_IF_ERROR(
+          batch_.Check("positions", positions, /*may_be_shared=*/true, {sections.count, problem.length}, &view));
+    }
+    call->positions = {view.data, type == ffi::DataType::S64, view.is_shared, /*are_shared_by_examples=*/true,
+                       sections};
+    return ffi::Error::Success();
+  }
+
+  ffi::RemainingArgs operands_;
+  ffi::RemainingRets results_;
+  const Attributes attributes_;
+  Batch batch_{kOp};
+  ffi::DataType type_ = ffi::DataType::INVALID;
+};
+
+template <typename Context, ffi::Error (*kRun)(Context, const Call&)>
+ffi::Error HandleRopeWrite(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                           Attributes attributes) {
+  Call call{};
+  JB_RETURN_IF_ERROR(Decoder(operands, results, attributes).Decode(&call));
+  return kRun(context, call);
+}
+
+template <typename Context>
+auto BindRopeWrite() {
+  return ffi::Ffi::Bind().Ctx<Context>().RemainingArgs().RemainingRets().template Attrs<Attributes>();
+}
+
+}  // namespace jax_baracuda::rope_write

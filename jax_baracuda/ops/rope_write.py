@@ -1,0 +1,405 @@
+"""Rotates queries and keys, and writes keys and values to slots of a paged cache: one launch for a step of a server.
+
+The rotation is that of :mod:`jax_baracuda.ops.rope`, the write that of :mod:`jax_baracuda.ops.write_rows`, and so are
+the derivatives: the gradient of the caches and rows, then the rotation by the negative angles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import at_least, on_gpu, param
+from jax_baracuda._core.functions import Params
+from jax_baracuda._core.guarantees import Guarantee, accumulated
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.sharding import ShardAxes, ShardKernel
+from jax_baracuda.ops.rope import (
+    ROPE,
+    RotationOptions,
+    integer_positions,
+    positions_limit,
+    reference_rotation,
+)
+from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE
+from jax_baracuda.ops.write_rows import (
+    CONVERTIBLE_POOLS,
+    CheckedWrite,
+    PoolNames,
+    PoolWrite,
+    WriteOperands,
+    checked_write,
+    is_last_of_slot,
+    kernel_converts,
+    local_operands,
+    other_dimensions,
+    pool_dimensions,
+    reference_write,
+    row_dimensions,
+    write_cotangents,
+)
+
+
+@selectable
+@with_twin
+def rope_write(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    positions: ArrayLike,
+    slots: ArrayLike,
+    *,
+    base: float = DEFAULT_BASE,
+    interleaved: bool = True,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
+    inv_freq: ArrayLike | None = None,
+    scale: float = 1.0,
+    axis: int = 0,
+    layer: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array, Array]:
+    """:func:`rope_qk` of the queries and keys of tokens, then :func:`write_rows` of keys and values, in one launch.
+
+    ``q, k = rope_qk(q, k, positions)``, ``key_cache[slots[t]] = k[t]``, ``value_cache[slots[t]] = v[t]`` for each token
+    t, as a function that returns the rotated queries and the new caches.
+
+    Args:
+      q: ``[T, H, D]``, the queries of T tokens, of any sequences; a real floating dtype.
+      k: ``[T, K, D]``, with the dtype of `q`. The number of heads may differ.
+      v: ``[T, V, E]``, with the dtype of `q`. Heads and features may differ from those of `k`.
+      key_cache: ``[slots, K, D]``, or ``[K, slots, D]`` with ``axis=1``; with `layer`, a dimension of layers comes
+        first. Keys are rotated in the dtype of `k` and then converted to that of the cache, as by :func:`write_rows`.
+      value_cache: the same for `v`, with as many slots and layers.
+      positions: ``[T]``, integers as in :func:`rope`; ``[sections, T]`` with `sections`.
+      slots: ``[T]``, integers. Tokens with a negative slot, or one beyond the last, are rotated and not written. Of
+        several tokens with the same slot, the last one is written.
+      base: as in :func:`rope`.
+      interleaved: as in :func:`rope`.
+      rotary_dim: as in :func:`rope`.
+      rotary_offset: as in :func:`rope`.
+      sections: as in :func:`rope`.
+      sections_interleaved: as in :func:`rope`.
+      inv_freq: as in :func:`rope`.
+      scale: a finite number that multiplies sine and cosine, as in :func:`rope`.
+      axis: the axis of slots in the caches, without the layers: 0, or 1 for heads first.
+      layer: an integer, traced or not, if caches have a first dimension of layers. Only this layer is written.
+      k_scale: divides the rotated keys in float32 before they are converted: one number, or ``[K]``. A constant for
+        derivatives.
+      v_scale: the same for the values: one number, or ``[V]``.
+
+    Returns:
+      ``(q, key_cache, value_cache)``: the rotated queries and the updated caches, with the shapes and dtypes of the
+      arguments.
+
+    Raises:
+      TypeError: an argument is not an array or number, or has an unsuitable dtype.
+      ValueError: shapes do not fit; options of the rotation are wrong as in :func:`rope`; `axis` is not 0 or 1. Nothing
+        runs before these checks.
+
+    In place: if caches are donated to ``jax.jit`` or carried by a loop, and not used afterwards, they are updated in
+    their own memory. Otherwise, and outside of ``jax.jit``, XLA copies them first and the originals stay unchanged.
+
+    Numerical guarantees: those of :func:`rope_qk` and :func:`write_rows`, and the same bits as one after the other.
+    Bit-equal from run to run.
+
+    Gradient: that of :func:`write_rows`, then the inverse rotation of the cotangents of queries and keys. No features
+    are kept for the backward pass.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> q, k, v = jnp.ones((3, 4, 8)), jnp.ones((3, 2, 8)), jnp.ones((3, 2, 8))  # [T, H, D], fewer keys than queries
+      >>> caches, positions, slots = jnp.zeros((2, 16, 2, 8)), jnp.array([0, 7, 8]), jnp.array([5, 2, -1])
+      >>> q_rotated, keys, values = jb.rope_write(q, k, v, *caches, positions, slots)
+      >>> print(jnp.array_equal(q_rotated[0], q[0]), keys[5, 0, 0], values.sum())  # nothing turns at position 0
+      True 1.0 32.0
+    """
+    name = "rope_write"
+    options = RotationOptions(
+        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
+    )
+    rows = {argument: as_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
+    _check_rows(name, rows)
+    if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (0, 1):
+        raise ValueError(f"{name}: axis must be 0 or 1, the axis of slots in caches [slots, H, D], got {axis!r}")
+    names = [PoolNames("key_cache", "k", "k_scale"), PoolNames("value_cache", "v", "v_scale")]
+    pools = [
+        PoolWrite(as_array(name, own.dest, cache), rows[own.rows], own_scale)
+        for own, cache, own_scale in zip(names, (key_cache, value_cache), (k_scale, v_scale), strict=True)
+    ]
+    write = checked_write(name, names, pools, slots, axis, layer)
+    q = rows["q"]
+    rotation, frequencies, _ = options.checked(name, "q", q.shape[2], np.dtype(accumulation_dtype(q.dtype)))
+    positions = _checked_positions(name, positions, q.shape[0], rotation["sections"])
+    if q.shape[0] == 0:
+        return q, write.pools[0].dest, write.pools[1].dest
+    return _rotate_and_write(write, q, frequencies, positions, rotation)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reference in plain JAX. Operands are those of write_rows, then q, frequencies and positions.
+
+
+def _reference(
+    *operands: Array,
+    axis: int,
+    has_layer: bool,
+    scales: Sequence[int],
+    has_unique_slots: bool,
+    interleaved: bool,
+    rotary_dim: int,
+    rotary_offset: int,
+    sections: tuple[int, ...],
+    sections_interleaved: bool,
+    scale: float,
+) -> list[Array]:
+    *written, q, frequencies, positions = operands
+    own = WriteOperands.of(written, has_layer, scales)
+    keys, values = own.rows
+    rotated = reference_rotation(
+        q[None],
+        keys[None],
+        frequencies,
+        _of_one_example(positions),
+        heads_first=False,
+        constant_angles=None,
+        inverse=False,
+        interleaved=interleaved,
+        rotary_dim=rotary_dim,
+        rotary_offset=rotary_offset,
+        sections=sections,
+        sections_interleaved=sections_interleaved,
+        scale=scale,
+    )
+    caches = reference_write(
+        *own._replace(rows=[rotated[1][0], values]).flat(),
+        axis=axis,
+        has_layer=has_layer,
+        scales=scales,
+        has_unique_slots=has_unique_slots,
+    )
+    return [*caches, rotated[0][0]]
+
+
+def _of_one_example(positions: Array) -> Array:
+    """The positions of tokens as those of the only example of a rotation."""
+    return jnp.expand_dims(positions, -2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The op.
+
+
+def _queries(name: str) -> NamedDimensions:
+    return {name: ("row", "q_head", "feature")}
+
+
+def _linear_dimensions(ranks: Sequence[int], axis: int, has_layer: bool) -> NamedDimensions:
+    return {**pool_dimensions("dest", ranks, axis, has_layer), **row_dimensions("rows", ranks, axis)}
+
+
+def _plan_parameters(
+    *operands: Any, has_layer: bool, scales: Sequence[int], rotary_dim: int, rotary_offset: int, interleaved: bool
+) -> dict[str, int]:
+    *written, q, _, _ = operands
+    own = WriteOperands.of(written, has_layer, scales)
+    return {
+        "rows": q.shape[0],
+        "features": q.shape[2],
+        "value_features": own.rows[1].shape[2],
+        "rotary_dim": rotary_dim,
+        "rotary_offset": rotary_offset,
+        "interleaved": interleaved,
+        "element_bytes": np.dtype(q.dtype).itemsize,
+    }
+
+
+MAX_ROTARY_DIM = 4096
+"""The kernel on GPUs keeps the sines and cosines of a row in shared memory."""
+
+
+def _limit(*operands: Any, has_layer: bool, scales: Sequence[int], sections: tuple[int, ...], rotary_dim: int) -> Any:
+    *written, q, _, _ = operands
+    own = WriteOperands.of(written, has_layer, scales)
+    if rotary_dim > MAX_ROTARY_DIM:
+        return f"kernels rotate at most {MAX_ROTARY_DIM} features, not {rotary_dim}"
+    for pool, rows, kind in zip(own.pools, own.rows, scales, strict=True):
+        if rows.dtype.name not in FLOATING_DTYPES or not kernel_converts(rows.dtype, pool.dtype, kind != 0):
+            return f"kernels do not convert {rows.dtype.name} to {pool.dtype.name}"
+    return positions_limit(*operands, sections=sections)
+
+
+def _shard(
+    kernel: ShardKernel, axes: ShardAxes, *operands: Array, axis: int, has_layer: bool, scales: Sequence[int]
+) -> Sequence[Array]:
+    *written, q, frequencies, positions = operands
+    return kernel(*local_operands(WriteOperands.of(written, has_layer, scales), axes, axis), q, frequencies, positions)
+
+
+def _unique_first(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
+    *written, q, frequencies, positions = operands
+    own = WriteOperands.of(written, has_layer, scales)
+    own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
+    params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
+    return ROPE_WRITE.kernel(*own.flat(), q, frequencies, positions, **params)
+
+
+WRITE_PARAMS = ("ranks", "axis", "has_layer", "scales", "has_unique_slots")
+
+
+def _cotangents(
+    cotangents: Sequence[Array], *others: Array, row_dtypes: tuple[str, ...], **params: Any
+) -> list[Array | None]:
+    """The cotangents of caches, keys, values and queries. None for those of integer caches."""
+    d_caches, d_q = cotangents[:2], cotangents[2]
+    *of_write, frequencies, positions = others
+    write = {name: params.pop(name) for name in WRITE_PARAMS}
+    d_key_cache, d_value_cache, d_k, d_v = write_cotangents(d_caches, *of_write, row_dtypes=row_dtypes, **write)
+    features = [x[None] for x in (d_q, d_k) if x is not None]
+    rotated = ROPE(
+        *features,
+        frequencies,
+        _of_one_example(positions),
+        num_arrays=len(features),
+        inverse=True,
+        heads_first=False,
+        constant_angles=None,
+        **params,
+    )
+    return [d_key_cache, d_value_cache, None if d_k is None else rotated[1][0], d_v, rotated[0][0]]
+
+
+def _transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
+    """Also returns zeros for the rows of integer caches."""
+    row_dtypes = tuple(x.dtype.name for x in types[2:4])
+    gradients = _cotangents(cotangents, *others, row_dtypes=row_dtypes, **params)
+    return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
+
+
+def _guarantee(dtype: str, platform: str) -> Guarantee:
+    """Rotations that are stored in other dtypes are computed in float32."""
+    return accumulated(dtype if dtype in FLOATING_DTYPES else "float32", platform)
+
+
+ROPE_WRITE = Op(
+    name="rope_write",
+    operands=lambda *, ranks, axis, has_layer, scales, sections: {
+        **_linear_dimensions(ranks, axis, has_layer),
+        **other_dimensions(ranks, axis, has_layer, scales),
+        **_queries("q"),
+        "frequencies": ("part", "pair"),
+        "positions": (*(("section",) if sections else ()), "row"),
+    },
+    results=lambda *, ranks, axis, has_layer: {
+        **pool_dimensions("result", ranks, axis, has_layer),
+        **_queries("q_out"),
+    },
+    result_dtypes=lambda *operands: [operands[0].dtype, operands[1].dtype, operands[-3].dtype],
+    reference=_reference,
+    dtypes=FLOATING_DTYPES | CONVERTIBLE_POOLS,
+    guarantee=_guarantee,
+    attributes=(
+        "axis",
+        "has_layer",
+        "has_unique_slots",
+        "scales",
+        "interleaved",
+        "rotary_dim",
+        "rotary_offset",
+        "sections",
+        "sections_interleaved",
+        "scale",
+    ),
+    plan_parameters=_plan_parameters,
+    limit=_limit,
+    programs={
+        on_gpu(
+            "the kernel compares each row with all later ones",
+            param("has_unique_slots", False),
+            at_least(row=1 << 17),
+        ): _unique_first,
+    },
+    # The features of keys are those of the last dimension of the first pool.
+    replicated_dims=("row", "section", "part", "pair", "feature", "0.2"),
+    shard_program=_shard,
+    in_place={0: 0, 1: 1},
+    linear=lambda *, ranks, axis, has_layer: (*_linear_dimensions(ranks, axis, has_layer), "q"),
+    transpose=_transpose,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _forward(
+    params: Params, *, caches: Sequence[Array], k: Array, v: Array, q: Array, others: Sequence[Array]
+) -> tuple[list[Array], Sequence[Array]]:
+    *of_write, frequencies, positions = others
+    of_op = {name: value for name, value in params.items() if name != "row_dtypes"}
+    return ROPE_WRITE(*caches, k, v, *of_write, q, frequencies, positions, **of_op), others
+
+
+def _backward(params: Params, others: Sequence[Array], cotangents: Sequence[Array]) -> dict[str, Any]:
+    d_key_cache, d_value_cache, d_k, d_v, d_q = _cotangents(cotangents, *others, **params)
+    return {"caches": [d_key_cache, d_value_cache], "k": d_k, "v": d_v, "q": d_q}
+
+
+_rope_write = KernelVjp("rope_write", _forward, _backward)
+
+
+def _rotate_and_write(
+    write: CheckedWrite, q: Array, frequencies: Array, positions: Array, rotation: dict[str, Any]
+) -> tuple[Array, Array, Array]:
+    keys, values = write.pools
+    key_cache, value_cache, q = _rope_write(
+        Params(write.params()._asdict(), **rotation),
+        caches=[keys.dest, values.dest],
+        k=keys.rows,
+        v=values.rows,
+        q=q,
+        others=[*write.others(), frequencies, positions],
+    )
+    return q, key_cache, value_cache
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Canonicalisation of arguments.
+
+
+def _check_rows(name: str, rows: dict[str, Array]) -> None:
+    q = rows["q"]
+    for argument, x in rows.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}: {argument} must have a real floating dtype, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: {argument} must have the dtype of q, {q.dtype}, got {x.dtype}")
+        if x.ndim != 3:
+            raise ValueError(f"{name}: {argument} must have shape [T, heads, features], got {x.shape}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: {argument} must have as many tokens as q, {q.shape[0]}, got shape {x.shape}")
+    if rows["k"].shape[2] != q.shape[2]:
+        raise ValueError(f"{name}: k must have as many features as q, {q.shape[2]}, got shape {rows['k'].shape}")
+
+
+def _checked_positions(name: str, positions: ArrayLike, tokens: int, sections: tuple[int, ...]) -> Array:
+    positions = integer_positions(name, positions)
+    expected = (len(sections), tokens) if sections else (tokens,)
+    if positions.shape != expected:
+        letters = "[sections, T]" if sections else "[T]"
+        raise ValueError(f"{name}: positions must have shape {letters} = {expected}, got {positions.shape}")
+    return positions
