@@ -70,9 +70,10 @@ class Functions(Protocol):
     """The functions that read and write pools. Slots of -1 are those of no request: nothing is written."""
 
     def rotate_and_append(
-        self, q: Array, k: Array, v: Array, pools: Pair, positions: Array, slots: Array
-    ) -> tuple[Array, Pair]:
-        """Rotary embedding of queries and keys ``[token, head, feature]``, and an append of keys and values."""
+        self, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array, slots: Array
+    ) -> tuple[Array, Array, Array]:
+        """The rotated queries, and the pools with the rotated keys and the values of each token, all ``[token, head,
+        feature]``."""
 
     def convolve_prompts(
         self, x: Array, states: Array, weight: Array, bias: Array, prompts: Prompts, slots: Array
@@ -90,10 +91,9 @@ class Ours:
     """The functions of this package."""
 
     def rotate_and_append(
-        self, q: Array, k: Array, v: Array, pools: Pair, positions: Array, slots: Array
-    ) -> tuple[Array, Pair]:
-        q, k = (x[0] for x in jb.rope_qk(q[None], k[None], positions, interleaved=False, layout="BSHD"))
-        return q, jb.write_rows(pools, (k, v), slots)
+        self, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array, slots: Array
+    ) -> tuple[Array, Array, Array]:
+        return jb.rope_write(q, k, v, keys, values, positions, slots, interleaved=False)
 
     def convolve_prompts(
         self, x: Array, states: Array, weight: Array, bias: Array, prompts: Prompts, slots: Array
@@ -115,11 +115,10 @@ class Plain:
     """The same in plain JAX."""
 
     def rotate_and_append(
-        self, q: Array, k: Array, v: Array, pools: Pair, positions: Array, slots: Array
-    ) -> tuple[Array, Pair]:
+        self, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array, slots: Array
+    ) -> tuple[Array, Array, Array]:
         q, k = (x[0] for x in rope.rope_qk(q[None], k[None], positions, interleaved=False, layout="BSHD"))
-        keys, values = (self.write(pool, rows, slots) for pool, rows in zip(pools, (k, v), strict=True))
-        return q, (keys, values)
+        return q, self.write(keys, k, slots), self.write(values, v, slots)
 
     def convolve_prompts(
         self, x: Array, states: Array, weight: Array, bias: Array, prompts: Prompts, slots: Array
@@ -252,10 +251,11 @@ class HybridModel:
             y, memories = self._scan_tokens(of_layer, inputs, steps, own.memories[state_slots])
             x = x + self._gated(y, gate) @ of_layer["out"]
             memories = functions.write(own.memories, memories, state_slots)
-            q, caches = self._append(functions, of_layer, x, (own.keys, own.values), positions, slots)
-            attended = self._attention(q[:, None], caches, positions[:, None], page_table)
+            q, k, v = self._queries_keys_values(of_layer, x)
+            q, keys, values = functions.rotate_and_append(q, k, v, own.keys, own.values, positions, slots)
+            attended = self._attention(q[:, None], keys, values, positions[:, None], page_table)
             x = x + attended[:, 0] @ of_layer["o"]
-            new_pools.append(Pools(*caches, windows, memories))
+            new_pools.append(Pools(keys, values, windows, memories))
         return new_pools, self._logits(table, x)
 
     def prefill(
@@ -295,10 +295,12 @@ class HybridModel:
             y, memories = self._scan_prompts(of_layer, inputs, steps, prompts)
             x = x + self._gated(y, gate) @ of_layer["out"]
             memories = functions.write(own.memories, memories, state_slots)
-            q, caches = self._append(functions, of_layer, x, (own.keys, own.values), prompts.positions, slots)
-            attended = self._attention(prompts.padded(q), caches, prompts.padded(prompts.positions), page_table)
+            q, k, v = self._queries_keys_values(of_layer, x)
+            q, keys, values = functions.rotate_and_append(q, k, v, own.keys, own.values, prompts.positions, slots)
+            positions = prompts.padded(prompts.positions)
+            attended = self._attention(prompts.padded(q), keys, values, positions, page_table)
             x = x + prompts.flat(attended) @ of_layer["o"]
-            new_pools.append(Pools(*caches, windows, memories))
+            new_pools.append(Pools(keys, values, windows, memories))
         return new_pools, self._logits(table, x[cu_seqlens[1:] - 1])
 
     def _slots(self, positions: Array, page_table: Array) -> Array:
@@ -351,19 +353,17 @@ class HybridModel:
     def _gated(self, y: Array, gate: Array) -> Array:
         return normalized(y.astype(gate.dtype) * jax.nn.silu(gate))
 
-    def _append(
-        self, functions: Functions, weights: Weights, x: Array, caches: Pair, positions: Array, slots: Array
-    ) -> tuple[Array, Pair]:
+    def _queries_keys_values(self, weights: Weights, x: Array) -> list[Array]:
         of_tokens = normalized(x)
-        q, k, v = ((of_tokens @ weights[name]).reshape(x.shape[0], -1, self.features) for name in ("q", "k", "v"))
-        return functions.rotate_and_append(q, k, v, caches, positions, slots)
+        return [(of_tokens @ weights[name]).reshape(x.shape[0], -1, self.features) for name in ("q", "k", "v")]
 
-    def _attention(self, q: Array, caches: Pair, positions: Array, page_table: Array) -> Array:
+    def _attention(self, q: Array, keys: Array, values: Array, positions: Array, page_table: Array) -> Array:
         """Attention of each token of a request to the positions up to its own."""
         requests, tokens = positions.shape
         of_pages = (-1, self.page_size, self.kv_heads, self.features)
         keys, values = (
-            pool.reshape(of_pages)[page_table].reshape(requests, -1, self.kv_heads, self.features) for pool in caches
+            pool.reshape(of_pages)[page_table].reshape(requests, -1, self.kv_heads, self.features)
+            for pool in (keys, values)
         )
         q = q.reshape(requests, tokens, self.kv_heads, -1, self.features)
         scores = jnp.einsum("rtkgd,rskd->rkgts", q, keys, preferred_element_type=jnp.float32) * self.features**-0.5
