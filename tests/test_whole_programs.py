@@ -19,7 +19,7 @@ from support.pages import run_examples
 
 import jax_baracuda as jb
 from benchmarks import decoder as decoding
-from benchmarks import graph_networks
+from benchmarks import graph_networks, hybrid_model
 from benchmarks.decoder import Decoder
 from benchmarks.graph_networks import (
     NUM_RADIAL,
@@ -32,6 +32,7 @@ from benchmarks.graph_networks import (
     sum_of_products,
     training_step,
 )
+from benchmarks.hybrid_model import HybridModel
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Compiled programs, as XLA prints them.
@@ -164,6 +165,26 @@ def decoding_program(decoder: Decoder, functions: decoding.Functions) -> dict[st
     return compiled(functools.partial(decoder.decode, functions), *operands, donated=[0])
 
 
+SERVED = HybridModel(
+    layers=2, width=32, heads=4, kv_heads=2, features=16, inner=64, inner_features=16, memory=8, vocabulary=50,
+    dtype="float32", page_size=8,
+)  # fmt: skip
+POOLS = SERVED.make_pools(pages=64, state_slots=40)
+SERVER_STEPS = ("decode", "prefill")
+
+
+def server_program(step: str, functions: hybrid_model.Functions) -> dict[str, Computation]:
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.int32)
+
+    if step == "decode":
+        run, sizes = SERVED.decode, ((4,), (4,), (4, 2), (4,))
+    else:
+        run, sizes = functools.partial(SERVED.prefill, longest=12), ((24,), (4,), (3, 2), (3,))
+    operands = POOLS, SERVED.make_weights(), *(integers(*shape) for shape in sizes)
+    return compiled(functools.partial(run, functions), *operands, donated=[0])
+
+
 def graph_program(model: Model, weights: Sequence[tuple[int, ...]], with_plan: bool) -> dict[str, Computation]:
     rng = np.random.default_rng(0)
     senders, receivers = (jnp.asarray(rng.integers(0, NODES, EDGES), jnp.int32) for _ in range(2))
@@ -228,6 +249,7 @@ PROGRAMS: dict[str, Callable[[], dict[str, Computation]]] = {
         for with_plan in (True, False)
     },
     "Mamba block": mamba_program,
+    **{f"server, {step}": functools.partial(server_program, step, hybrid_model.Ours()) for step in SERVER_STEPS},
     **{f"attention, {layout}": functools.partial(attention_program, layout) for layout in DECODERS},
 }
 
@@ -254,6 +276,14 @@ def test_no_cache_is_copied_that_plain_jax_leaves_alone(layout: str) -> None:
         for functions in (decoding.Ours(), decoding.Plain())
     )
     assert len(ours) <= len(plain), ours
+
+
+@pytest.mark.parametrize("functions", [hybrid_model.Ours(), hybrid_model.Plain()], ids=["ours", "plain JAX"])
+@pytest.mark.parametrize("step", SERVER_STEPS)
+def test_no_pool_of_a_server_is_copied(step: str, functions: hybrid_model.Functions) -> None:
+    """The pools are larger than all other arrays."""
+    smallest = min(pool.size for pool in jax.tree.leaves(POOLS))
+    assert not [x.text for x in moves(server_program(step, functions)) if x.elements >= smallest]
 
 
 def test_final_state_leaves_the_signal_in_order() -> None:
