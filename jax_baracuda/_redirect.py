@@ -7,8 +7,9 @@ import contextlib
 import functools
 import inspect
 import math
+import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_baracuda import forward_mode
-from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts, reshard_like
-from jax_baracuda._core.dispatch import Site, decide
+from jax_baracuda import _indexed, forward_mode
+from jax_baracuda._core import jax_versions, lowering
+from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts
+from jax_baracuda._core.autodiff import in_named_scope
+from jax_baracuda._core.dispatch import Decision, Site, decide
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import (
     REDIRECTION,
@@ -32,48 +34,75 @@ from jax_baracuda._core.selection import (
     set_process_scope,
 )
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
-from jax_baracuda.ops.segment.take_rows import sum_taken_rows
-from jax_baracuda.ops.write_rows import DTYPES as DTYPES_OF_ROWS
 from jax_baracuda.ops.write_slice import DTYPES, MAX_AXES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_NUMBERS = FLOATING_DTYPES | INTEGER_DTYPES
 _DTYPES = {
-    "segment_sum": _NUMBERS,
-    "segment_prod": _NUMBERS,
+    "segment_prod": FLOATING_DTYPES | INTEGER_DTYPES,
     "segment_max": ORDERED_DTYPES,
     "segment_min": ORDERED_DTYPES,
-    "write_rows": DTYPES_OF_ROWS,
 }
-_UPDATES: dict[str, tuple[str, str, Callable[[Array, Array], Array]]] = {
-    "scatter_add": ("add", "segment_sum", jnp.add),
-    "scatter_mul": ("multiply", "segment_prod", jnp.multiply),
-    "scatter_max": ("max", "segment_max", jnp.maximum),
-    "scatter_min": ("min", "segment_min", jnp.minimum),
+"""The functions of ``jax.ops`` whose gradient is a kernel of its own, and their dtypes."""
+_OF_SEGMENTS = tuple(f"jax.ops.segment_{name}" for name in ("sum", "prod", "max", "min"))
+_OF_GATHER = "gradient of a gather"
+_OF_SLICE = "jax.lax.dynamic_update_slice"
+_KIND_OF_NAME = {
+    **dict.fromkeys(_OF_SEGMENTS, "segments"),
+    _OF_GATHER: "gather_gradients",
+    _OF_SLICE: "slice_updates",
 }
-"""By the name of JAX's scatter: the method of ``x.at[ids]``, the function that reduces the updates of each row, and the
-function that joins the result with the row. ``x.at[ids].set`` reduces nothing and is not among them."""
+"""The kinds of calls by their names, which are also their name scopes in programs. Scatters in none of these scopes are
+indexed updates."""
+_UPDATES = {
+    "scatter-add": "x.at[ids].add",
+    "scatter-mul": "x.at[ids].multiply",
+    "scatter-max": "x.at[ids].max",
+    "scatter-min": "x.at[ids].min",
+    "scatter": "x.at[ids].set",
+}
+_LINE_WIDTH = 80
 
 
 class RedirectReport:
-    """Counts the calls that were redirected and those left to JAX, at tracing or in code without ``jax.jit``.
+    """Counts the calls that were redirected: what runs for each, a kernel or plain JAX, and why.
 
-    A call in a compiled program counts once per trace. Printing the report lists the counts.
+    A call counts when it is lowered, that is, once in each program that is compiled. Printing the report lists the
+    counts in lines of at most 80 characters.
 
     Attributes:
-      redirected: the number of calls by function, such as ``"jax.ops.segment_sum"``.
-      kept: the number of calls that JAX kept, by function and reason.
+      calls: the number of calls by function, such as ``"jax.ops.segment_sum"``, by what runs, ``"kernel"`` or
+        ``"xla"``, and by the reason.
     """
 
     def __init__(self) -> None:
-        self.redirected: collections.Counter[str] = collections.Counter()
-        self.kept: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.calls: collections.Counter[tuple[str, str, str]] = collections.Counter()
+
+    @property
+    def redirected(self) -> collections.Counter[str]:
+        """The number of calls by function for which a kernel runs."""
+        counts: collections.Counter[str] = collections.Counter()
+        for (name, implementation, _), count in self.calls.items():
+            if implementation == "kernel":
+                counts[name] += count
+        return counts
+
+    @property
+    def kept(self) -> collections.Counter[tuple[str, str]]:
+        """The number of calls by function and reason for which plain JAX runs."""
+        counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        for (name, implementation, reason), count in self.calls.items():
+            if implementation != "kernel":
+                counts[name, reason] += count
+        return counts
 
     def __str__(self) -> str:
-        lines = [f"{count} x {name}: redirected" for name, count in sorted(self.redirected.items())]
-        lines += [f"{count} x {name}: left to JAX, {reason}" for (name, reason), count in sorted(self.kept.items())]
-        return "\n".join(lines) or "no calls"
+        ran = {"kernel": "a kernel", "xla": "plain JAX"}
+        lines = [
+            f"{count} x {name}: {ran[implementation]}, {reason}"
+            for (name, implementation, reason), count in sorted(self.calls.items())
+        ]
+        return "\n".join(textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ") for line in lines) or "no calls"
 
 
 class _Unserved(Exception):
@@ -121,23 +150,21 @@ def _require_updates(name: str, array: Any, rows_shape: tuple[int, ...], mode: A
         raise _Unserved(str(error)) from error
 
 
-def _require_kernel(name: str, rows: Any, ids_shape: tuple[int, ...], num_segments: int, is_sorted: bool) -> None:
-    """Refuses 32- and 64-bit reductions on GPUs if the rules of the op leave them to XLA for rows that it can fuse.
-
-    Assumes that XLA can fuse the rows, as it mostly can: the lowering cannot tell, because the gradient of a gather is
-    in an inner ``jit``. 16-bit numbers are always redirected, because JAX rounds their sums after each term.
-    """
-    if jax.default_backend() != "gpu" or rows.dtype.itemsize < 4 or current_selection() is not None:
-        return
-    num_rows = math.prod(ids_shape)
+def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted: bool) -> None:
+    """Refuses reductions of segments that the rules of the op leave to plain JAX on the default device."""
+    num_rows = math.prod(ids.shape)
     types = (
-        jax.ShapeDtypeStruct((num_rows, *rows.shape[len(ids_shape) :]), rows.dtype),
+        jax.ShapeDtypeStruct((num_rows, *data.shape[1:]), data.dtype),
         jax.ShapeDtypeStruct((num_rows,), jnp.int32),
     )
-    op = OPS[name]
-    params = {"num_segments": num_segments, "indices_are_sorted": is_sorted, **op.targets[name]}
-    decision = decide(OpCall(op, types, params), Site("cuda", fuses=True))
-    _require(decision.implementation == "kernel", f"{decision.reason} (segments and rows of {rows.dtype} on a GPU)")
+    op, selection = OPS[name], current_selection()
+    params = {"num_segments": num_segments, "indices_are_sorted": is_sorted, "implementation": selection}
+    platform = jax.default_backend()
+    site = Site({"gpu": "cuda"}.get(platform, platform))
+    if selection == "kernel":
+        return  # what there is no kernel for is an error
+    decision = decide(OpCall(op, types, {**params, **op.targets[name]}), site)
+    _require(decision.implementation == "kernel", decision.reason)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,7 +184,6 @@ def _segment_update(
     mode: Any = None,
     out_sharding: Any = None,
 ) -> Array:
-    _require(name in _DTYPES, "there is no such function")
     data, ids = _as_arrays(data, segment_ids)
     _require(jnp.issubdtype(ids.dtype, jnp.integer), f"ids of dtype {ids.dtype}")
     _require_updates(name, data, (*ids.shape, *data.shape[1:]), mode)
@@ -172,85 +198,9 @@ def _segment_update(
         num_segments = int(largest) + 1
     _require_static(num_segments)
     _require(num_segments >= 0, f"num_segments={num_segments}")
-    _require_kernel(name, data, ids.shape, num_segments, indices_are_sorted)
+    _require_kernel(name, data, ids, num_segments, indices_are_sorted)
     options = {"bucket_size": bucket_size, "mode": mode, "out_sharding": out_sharding}
     return getattr(forward_mode, name)(data, ids, num_segments, indices_are_sorted, unique_indices, **options)
-
-
-def _scatter_update(
-    x: Any,
-    idx: Any,
-    y: Any,
-    scatter_op: Any,
-    indices_are_sorted: bool,
-    unique_indices: bool,
-    mode: Any = None,
-    normalize_indices: bool = True,
-    out_sharding: Any = None,
-) -> Array:
-    is_set = scatter_op.__name__ == "scatter"
-    _, name, join = ("set", "write_rows", None) if is_set else _UPDATES[scatter_op.__name__]
-    [ids] = idx if isinstance(idx, tuple) and len(idx) == 1 else (idx,)
-    is_vector = hasattr(ids, "dtype") and jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.ndim == 1
-    _require(is_vector, "the index is not one vector of signed integers")
-    x, y = _as_array(x), _as_array(y)
-    _require(x.dtype.name in _DTYPES[name], f"there is no kernel for dtype {x.dtype}")
-    _require(not x.weak_type, "the array, and so the result, is weakly typed")
-    _require(jnp.result_type(x, y) == x.dtype, f"updates of dtype {y.dtype} of an array of dtype {x.dtype}")
-    is_exact = name not in ("segment_max", "segment_min") or not jnp.issubdtype(x.dtype, jnp.floating)
-    _require(is_exact, "in the gradient of JAX, a row and the updates that are equal to it have equal shares")
-    _require(x.ndim > 0, "the array is a scalar")
-    _require(out_sharding is None, "an out_sharding is asked for")
-    num_rows = x.shape[0]
-    rows = jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype)
-    y = y.astype(x.dtype)
-    _require_updates(name, y, rows.shape, mode)
-    _require_static(num_rows)
-    _require(num_rows <= jnp.iinfo(ids.dtype).max, f"ids of dtype {ids.dtype} for {num_rows} rows")
-    if join is not None:
-        _require_kernel(name, rows, ids.shape, num_rows, indices_are_sorted)
-    if normalize_indices:
-        ids = jnp.where(ids < 0, ids + ids.dtype.type(num_rows), ids)  # `indices_are_sorted` refers to these
-    updates = jnp.broadcast_to(y, rows.shape)
-    if join is None:
-        is_clipped = jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.CLIP
-        return forward_mode.write_rows(x, updates, jnp.clip(ids, 0, num_rows - 1) if is_clipped else ids)
-    return join(x, getattr(forward_mode, name)(updates, ids, num_rows, indices_are_sorted, mode=mode))
-
-
-def _sum_taken(
-    cotangent: Array,
-    operand: Any,
-    indices: Array,
-    *,
-    dimension_numbers: Any,
-    slice_sizes: tuple[int, ...],
-    unique_indices: bool,
-    indices_are_sorted: bool,
-    mode: Any,
-    fill_value: Any,
-) -> Array:
-    takes_rows = (
-        indices.shape[-1] == 1
-        and slice_sizes == (1, *operand.shape[1:])
-        and dimension_numbers.start_index_map == dimension_numbers.collapsed_slice_dims == (0,)
-        and not dimension_numbers.operand_batching_dims
-        and dimension_numbers.offset_dims == tuple(range(indices.ndim - 1, cotangent.ndim))
-        and indices.ndim > 1
-    )
-    _require(takes_rows, "it takes other parts than rows by an array of ids")
-    _require(cotangent.dtype.name in FLOATING_DTYPES, f"there is no kernel for dtype {cotangent.dtype}")
-    _require(indices.dtype.name in ("int32", "int64"), f"ids of dtype {indices.dtype}")
-    _require_static(*cotangent.shape, *operand.shape)
-    ids = jax.lax.squeeze(indices, (indices.ndim - 1,))
-    num_rows = operand.shape[0]
-    if mode == jax.lax.GatherScatterMode.CLIP:
-        ids = jnp.clip(ids, 0, num_rows - 1)
-    cotangent, ids = jax_versions.unify_varying(cotangent, ids)
-    is_sorted = indices_are_sorted and ids.ndim == 1
-    _require_kernel("segment_sum", cotangent, ids.shape, num_rows, is_sorted)
-    d_data = sum_taken_rows(cotangent, ids, num_rows=num_rows, indices_are_sorted=is_sorted, deterministic=False)
-    return reshard_like(d_data, operand)
 
 
 def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negative_indices: Any = True) -> Array:
@@ -300,63 +250,105 @@ def _start(start: Any, size: int, counts_from_end: bool, dtype: Any) -> Any:
 # The places in JAX that are replaced. Each replacement checks whether to redirect a call.
 
 
-def _wrap(kind: str, name_of: Callable[..., str | None], function: Callable[..., Array]) -> jax_versions.Wrap:
-    """Replaces JAX's function by ours where calls are redirected and ours serves them.
+def _wrap_segments(own: Callable[..., Array]) -> Callable[..., Array]:
+    """Replaces the function that all ``jax.ops.segment_*`` call.
 
-    Args:
-      name_of: ``(*args)`` -> the call's name, if any.
+    JAX scatters the rows, and the lowering of the scatter is redirected. Maxima, minima and products are redirected
+    here, because their gradients have kernels.
     """
 
-    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            name = name_of(*args) if kind in redirected() else None
-            if name is None:
-                return own(*args, **kwargs)
-            with not_redirected():  # JAX's functions call each other
-                try:
-                    result, unserved = function(*args, **kwargs), None
-                except _Unserved as reason:
-                    unserved = str(reason)
-                _count(name, unserved)
-                return result if unserved is None else own(*args, **kwargs)
+    @functools.wraps(own)
+    def replacement(name: str, *args: Any, **kwargs: Any) -> Array:
+        if not redirected():
+            return own(name, *args, **kwargs)
+        with in_named_scope(f"jax.ops.{name}"):
+            if name in _DTYPES and "segments" in redirected():
+                with contextlib.suppress(_Unserved), not_redirected():  # JAX's functions call each other
+                    return _segment_update(name, *args, **kwargs)
+            return own(name, *args, **kwargs)
 
-        return replacement
-
-    return wrap
+    return replacement
 
 
-def _name_of_update(x: Any, idx: Any, y: Any, scatter_op: Any, *_: Any) -> str | None:
-    name = getattr(scatter_op, "__name__", "")
-    if name == "scatter":
-        return "x.at[ids].set"
-    return f"x.at[ids].{_UPDATES[name][0]}" if name in _UPDATES else None
+def _wrap_slice_update(own: Callable[..., Array]) -> Callable[..., Array]:
+    @functools.wraps(own)
+    def replacement(*args: Any, **kwargs: Any) -> Array:
+        if "slice_updates" not in redirected():
+            return own(*args, **kwargs)
+        try:
+            with not_redirected(), in_named_scope(_OF_SLICE):
+                return _slice_update(*args, **kwargs)
+        except _Unserved as reason:
+            _count(_OF_SLICE, Decision("xla", str(reason)))
+        return own(*args, **kwargs)
+
+    return replacement
+
+
+def _scope_of(ctx: Any) -> tuple[str, str] | None:
+    """The redirected call in whose scope an operation stands: its name in reports, and its kind."""
+    scopes = str(ctx.name_stack)
+    name = max(_KIND_OF_NAME, key=scopes.rfind)
+    if name not in scopes:
+        return None
+    is_gradient = "transpose(" in scopes and name != _OF_GATHER
+    return f"gradient of {name}" if is_gradient else name, _KIND_OF_NAME[name]
+
+
+def _wrap_lowering(primitive: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if not (kinds := redirected()):
+            return own(ctx, *operands, **params)
+        name, kind = _scope_of(ctx) or (_UPDATES[primitive], "indexed_updates")
+        if kind not in kinds:
+            return own(ctx, *operands, **params)
+        decision, result = _indexed.scatter(primitive, ctx, *operands, **params)
+        _count(name, decision)
+        return own(ctx, *operands, **params) if result is None else [result]
+
+    return lower
+
+
+def _count_op(call: OpCall, decision: Decision, ctx: Any) -> None:
+    """Counts a call of an op that stands in the place of JAX's function."""
+    if redirected() and (scope := _scope_of(ctx)) is not None:
+        _count(scope[0], decision)
+
+
+lowering.listeners.append(_count_op)
+
+
+@contextlib.contextmanager
+def _redirected_scatters() -> Iterator[None]:
+    with (
+        jax_versions.wrapped_in_scatter("_segment_update", _wrap_segments),  # all jax.ops.segment_* call it
+        jax_versions.named_transpose_of_gather(_OF_GATHER),
+        jax_versions.wrapped_lowering(_indexed.SCATTERS, _wrap_lowering),
+    ):
+        yield
+
+
+def _without_slices() -> contextlib.AbstractContextManager[Any]:
+    return Scope(REDIRECTION, redirected() - {"slice_updates"})
 
 
 @contextlib.contextmanager
 def _redirected_slice_updates() -> Iterator[None]:
-    wrap = _wrap("slice_updates", lambda *_: "jax.lax.dynamic_update_slice", _slice_update)
     # JAX traces slice updates of its own during lowering: scan writes its stacked results.
-    with jax_versions.lowering_inside(not_redirected), jax_versions.wrapped_slice_update(wrap):
+    with jax_versions.lowering_inside(_without_slices), jax_versions.wrapped_slice_update(_wrap_slice_update):
         yield
 
 
+_SCATTERS, _SLICES = "scatters", "slice updates"
 _PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "segments": functools.partial(
-        jax_versions.wrapped_in_scatter,
-        "_segment_update",  # all jax.ops.segment_* call it
-        _wrap("segments", lambda name, *_: f"jax.ops.{name}", _segment_update),
-    ),
-    "indexed_updates": functools.partial(
-        jax_versions.wrapped_in_scatter,
-        "_scatter_update",  # all x.at[ids].add(y) and so on call it
-        _wrap("indexed_updates", _name_of_update, _scatter_update),
-    ),
-    "gather_gradients": functools.partial(
-        jax_versions.wrapped_transpose_of_gather,
-        _wrap("gather_gradients", lambda *_: "gradient of a gather", _sum_taken)(lambda *_, **__: None),
-    ),
-    "slice_updates": _redirected_slice_updates,
+    _SCATTERS: _redirected_scatters,
+    _SLICES: _redirected_slice_updates,
+}
+_PLACE_OF_KIND = {
+    "segments": _SCATTERS,
+    "gather_gradients": _SCATTERS,
+    "indexed_updates": _SCATTERS,
+    "slice_updates": _SLICES,
 }
 _uses: collections.Counter[str] = collections.Counter()
 """The number of contexts that redirect at each place, plus 1 for the process. If positive, the place is replaced."""
@@ -366,9 +358,9 @@ _lock = threading.RLock()  # reentrant: a collected generator may leave its cont
 
 def _use_places(kinds: Kinds) -> None:
     with _lock, contextlib.ExitStack() as undo:
-        for name in kinds:
+        for name in _places_of(kinds):
             _uses[name] += 1
-            undo.callback(_release_places, [name])
+            undo.callback(_release, name)
             if _uses[name] == 1:
                 _patches[name] = contextlib.ExitStack()
                 try:
@@ -381,26 +373,31 @@ def _use_places(kinds: Kinds) -> None:
         undo.pop_all()
 
 
-def _release_places(kinds: Iterable[str]) -> None:
+def _release_places(kinds: Kinds) -> None:
     with _lock:
-        for name in kinds:
-            _uses[name] -= 1
-            if _uses[name] == 0:
-                _patches.pop(name).close()
+        for name in _places_of(kinds):
+            _release(name)
+
+
+def _places_of(kinds: Kinds) -> set[str]:
+    return {_PLACE_OF_KIND[kind] for kind in kinds}
+
+
+def _release(name: str) -> None:
+    _uses[name] -= 1
+    if _uses[name] == 0:
+        _patches.pop(name).close()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The reports that count a call: those of the contexts of this thread or, if there are none, of the process.
 
 
-def _count(name: str, unserved: str | None) -> None:
+def _count(name: str, decision: Decision) -> None:
     scopes: list[Any] = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)] or [process_scope()]
     for report in {id(scope): scope.report for scope in scopes if scope is not None}.values():
         with _lock:
-            if unserved is None:
-                report.redirected[name] += 1
-            else:
-                report.kept[name, unserved] += 1
+            report.calls[name, decision.implementation, decision.reason] += 1
 
 
 class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 (used as a function)

@@ -49,6 +49,8 @@ class _Call:
 
     params: Hashable
     selection: Selection
+    scope: str | None
+    """See :func:`in_named_scope`."""
 
 
 class KernelVjp:
@@ -87,7 +89,7 @@ class KernelVjp:
         self._symbolic_zeros = symbolic_zeros
 
         def function(call: _Call, arrays: Mapping[str, Any]) -> Any:
-            with selecting(call.selection):
+            with selecting(call.selection), jax.named_scope(call.scope) if call.scope else contextlib.nullcontext():
                 return self._primal(call.params, **arrays)
 
         function.__name__ = name
@@ -104,7 +106,7 @@ class KernelVjp:
         if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
             return self._primal(params, **arrays)
         function = self._in_both_modes if is_in_both_modes() else self._in_reverse_mode
-        return function(_Call(params, current_selection()), arrays)
+        return function(_Call(params, current_selection(), getattr(_mode, "scope", None)), arrays)
 
     def _forward_with_types(self, call: _Call, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
         leaves, structure = jax.tree.flatten(primals)
@@ -211,6 +213,21 @@ def both_modes() -> Iterator[None]:
         yield
     finally:
         _mode.is_both = previous
+
+
+@contextlib.contextmanager
+def in_named_scope(name: str) -> Iterator[None]:
+    """Context in which the operations of calls have this name scope, also if JAX lowers the call in its own function.
+
+    In a plain ``jax.named_scope``, such a function does not know where it is called.
+    """
+    previous = getattr(_mode, "scope", None)
+    _mode.scope = name
+    try:
+        with jax.named_scope(name):
+            yield
+    finally:
+        _mode.scope = previous
 
 
 def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:

@@ -224,6 +224,11 @@ def partitioner_splits(axis_context: Any) -> bool:
     return isinstance(axis_context, mlir.ShardingContext) and axis_context.num_devices > 1
 
 
+def knows_devices(axis_context: Any) -> bool:
+    """Whether a lowering knows the devices of the program, as it must to split a call over them."""
+    return is_in_shard_map(axis_context) or getattr(axis_context, "device_assignment", None) is not None
+
+
 def automatic_axis(axis_context: Any) -> Mesh | None:
     """The one axis that a ``shard_map`` leaves automatic, as a mesh of its own; None if there are none or several.
 
@@ -378,11 +383,8 @@ def wrapped_in_scatter(name: str, wrap: Wrap) -> contextlib.AbstractContextManag
 
 
 @contextlib.contextmanager
-def wrapped_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> Iterator[None]:
-    """Context in which `sum_taken` computes the gradient of gathers. Where it returns None, JAX's own rule does.
-
-    Args:
-      sum_taken: ``(cotangent, type of the operand, indices, **params of jax.lax.gather_p) -> cotangent of the operand``
+def named_transpose_of_gather(name: str) -> Iterator[None]:
+    """Context in which the operations of a gather's transpose have this name scope.
 
     Raises:
       ImportError, AttributeError, KeyError: this JAX keeps the rule elsewhere.
@@ -393,26 +395,54 @@ def wrapped_transpose_of_gather(sum_taken: Callable[..., jax.Array | None]) -> I
     rules: Any = ad.primitive_transposes if gather_p in ad.primitive_transposes else ad.fancy_transposes  # jax >= 0.11
     own_rule = rules[gather_p]
 
-    def rule(cotangent: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        result = None
-        if not isinstance(cotangent, ad.Zero) and ad.is_undefined_primal(operand):
-            result = sum_taken(cotangent, operand.aval, indices, **params)
-        return own_rule(cotangent, operand, indices, **params) if result is None else [result, None]
+    def rule(*args: Any, **params: Any) -> Any:
+        with jax.named_scope(name):
+            return own_rule(*args, **params)
 
-    def accumulate(cotangent: Any, operand: Any, indices: Any, **params: Any) -> None:
-        result = None
-        if not isinstance(cotangent, ad.Zero) and isinstance(operand, ad.ValAccum):
-            result = sum_taken(cotangent, operand.aval, indices, **params)
-        if result is None:
-            own_rule(cotangent, operand, indices, **params)
-        else:
-            operand.accum(result)
-
-    rules[gather_p] = rule if rules is ad.primitive_transposes else accumulate
+    rules[gather_p] = rule
     try:
         yield
     finally:
         rules[gather_p] = own_rule
+
+
+WrapLowering = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Takes the name of a primitive and the rule that lowers it, and returns the rule's replacement."""
+
+
+@contextlib.contextmanager
+def wrapped_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> Iterator[None]:
+    """Context in which `wrap` replaces the rules that lower these primitives.
+
+    Meanwhile each call is lowered where it stands. Otherwise JAX lowers equal calls once, in a function that hides the
+    origin of the operands. The rules also get to know the devices of the program.
+
+    Raises:
+      ImportError, AttributeError, KeyError: this JAX keeps the rules elsewhere.
+    """
+    from jax._src import dispatch
+    from jax._src.interpreters import mlir
+
+    tables: list[Any] = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
+    own = [(table, primitive, table[primitive]) for table in tables for primitive in primitives if primitive in table]
+    if {primitive for _, primitive, _ in own} != set(primitives):
+        raise KeyError(f"no rules for {primitives}")
+    sets: list[set[Any]] = [mlir._uncacheable_primitives, dispatch.prim_requires_devices_during_lowering]
+    added = [(members, primitive) for members in sets for primitive in primitives if primitive not in members]
+    for members, primitive in added:
+        members.add(primitive)
+    for table, primitive, entry in own:
+        if hasattr(entry, "rule"):
+            table[primitive] = type(entry)(wrap(primitive.name, entry.rule), entry.inline)
+        else:
+            table[primitive] = wrap(primitive.name, entry)
+    try:
+        yield
+    finally:
+        for table, primitive, entry in own:
+            table[primitive] = entry
+        for members, primitive in added:
+            members.discard(primitive)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
@@ -17,19 +18,34 @@ from jaxlib.mlir import ir
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
-from jax_baracuda._core.dispatch import Site, decide, missing_kernel, program_of
+from jax_baracuda._core.dispatch import Decision, Site, decide, missing_kernel, program_of
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
-from jax_baracuda._core.selection import KERNEL_IF_ANY
+from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
 if TYPE_CHECKING:
     from jax_baracuda._core.op import OpCall
 
 
+Listener = Callable[["OpCall", Decision, mlir.LoweringRuleContext], None]
+listeners: list[Listener] = []
+"""Called with each call of an op that is lowered, and with the decision."""
+
+
 def lower(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     """Lowers an op on a platform with kernels."""
-    site = _site_of(call, platform, ctx, operands)
-    runs_kernel = decide(call, site).implementation == "kernel"
+    site = site_of(call, platform, ctx, operands)
+    decision = decide(call, site)
+    for listen in listeners:
+        listen(call, decision, ctx)
+    with not_redirected():  # the plain JAX of an op stays plain JAX
+        return _lower_as_decided(decision, site, call, ctx, operands)
+
+
+def _lower_as_decided(
+    decision: Decision, site: Site, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
+) -> Any:
+    platform, runs_kernel = site.platform, decision.implementation == "kernel"
     if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
         _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
     if not runs_kernel:
@@ -52,17 +68,20 @@ def lower_elsewhere(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Seque
     if call.selection == "kernel":
         platforms = [platform for platform in jax_versions.platforms_of(ctx) if platform not in KERNEL_PLATFORMS]
         raise missing_kernel(call, platforms, f"there are kernels for {' and '.join(KERNEL_PLATFORMS)} only")
-    return _lower_reference(call, ctx, _with_unfused_updates(call, ctx, operands))
+    with not_redirected():
+        return _lower_reference(call, ctx, _with_unfused_updates(call, ctx, operands))
 
 
 def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     """Lowers the kernel in a shard's program. It may support the whole array's shapes, but not the shard's."""
-    if decide(call, Site(platform)).implementation == "xla":
-        return _lower_reference(call, ctx, operands)
-    return _call_target(call, platform, ctx, operands, call.all_params.get("donated", ()))
+    with not_redirected():
+        if decide(call, Site(platform)).implementation == "xla":
+            return _lower_reference(call, ctx, operands)
+        return _call_target(call, platform, ctx, operands, call.all_params.get("donated", ()))
 
 
-def _site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
+def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
+    """Where a call stands. `ctx` has the types of the operands and of the results."""
     module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
     has_empty_array = any(0 in aval.shape for aval in avals)
     is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array
@@ -165,7 +184,7 @@ def _call_target(
     op = call.op
     if (program := op.program or program_of(call, platform)) is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
-        return _lower_without_mesh(functools.partial(map_over_batch, call.of_operands(program), mapped), ctx, operands)
+        return lower_without_mesh(functools.partial(map_over_batch, call.of_operands(program), mapped), ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)
     num_results = len(ctx.avals_out)
     if op.plan_parameters is not None:
@@ -184,7 +203,7 @@ def _call_target(
     return rule(ctx, *operands, **call.attributes())[:num_results]
 
 
-def _lower_without_mesh(
+def lower_without_mesh(
     function: Callable[..., Sequence[jax.Array]], ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
 ) -> Any:
     """Lowers a function of the arrays of one device, where explicit shardings do not apply."""
@@ -207,7 +226,7 @@ def _with_whole_batch(
             avals[i] = jax.core.ShapedArray((*call.batch, *aval.shape[num_batch_dims:]), aval.dtype)
             broadcast = functools.partial(jnp.broadcast_to, shape=avals[i].shape)
             of_one = ctx.replace(avals_in=[aval], avals_out=[avals[i]])
-            [values[i]] = _lower_without_mesh(lambda x, broadcast=broadcast: [broadcast(x)], of_one, [operands[i]])
+            [values[i]] = lower_without_mesh(lambda x, broadcast=broadcast: [broadcast(x)], of_one, [operands[i]])
     return ctx.replace(avals_in=avals), values
 
 
@@ -263,12 +282,7 @@ def _is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
     if isinstance(operation, ir.Block):
         return False
     if operation.name == "func.call":
-        callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
-        *_, end = callee.operation.regions[0].blocks[0]
-        result = end.operands[ir.OpResult(value).result_number]
-        if isinstance(result.owner, ir.Block):
-            result = operation.operands[ir.BlockArgument(result).arg_number]
-        return _is_computed(ctx, result)
+        return _is_computed(ctx, _returned(ctx, value))
     if operation.name in _VIEWS and _num_elements(operation.operands[0]) == _num_elements(value):
         return _is_computed(ctx, operation.operands[0])
     return operation.name not in _IN_MEMORY and len(operation.regions) == 0
@@ -330,3 +344,106 @@ def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
     name = owner.attributes["sym_name"].value
     is_called_elsewhere = ctx.module_context.lowering_parameters.for_export
     return name.startswith(_LOOP_BODIES) or (name == "main" and not is_called_elsewhere)
+
+
+def may_be_computed(value: ir.Value[Any]) -> bool:
+    """Whether a value is an argument of a function that the program calls. XLA may fuse what its callers pass."""
+    if not isinstance(value.owner, ir.Block):
+        return False
+    owner: Any = value.owner.owner.operation
+    return bool(owner.name == "func.func" and owner.attributes["sym_name"].value != "main")
+
+
+def splat_of(ctx: Any, value: ir.Value[Any]) -> bool | int | float | None:
+    """The number that an array holds everywhere; None if it is unknown or complex."""
+    operation: Any = _origin(ctx, value, _SPREADING).owner
+    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
+        return None
+    elements = ir.DenseElementsAttr(operation.attributes["value"])
+    if not elements.is_splat:
+        return None
+    number: Any = elements.get_splat_value()
+    for kind in (ir.FloatAttr, ir.BoolAttr, ir.IntegerAttr):
+        with contextlib.suppress(ValueError, TypeError):
+            return kind(number).value
+    return None
+
+
+_SPREADING = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")
+
+
+def _origin(ctx: Any, value: ir.Value[Any], through: Sequence[str]) -> ir.Value[Any]:
+    """The value that a value is, before these operations and the functions that return it."""
+    while not isinstance(operation := value.owner, ir.Block):
+        if operation.name == "func.call":
+            value = _returned(ctx, value)
+        elif operation.name in through:
+            value = operation.operands[0]
+        else:
+            break
+    return value
+
+
+def _returned(ctx: Any, value: ir.Value[Any]) -> ir.Value[Any]:
+    """What a function returns for the result of a call: a value in the function, or an operand of the call."""
+    operation: Any = value.owner
+    callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
+    *_, end = callee.operation.regions[0].blocks[0]
+    result = end.operands[ir.OpResult(value).result_number]
+    if isinstance(result.owner, ir.Block):
+        return operation.operands[ir.BlockArgument(result).arg_number]
+    return result
+
+
+def is_ascending(ctx: Any, ids: ir.Value[Any]) -> bool:
+    """Whether ids are known to ascend: constants, and what ``jnp.sort`` returns."""
+    if math.prod(shape := ir.RankedTensorType(ids.type).shape) != max(shape, default=0):
+        return False
+    origin = _origin(ctx, ids, _SPREADING)
+    if list(ir.RankedTensorType(origin.type).shape) != [max(shape)] or isinstance(origin.owner, ir.Block):
+        return False
+    if origin.owner.name == "stablehlo.sort":
+        return _sorts(origin.owner, ir.OpResult(origin).result_number)
+    known = _known_ids(ctx, origin)
+    return known is not None and bool(np.all(known[:-1] <= known[1:]))
+
+
+def _sorts(operation: Any, result: int) -> bool:
+    """Whether a sort makes its first result ascend: it compares nothing else."""
+    block = operation.regions[0].blocks[0]
+    comparison, *rest = block
+    return bool(
+        result == 0
+        and len(rest) == 1
+        and comparison.name == "stablehlo.compare"
+        and "LT" in str(comparison.attributes["comparison_direction"])
+        and list(comparison.operands) == [block.arguments[0], block.arguments[1]]
+    )
+
+
+_MAX_KNOWN_IDS = 1 << 20
+
+
+def _known_ids(ctx: Any, ids: ir.Value[Any]) -> np.ndarray | None:
+    """The ids of a constant array, also behind JAX's treatment of negative ids if there are none."""
+    operation: Any = ids.owner
+    if operation.name == "stablehlo.select":
+        origin = _origin(ctx, operation.operands[2], _VIEWS)
+        known = None if isinstance(origin.owner, ir.Block) else _known_ids(ctx, origin)
+        return known if known is not None and known.min(initial=0) >= 0 and _is_below_zero(ctx, operation) else None
+    if operation.name != "stablehlo.constant" or math.prod(ir.RankedTensorType(ids.type).shape) > _MAX_KNOWN_IDS:
+        return None
+    known = np.asarray(ir.DenseElementsAttr(operation.attributes["value"]))
+    return known if known.dtype.kind in "iu" else None
+
+
+def _is_below_zero(ctx: Any, select: Any) -> bool:
+    """Whether a select takes its first choice where its second is negative."""
+    comparison: Any = _origin(ctx, select.operands[0], _VIEWS).owner
+    return bool(
+        not isinstance(comparison, ir.Block)
+        and comparison.name == "stablehlo.compare"
+        and "LT" in str(comparison.attributes["comparison_direction"])
+        and comparison.operands[0] == select.operands[2]
+        and splat_of(ctx, comparison.operands[1]) == 0
+    )
