@@ -125,16 +125,16 @@ class Plain:
     ) -> Pair:
         taps = weight.shape[1]
         inputs = jnp.pad(x, ((taps - 1, 0), (0, 0)))
-        y = bias
+        y = bias.astype(jnp.float32)
         for k in range(taps):
             is_of_prompt = prompts.positions >= taps - 1 - k
-            y = y + weight[:, k] * jnp.where(is_of_prompt[:, None], inputs[k : k + x.shape[0]], 0)
-        return jax.nn.silu(y), self.write(states, final_windows(x, taps, prompts), slots)
+            y += weight[:, k] * jnp.where(is_of_prompt[:, None], inputs[k : k + x.shape[0]], 0).astype(jnp.float32)
+        return jax.nn.silu(y).astype(x.dtype), self.write(states, final_windows(x, taps, prompts), slots)
 
     def convolve_tokens(self, x: Array, states: Array, weight: Array, bias: Array, slots: Array) -> Pair:
         windows = jnp.concatenate([states[slots], x[:, :, None]], axis=-1)
-        y = jax.nn.silu((windows * weight).sum(-1) + bias)
-        return y, self.write(states, windows[:, :, 1:], slots)
+        y = (windows.astype(jnp.float32) * weight).sum(-1) + bias
+        return jax.nn.silu(y).astype(x.dtype), self.write(states, windows[:, :, 1:], slots)
 
     def write(self, pool: Array, rows: Array, slots: Array) -> Array:
         slots = jnp.where(slots < 0, pool.shape[0], slots)  # JAX counts negative indices from the end

@@ -38,7 +38,7 @@ class Serving:
 
 
 GPU_MODEL = HybridModel(
-    layers=4, width=1024, heads=16, kv_heads=4, features=64, inner=2048, inner_features=64, memory=16,
+    layers=4, width=1024, heads=16, kv_heads=4, features=128, inner=2048, inner_features=64, memory=16,
     vocabulary=32_000, dtype="bfloat16", page_size=16,
 )  # fmt: skip
 CPU_MODEL = HybridModel(
@@ -50,11 +50,19 @@ QUICK_MODEL = HybridModel(
     dtype="float32", page_size=4,
 )  # fmt: skip
 GPU_SERVINGS = tuple(
-    Serving(GPU_MODEL, Capacity(requests, 4096, pages, 32, 4096, 256), steps=64)
-    for requests, pages in ((64, 64), (256, 16))
+    Serving(
+        GPU_MODEL,
+        Capacity(requests, 4096, pages_per_request, prompts=64, prompt_tokens=8192, longest=256),
+        steps=64,
+    )
+    for requests, pages_per_request in ((64, 32), (256, 16))
 )
-CPU_SERVINGS = (Serving(CPU_MODEL, Capacity(8, 128, 16, 4, 256, 128), steps=16),)
-QUICK_SERVINGS = (Serving(QUICK_MODEL, Capacity(3, 24, 8, 2, 20, 16), steps=2),)
+CPU_SERVINGS = (
+    Serving(CPU_MODEL, Capacity(8, 128, pages_per_request=16, prompts=4, prompt_tokens=256, longest=128), steps=16),
+)
+QUICK_SERVINGS = (
+    Serving(QUICK_MODEL, Capacity(3, 24, pages_per_request=8, prompts=2, prompt_tokens=20, longest=16), steps=2),
+)
 
 
 def cases(backend: str, quick: bool = False) -> Iterator[Case]:
