@@ -1,7 +1,7 @@
 """Draws a record: ``python -m benchmarks.plots benchmarks/results/gpu.json``, an SVG for each op and an overview, or
 one of a random sample of calls.
 
-Figures are as narrow as a phone, and take the colours of a dark page.
+Figures fit on a phone, and adapt to dark pages.
 """
 
 from __future__ import annotations
