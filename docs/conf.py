@@ -6,7 +6,7 @@ project = "jax_baracuda"
 version = release = version_of(project)
 extensions = ["myst_parser", "sphinx_copybutton"]
 html_theme = "furo"
-html_title = project
+html_title = f"{project} {release}"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["page.css"]
