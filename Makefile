@@ -4,7 +4,7 @@
 #   JAX     the JAX to install, instead of the newest that fits      make test JAX="jax==0.8.0 jaxlib==0.8.0"
 #   PYTEST_ARGUMENTS  other arguments for pytest                     make test PYTEST_ARGUMENTS="tests/rope/test_rope.py -x"
 #   WHEEL_PYTHONS  the interpreters that make wheels builds for; JAX_BARACUDA_CUDA=OFF leaves the CUDA kernels out
-#   SECONDS, SEED, THREADS  of make fuzz: how long, of all that is random, how many programs at once
+#   SECONDS, SEED, THREADS  of make fuzz: how long it runs, the seed, how many programs run at once
 #   CUDA    the CUDA extra, cuda12 or cuda13; empty for the CPU only. Default: what the NVIDIA driver here supports
 SHELL := bash
 PYTHON ?= python3
@@ -20,13 +20,13 @@ export VIRTUAL_ENV := $(abspath $(VENV))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 BIN := $(VENV)/bin
-# The requirements of an extra: to install them beside what is built already, which would else be built again.
+# The requirements of an extra, to install them without building the package again.
 REQUIREMENTS = $$($(BIN)/python -c "import tomllib; \
   print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 NVCC_PACKAGES := nvidia-cuda-nvcc nvidia-cuda-cccl nvidia-cuda-runtime
 INSTALL_NVCC = command -v nvcc || test -x /usr/local/cuda/bin/nvcc || $(BIN)/pip install --quiet $(NVCC_PACKAGES)
 SOURCES := $(wildcard ffi/*.cc ffi/*/* ffi/*/*/* cmake/* CMakeLists.txt pyproject.toml)
-# On all cores, but one process for what a GPU runs; tests that have waited move to a process that is done.
+# On all cores, but in one process on a GPU. A process without tests takes some of another one's.
 PYTEST_ARGUMENTS ?= -q $(if $(DRIVER),,-n auto --dist worksteal)
 SANITIZERS ?= address thread
 SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
@@ -70,7 +70,7 @@ fuzz: $(VENV)/tests-installed
 CONFIGURE = $(BIN)/cmake -S . -G Ninja -D CMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -D JAX_BARACUDA_CUDA=OFF \
   -D Python_EXECUTABLE=$(abspath $(BIN))/python -D nanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
 
-# The CPU module once more, instrumented, in a folder of its own: the installed one stays as it is.
+# Builds an instrumented CPU module in a folder of its own; the installed one stays as it is.
 $(INSTRUMENTATIONS:%=instrumented-%): instrumented-%: $(VENV)/tests-installed
 	$(BIN)/pip install --quiet cmake nanobind ninja
 	$(CONFIGURE) -B build/$(notdir $(VENV))-$* -D CMAKE_BUILD_TYPE=RelWithDebInfo -D JAX_BARACUDA_INSTRUMENTATION=$*
@@ -136,7 +136,7 @@ lint: $(VENV)/tests-installed
 	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc %.cu %.cuh,$(SOURCES)) tests/sanitizers/thread_memory.cc
 	$(BIN)/codespell *.md *.txt Makefile pyproject.toml .ci cmake docs ffi jax_baracuda release tests benchmarks/*.py
 
-# What clang-tidy finds in the sources of the CPU module, in half a minute of one core.
+# Runs clang-tidy on the sources of the CPU module: half a minute of one core.
 lint-native: $(VENV)/installed
 	$(BIN)/pip install --quiet clang-tidy==23.1.4 cmake nanobind ninja
 	$(CONFIGURE) -B build/$(notdir $(VENV))-tidy -D CMAKE_EXPORT_COMPILE_COMMANDS=ON
@@ -182,8 +182,8 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 
-# Editable: Python files are used as they lie here; make builds again when a native source changes.
-# Of what pip and the compilers say, it shows the downloads and the steps, and the end of all where it fails.
+# Editable: Python files are imported from here; make builds again when a native source changes. It shows pip's
+# downloads and the compilers' steps, and the end of the log if the build fails.
 BUILD_LOG := $(VENV)/build.log
 $(VENV)/installed: $(VENV)/bin/pip $(SOURCES)
 	$(if $(filter cuda13,$(CUDA)),$(INSTALL_NVCC))

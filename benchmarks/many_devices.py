@@ -1,8 +1,8 @@
 """Scaling over the devices of this host: programs whose operands are split, beside plain JAX.
 
-Weak scaling is the time of a share on one device over that of as many shares on all devices, each with its own: 1 where
-nothing is lost. Strong scaling is the time of all shares on one device over that on all devices: the number of devices
-where nothing is lost.
+Weak scaling is the time of one share on one device, divided by the time of one share per device on all devices: 1 if
+nothing is lost. Strong scaling is the time of all shares on one device, divided by their time on all devices: the
+number of devices if nothing is lost.
 """
 
 from __future__ import annotations

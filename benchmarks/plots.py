@@ -1,28 +1,31 @@
-"""Draws a record: ``python -m benchmarks.plots benchmarks/results/gpu.json``, one PNG per op and one overview, or
-one PNG of a random sample of calls."""
+"""Draws a record: ``python -m benchmarks.plots benchmarks/results/gpu.json``, an SVG for each op and an overview, or
+one of a random sample of calls.
+
+Figures fit on a phone, and adapt to dark pages.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from PIL import Image
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.artist import Artist  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
-from matplotlib.patheffects import withStroke  # noqa: E402
 
 from benchmarks.record import (  # noqa: E402
     FORWARD,
     LOWEST_RATIO,
-    NO_KERNEL,
     OURS,
     PROGRAMS,
     WITH_GRADIENT,
@@ -38,25 +41,34 @@ from benchmarks.record import (  # noqa: E402
 from jax_baracuda._tools.command_line import parser_of, run  # noqa: E402
 
 # Okabe and Ito's palette, which is distinguishable for colour-blind readers and in greyscale.
-COLORS = ("#0072B2", "#E69F00", "#999999")
-TEXT, FAINT = "#222222", "#777777"
+COLORS = ("#0072b2", "#e69f00", "#999999")
+TEXT, FAINT, GRID = "#222222", "#777777", "#e6e6e6"
+DARK = {TEXT: "#d8d8d8", FAINT: "#a0a0a0", GRID: "#3a3a3a"}
+"""The colours that take the place of others on a dark page."""
 BAR = 0.26
 """Height of one bar, in units of the distance between rows."""
+WIDTH = 4.8
+LEFT = 1.42
+"""Width of the panels' labels, in inches."""
 INCHES_PER_ROW = 0.46
+LINE = 0.19
+"""Height of a line of text above the panels, in inches."""
 RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": TEXT,
-    "axes.labelcolor": TEXT,
-    "axes.edgecolor": "#BBBBBB",
-    "xtick.color": TEXT,
-    "ytick.color": TEXT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "figure.dpi": 130,
-    "figure.facecolor": "white",
-}
+plt.rcParams.update(
+    {
+        "font.family": ["DejaVu Sans", "sans-serif"],
+        "font.size": 8.5,
+        "text.color": TEXT,
+        "axes.labelcolor": TEXT,
+        "axes.edgecolor": FAINT,
+        "xtick.color": TEXT,
+        "ytick.color": TEXT,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.fonttype": "none",  # text stays text
+        "svg.hashsalt": "jax_baracuda",  # the same bytes in every run
+    }
+)
 
 Contestant = tuple[str, tuple[str, ...]]
 """A label, and its libraries; the fastest of them counts."""
@@ -64,8 +76,8 @@ Contestant = tuple[str, tuple[str, ...]]
 
 def contestants(cases: Sequence[CaseRecord]) -> list[Contestant]:
     libraries = others(cases)
-    result = [(OURS, (OURS,)), ("XLA, fastest of several formulations", (XLA,))]
-    return result + ([(f"{' / '.join(libraries)}, fastest", tuple(libraries))] if libraries else [])
+    result = [(OURS, (OURS,)), ("the fastest of several formulations in plain JAX", (XLA,))]
+    return result + ([(f"the fastest of {', '.join(libraries)}", tuple(libraries))] if libraries else [])
 
 
 def draw_op(run: Run, op: str) -> Figure:
@@ -84,25 +96,24 @@ def draw_op(run: Run, op: str) -> Figure:
     whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in cases)]
 
     everyone = contestants(cases)
-    figure, axes = _panels(run, everyone, op, whats, y, left_inches=2.45)
+    figure, axes = _panels(run, everyone, f"Speed of {op}", "", whats, y)
     for panel, what in zip(axes, whats, strict=True):
         for (size, variant), position in zip(rows, positions, strict=True):
             case = by_name.get((size, variant, what))
             if case is not None:
                 _bars(panel, everyone, position, lambda libraries, case=case: _value_and_text(case, libraries))
             else:
-                panel.text(0.01, position, "not measured", color=FAINT, va="center", fontsize=8)
-        panel.set_yticks(positions, [_variant_text(variant) for _, variant in rows])
+                panel.text(0.01, position, "not measured", color=FAINT, va="center", fontsize=7.5)
+        panel.set_yticks(positions, [textwrap.fill(variant, 22) for _, variant in rows], fontsize=7.5)
     for size, position in headings:
         axes[0].annotate(
             size,
             (0, position + 0.1),
             xycoords=("axes fraction", "data"),
-            xytext=(-2.35 * 72, 0),
+            xytext=(-(LEFT - 0.05) * 72, 0),
             textcoords="offset points",
             weight="bold",
             va="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
     _make_room_for_texts(axes)
     return figure
@@ -113,8 +124,8 @@ def draw_overview(run: Run) -> Figure:
     whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in run.cases)]
     ops = run.ops()
     everyone = contestants(run.cases)
-    title = "Geometric mean over the cases in which all take part"
-    figure, axes = _panels(run, everyone, title, whats, len(ops) - 0.2, left_inches=1.9)
+    subtitle = "geometric means"
+    figure, axes = _panels(run, everyone, "Speed by function", subtitle, whats, len(ops) - 0.2)
     for panel, what in zip(axes, whats, strict=True):
         for position, op in enumerate(ops):
             of_what = [case for case in run.of_op(op) if case.what == what]
@@ -127,60 +138,17 @@ def draw_overview(run: Run) -> Figure:
             if of_what:
                 _bars(panel, everyone, position, value_and_text)
             else:
-                panel.text(0.01, position, "no gradient", color=FAINT, va="center", fontsize=8)
-        panel.set_yticks(range(len(ops)), ops)
+                panel.text(0.01, position, "no gradient", color=FAINT, va="center", fontsize=7.5)
+        panel.set_yticks(range(len(ops)), [op.replace(" ", "\n") for op in ops])
     _make_room_for_texts(axes)
-    return figure
-
-
-def draw_programs(run: Run) -> Figure:
-    """Speed of whole programs relative to plain JAX."""
-    cases = run.of_op(PROGRAMS)
-    contenders = ((OURS, "plan"), (OURS, ""), (OURS, NO_KERNEL), ("torch_geometric", "compiled"))
-    labels = ("jax_baracuda, plain JAX = 1", "torch_geometric, compiled")
-    height, top, bottom = len(cases) - 0.2, 0.75, 0.62
-    inches = height * INCHES_PER_ROW + top + bottom
-    with plt.rc_context(STYLE):
-        figure, panel = plt.subplots(figsize=(10.0, inches))
-    figure.subplots_adjust(left=0.42, right=0.97, top=1 - top / inches, bottom=bottom / inches)
-    for position, case in enumerate(cases):
-        plain = case.fastest(XLA)
-        timed = [m for m in case.measurements if (m.library, m.formulation) in contenders and m.milliseconds]
-        for index, measurement in enumerate(timed):
-            ratio = plain.milliseconds / measurement.milliseconds
-            y = position + (index - (len(timed) - 1) / 2) * BAR
-            panel.barh(y, ratio, height=BAR * 0.92, color=COLORS[0 if measurement.library == OURS else 2])
-            text = f"{ratio:.2f}×   {milliseconds_text(measurement.milliseconds)} ms"
-            halo = [withStroke(linewidth=2, foreground="white")]
-            at = (ratio, y)
-            panel.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=7, path_effects=halo)
-    panel.set_yticks(range(len(cases)), [f"{case.size}\n{case.variant}" for case in cases], fontsize=7)
-    panel.set_ylim(height - 0.4, -0.5)
-    panel.axvline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=0.9)
-    panel.tick_params(axis="y", length=0)
-    panel.set_xlim(0, 1.15 * max(bar.get_width() for bar in panel.patches))
-    figure.text(0.97, 0.1 / inches, "times as fast as plain JAX (longer is better)", fontsize=8.5, ha="right")
-    figure.text(0.01, 1 - 0.12 / inches, "Whole programs", weight="bold", fontsize=13, va="top")
-    _name_device(figure, run, 1 - 0.15 / inches)
-    handles = [Patch(color=color, label=label) for color, label in zip(COLORS[::2], labels, strict=True)]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0.003, 1 - 0.36 / inches),
-        ncols=2,
-        frameon=False,
-        fontsize=9,
-        handlelength=1.2,
-    )
     return figure
 
 
 def draw_grid(run: GridRun) -> Figure:
     """The distribution of the ratios of sampled calls."""
-    height, top, bottom = 4.2, 0.8, 0.55
-    with plt.rc_context(STYLE):
-        figure, panel = plt.subplots(figsize=(10.0, height))
-    figure.subplots_adjust(left=0.07, right=0.97, top=1 - top / height, bottom=bottom / height)
+    top, height = 4 * LINE + 0.2, 3.9
+    figure, panel = plt.subplots(figsize=(WIDTH, height))
+    figure.subplots_adjust(left=0.12, right=0.96, top=1 - top / height, bottom=0.5 / height)
     for what, color in zip((FORWARD, WITH_GRADIENT), COLORS, strict=False):
         ratios = sorted(ratio.ratio for ratio in run.ratios if ratio.what == what)
         if not ratios:
@@ -197,62 +165,60 @@ def draw_grid(run: GridRun) -> Figure:
     panel.minorticks_off()
     panel.set_xlim(0, 100)
     panel.xaxis.set_major_formatter("{x:.0f}%")
-    panel.grid(color="#E6E6E6", linewidth=0.8)
+    panel.grid(color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.axhline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=0.9)
     panel.axhline(LOWEST_RATIO, color=FAINT, linewidth=1, linestyle=(0, (1, 2)), zorder=0.9)
-    figure.text(0.97, 0.1 / height, "share of calls, from the least gain to the greatest", fontsize=8.5, ha="right")
-    title = "Times as fast as plain JAX: a random sample of calls"
-    figure.text(0.01, 1 - 0.12 / height, title, weight="bold", fontsize=13, va="top")
-    _name_device(figure, run, 1 - 0.15 / height)
-    place = (0.003, 1 - 0.36 / height)
-    figure.legend(loc="upper left", bbox_to_anchor=place, ncols=2, frameon=False, fontsize=9, handlelength=1.2)
+    panel.set_xlabel("share of calls, from the least gain to the greatest", loc="right")
+    handles, labels = panel.get_legend_handles_labels()
+    _head(figure, "Times as fast as plain JAX", "a random sample of calls", run, handles, labels)
     return figure
 
 
-def _name_device(figure: Figure, run: Run | GridRun, y: float) -> None:
+def _head(
+    figure: Figure,
+    title: str,
+    subtitle: str,
+    run: Run | GridRun,
+    handles: Sequence[Artist],
+    labels: Sequence[str],
+) -> None:
+    """Above the panels: the title, what was measured and where, and a line of the legend for each label."""
+    height = figure.get_figheight()
     device = f"{run.environment['device']}, jax {run.environment['jax']}"
-    figure.text(0.97, y, device, color=FAINT, fontsize=9, va="top", ha="right")
+    figure.text(0.01, 1 - 0.06 / height, title, weight="bold", fontsize=11, va="top")
+    text = f"{device}: {subtitle}" if subtitle else device
+    figure.text(0.01, 1 - (LINE + 0.09) / height, text, color=FAINT, va="top")
+    place = (-0.005, 1 - (2 * LINE + 0.06) / height)
+    figure.legend(
+        handles, labels, loc="upper left", bbox_to_anchor=place, frameon=False, handlelength=1.2, labelspacing=0.25
+    )
 
 
 def _panels(
-    run: Run, everyone: Sequence[Contestant], title: str, whats: Sequence[str], height: float, left_inches: float
+    run: Run, everyone: Sequence[Contestant], title: str, subtitle: str, whats: Sequence[str], height: float
 ) -> tuple[Figure, list[Axes]]:
     """An empty panel for each of `whats`, `height` rows high, with title and legend above."""
-    width, top, bottom = 10.0, 1.0, 0.62
+    top, bottom = (2 + len(everyone)) * LINE + 0.45, 0.5
     inches = height * INCHES_PER_ROW + top + bottom
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(whats), figsize=(width, inches), sharex=True, sharey=True, squeeze=False)
-    figure.subplots_adjust(
-        left=left_inches / width, right=0.97, top=1 - top / inches, bottom=bottom / inches, wspace=0.06
-    )
+    figure, axes = plt.subplots(1, len(whats), figsize=(WIDTH, inches), sharex=True, sharey=True, squeeze=False)
+    figure.subplots_adjust(left=LEFT / WIDTH, right=0.97, top=1 - top / inches, bottom=bottom / inches, wspace=0.08)
     panels = list(axes[0])
     for panel, what in zip(panels, whats, strict=True):
-        panel.set_title(what, fontsize=10)
+        panel.set_title(what, fontsize=9)
         panel.set_ylim(height - 0.4, -0.5)
         panel.axvline(1, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=0.9)
-        panel.grid(axis="x", color="#E6E6E6", linewidth=0.8)
+        panel.grid(axis="x", color=GRID, linewidth=0.8)
         panel.set_axisbelow(True)
         panel.tick_params(axis="y", length=0)
-    unit = "the fewest bytes that must move, over the time, as a fraction of the speed of a copy (longer is better)"
-    figure.text(0.97, 0.1 / inches, unit, fontsize=8.5, ha="right")
-    figure.text(0.01, 1 - 0.12 / inches, title, weight="bold", fontsize=13, va="top")
-    _name_device(figure, run, 1 - 0.15 / inches)
-    labels = [label for label, _ in everyone]
-    figure.legend(
-        handles=[Patch(color=color, label=label) for color, label in zip(COLORS, labels, strict=False)],
-        loc="upper left",
-        bbox_to_anchor=(0.003, 1 - 0.36 / inches),
-        ncols=len(COLORS),
-        frameon=False,
-        fontsize=9,
-        handlelength=1.2,
-    )
+    panels[-1].set_xlabel("fraction of a copy's speed (longer is better)", loc="right")
+    handles = [Patch(color=color) for color in COLORS[: len(everyone)]]
+    _head(figure, title, subtitle, run, handles, [label for label, _ in everyone])
     return figure, panels
 
 
 def _make_room_for_texts(panels: Sequence[Axes]) -> None:
-    panels[0].set_xlim(0, 1.18 * max(1.0, *(bar.get_width() for panel in panels for bar in panel.patches)))
+    panels[0].set_xlim(0, 1.3 * max(1.0, *(bar.get_width() for panel in panels for bar in panel.patches)))
 
 
 def _bars(
@@ -266,8 +232,7 @@ def _bars(
         y = position + (index - (len(everyone) - 1) / 2) * BAR
         value, text = value_and_text(libraries)
         panel.barh(y, value, height=BAR * 0.92, color=color)
-        halo = [withStroke(linewidth=2, foreground="white")]
-        panel.annotate(text, (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7, path_effects=halo)
+        panel.annotate(text, (value, y), (2, 0), textcoords="offset points", va="center", fontsize=7)
 
 
 def _value_and_text(case: CaseRecord, libraries: Sequence[str]) -> tuple[float, str]:
@@ -278,17 +243,12 @@ def _value_and_text(case: CaseRecord, libraries: Sequence[str]) -> tuple[float, 
     return measurement.fraction_of_copy, f"{milliseconds_text(measurement.milliseconds)} ms"
 
 
-def _variant_text(variant: str) -> str:
-    return variant.replace("float32", "f32").replace("bfloat16", "bf16")
-
-
 def draw_cases(run: Run) -> dict[str, Figure]:
-    """Figures by name: whole programs, an overview of the ops, and each op."""
-    figures = {"programs": draw_programs(run)} if run.of_op(PROGRAMS) else {}
+    """Figures by name: an overview of the ops, and each op."""
     of_ops = dataclasses.replace(run, cases=[case for case in run.cases if case.op != PROGRAMS])
-    if of_ops.cases:
-        figures |= {"overview": draw_overview(of_ops), **{op: draw_op(of_ops, op) for op in of_ops.ops()}}
-    return figures
+    if not of_ops.cases:
+        return {}
+    return {"overview": draw_overview(of_ops), **{op: draw_op(of_ops, op) for op in of_ops.ops()}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.output or options.record.parent
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
-        path = folder / f"{'_'.join([options.record.stem, *name.split()])}.png"
+        path = folder / f"{'_'.join([options.record.stem, *name.split()])}.svg"
         save(figure, path)
         plt.close(figure)
         print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
@@ -315,9 +275,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG with a palette of few colours, which takes a third of the size."""
-    figure.canvas.draw()
-    Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB").quantize(48).save(path, optimize=True)
+    """Writes an SVG without background, whose texts and lines follow the colours of the page."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    rules = "".join(
+        f'[style*="{name}: {light}"] {{{name}: {dark} !important}}'
+        for light, dark in DARK.items()
+        for name in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark) {{{rules}}}</style>"
+    path.write_text(text.getvalue().replace("<defs>", f"{style}\n <defs>", 1))
 
 
 if __name__ == "__main__":

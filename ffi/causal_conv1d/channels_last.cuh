@@ -112,7 +112,7 @@ struct TimeStages {
   static __device__ __forceinline__ constexpr bool BeginsGroup(int time) { return time % kGroup == 0; }
   static __device__ __forceinline__ constexpr bool EndsGroup(int time) { return (time + 1) % kGroup == 0; }
 
-  char* data;  // this thread's slot for time 0
+  char* data;  // this thread's vector of time 0
 
   explicit __device__ __forceinline__ TimeStages(void* shared)
       : data(static_cast<char*>(shared) + (threadIdx.y * blockDim.x + threadIdx.x) * kBytes) {}

@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) AddParts(const C* parts, int64_t num
   const int lane = threadIdx.x % lanes;
   const int64_t result = int64_t{blockIdx.x} * (kThreads / lanes) + threadIdx.x / lanes;
   const double total = SumPartials(parts + result * num_parts, result < all_results ? num_parts : 0, /*stride=*/1, lane,
-                                   lanes, shared + threadIdx.x, /*slot_stride=*/1);
+                                   lanes, shared + threadIdx.x, /*own_stride=*/1);
   if (lane != 0 || result >= all_results) return;
   (result < results ? first_sums[result] : second_sums[result - results]) = static_cast<C>(total);
 }

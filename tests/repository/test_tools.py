@@ -263,7 +263,7 @@ def test_sample_of_calls_beside_plain_jax(
     tables.main([str(path)])
     assert "\n| rope | 4 | " in capsys.readouterr().out
     plots.main([str(path)])
-    assert path.with_suffix(".png").stat().st_size > 1000
+    assert path.with_suffix(".svg").stat().st_size > 1000
 
 
 def test_sampled_calls_differ_and_fit() -> None:

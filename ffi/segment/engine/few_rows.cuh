@@ -26,8 +26,8 @@ struct FewRowGrid {
         blocks_per_batch(CeilDivide(problem.segments, int64_t{own_segments})) {}
 };
 
-// Where the sort's arrays begin in shared memory. The slots of the threads come first. They replace the lists of the
-// sort, and may be longer.
+// Where the sort's arrays begin in shared memory. The partial results of the threads come first. They replace the lists
+// of the sort, and may be longer.
 template <typename Cells>
 JB_HOST_DEVICE int SorterOffset(const FewRowSorter& sorter) {
   const int longer = static_cast<int>(kFewRowThreads * sizeof(Cells)) - sorter.FreeBytes();
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kFewRowThreads)
   const int own_segments = static_cast<int>(min(a.problem.segments - first_own, int64_t{grid.own_segments}));
 
   FewRowSorter sorter(static_cast<int>(rows), grid.own_segments);
-  Cells* const slots = reinterpret_cast<Cells*>(shared_memory);
+  Cells* const partials = reinterpret_cast<Cells*>(shared_memory);
   sorter.template Sort<false>(reinterpret_cast<char*>(shared_memory) + SorterOffset<Cells>(sorter), first_own,
                               [&](int row) { return a.ids[ids_offset + row]; });
 
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kFewRowThreads)
   const int64_t first_segment = a.first_segment + b * a.problem.segments + first_own;
   const T* const data = a.data + (a.problem.data_is_shared ? 0 : b * rows * features) + column;
 
-  // Shares of fewer rows would not load faster, and leave more slots to merge.
+  // Shares of fewer rows would not load faster, and leave more partial results to merge.
   const int total = sorter.count();
   const int share = max(static_cast<int>(CeilDivide(total, grid.groups)), kInFlight);
   const int begin = min(group * share, total), end = min(begin + share, total);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kFewRowThreads)
         if (first + u >= end) break;
         if (first + u == segment_end) {
           if (enters) {
-            slots[threadIdx.x] = cells;
+            partials[threadIdx.x] = cells;
           } else {
             cells.Store(a.outputs, first_segment + segment, features, column);
           }
@@ -116,19 +116,19 @@ __global__ void __launch_bounds__(kFewRowThreads)
         coming[u].AddTo(cells, a.outputs);
       }
     }
-    if (enters) slots[threadIdx.x] = cells;
+    if (enters) partials[threadIdx.x] = cells;
   }
 #pragma unroll 1
   for (int step = 1; __syncthreads_or(step < parts); step *= 2) {
     if (part % (2 * step) == 0 && part + step < parts) {
-      Cells merged = slots[threadIdx.x];
-      merged.Merge(slots[threadIdx.x + step * lanes], a.outputs);
-      slots[threadIdx.x] = merged;
+      Cells merged = partials[threadIdx.x];
+      merged.Merge(partials[threadIdx.x + step * lanes], a.outputs);
+      partials[threadIdx.x] = merged;
     }
   }
   if (!is_active) return;
   if (begin < end && !enters) {
-    if (segment_end > end) cells.Merge(slots[threadIdx.x + lanes], a.outputs);
+    if (segment_end > end) cells.Merge(partials[threadIdx.x + lanes], a.outputs);
     cells.Store(a.outputs, first_segment + segment, features, column);
   }
   Cells nothing;

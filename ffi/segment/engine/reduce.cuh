@@ -365,7 +365,7 @@ struct Reducer {
   template <int kVec>
   CudaStatus LaunchMerge(TileArguments<Reduction> a) const {
     if (grid.blocks_per_batch == 1) return {};  // no run leaves its block
-    const int64_t blocks = CeilDivide(grid.row_blocks, kMergeSlots) * grid.features.columns;
+    const int64_t blocks = CeilDivide(grid.row_blocks, kMergeCarries) * grid.features.columns;
     a.merge_parts = static_cast<int>(MergeParts(blocks));
     MergeKernel<Reduction, kVec><<<GridSize(blocks * a.merge_parts), kMergeThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(MergeKernel);

@@ -34,8 +34,8 @@ inline constexpr bool kStoresCellsAlone = true;
 template <typename Reduction>
 inline constexpr bool kTakesWidestVectorsAlone = false;
 
-// Partial results of runs that cross the borders of blocks of rows: one slot per block. Cells are accumulators [blocks,
-// vectors].
+// Partial results of runs that cross the borders of blocks of rows, one of each kind per block. Cells are accumulators
+// [blocks, vectors].
 struct Carries {
   uint32_t* in_segment;  // segment of the long run that enters the block, or kDropped
   void* in;              // the block's carry-in: its rows of that run
@@ -62,7 +62,7 @@ struct TileArguments : RowGrid {
   typename Reduction::Outputs outputs;
   Carries carries;
   uint32_t* merge_counters;  // finished blocks of MergeKernel, and blocks with an entering run
-  int merge_parts;           // blocks of MergeKernel that share their slots
+  int merge_parts;           // blocks of MergeKernel that share their carries
   uint32_t gap_blocks;       // blocks at the start of the grid that fill wide gaps; 0 if FillsFirst
 };
 

@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kSmallRowThreads)
   struct Gap {
     int begin, end;
   };
-  __shared__ Cells slots[2][kSmallRowThreads];
-  __shared__ int slot_starts[2][kSmallRowThreads];
+  __shared__ Cells partials[2][kSmallRowThreads];
+  __shared__ int partial_starts[2][kSmallRowThreads];
   __shared__ Gap wide_gaps[kSmallRowThreads];
   __shared__ int wide_gap_count, leaving_segment;
 
@@ -121,16 +121,16 @@ __global__ void __launch_bounds__(kSmallRowThreads)
   int buffer = 0;
 #pragma unroll 1
   for (int step = 1;; step *= 2, buffer ^= 1) {
-    slots[buffer][threadIdx.x] = cells;
-    slot_starts[buffer][threadIdx.x] = start;
+    partials[buffer][threadIdx.x] = cells;
+    partial_starts[buffer][threadIdx.x] = start;
     const bool goes_back = has_row && start == kNoStart && group >= step;
     if (!__syncthreads_or(goes_back)) break;
     if (goes_back) {
       const int other = threadIdx.x - step * lanes;
-      Cells earlier = slots[buffer][other];
+      Cells earlier = partials[buffer][other];
       earlier.Merge(cells, a.outputs);
       cells = earlier;
-      start = slot_starts[buffer][other];
+      start = partial_starts[buffer][other];
     }
   }
 
@@ -159,18 +159,18 @@ __global__ void __launch_bounds__(kSmallRowThreads)
         goes_on = goes_on && belongs[u];
       }
     }
-    slots[0][threadIdx.x] = tail;
+    partials[0][threadIdx.x] = tail;
 #pragma unroll 1
     for (int left = grid.groups, half; left > 1; left = half) {
       half = (left + 1) / 2;
       __syncthreads();
       if (group + half < left) {
-        tail.Merge(slots[0][threadIdx.x + half * lanes], a.outputs);
-        slots[0][threadIdx.x] = tail;
+        tail.Merge(partials[0][threadIdx.x + half * lanes], a.outputs);
+        partials[0][threadIdx.x] = tail;
       }
     }
     __syncthreads();
-    if (is_last) cells.Merge(slots[0][lane], a.outputs);
+    if (is_last) cells.Merge(partials[0][lane], a.outputs);
   }
   if (is_own && (ends_here || is_last)) store(cells, own);
 #pragma unroll 1

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
 
   __shared__ uint32_t segments[kSmallBlockRows + 2];  // of the block's rows, the previous row and the next one
   __shared__ SourceRow sources[kSmallBlockRows];
-  __shared__ Cells slots[kSmallTileThreads];
+  __shared__ Cells partials[kSmallTileThreads];
   const uint32_t block = blockIdx.x - a.gap_blocks, columns = a.features.columns;
   const uint32_t row_block = block / columns, column_block = block % columns;
   const uint32_t blocks_per_batch = static_cast<uint32_t>(a.blocks_per_batch);
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
     take_rows([&](const auto& row, uint32_t own_segment) {
       if (own_segment != segment) {
         if (enters) {
-          slots[threadIdx.x] = cells;
+          partials[threadIdx.x] = cells;
         } else if (segment != kDropped) {
           cells.Store(a.outputs, first_segment + segment, features, column);
         }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
       }
       if (segment != kDropped) row.AddTo(cells, a.outputs);
     });
-    if (enters) slots[threadIdx.x] = cells;
+    if (enters) partials[threadIdx.x] = cells;
 #pragma unroll 1
     for (int i = 0; i < kSmallTileRows; ++i) {
       const uint32_t before = own_segments[i - 1], own = own_segments[i];
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
     for (; next < a.groups && goes_on; ++next) {
       const uint32_t* const of_next = segments + 1 + next * kSmallTileRows;
       if (of_next[0] != segment) break;
-      cells.Merge(slots[threadIdx.x + (next - group) * a.features.lanes], a.outputs);
+      cells.Merge(partials[threadIdx.x + (next - group) * a.features.lanes], a.outputs);
       goes_on = of_next[kSmallTileRows - 1] == segment;
     }
     owns_leaving_run = leaves_block && segment == last_segment && next == a.groups && goes_on;
@@ -153,12 +153,12 @@ __global__ void __launch_bounds__(kSmallTileThreads)
     if (segments[block_rows] != last_segment || segments[block_rows + 1] != last_segment) break;
   }
   __shared__ bool group_has_tail[kSmallTileThreads];
-  slots[threadIdx.x] = tail;
+  partials[threadIdx.x] = tail;
   if (threadIdx.x % a.features.lanes == 0) group_has_tail[group] = has_tail;
   __syncthreads();
   if (owns_leaving_run) {
     for (int other = 0; other < a.groups && group_has_tail[other]; ++other) {
-      cells.Merge(slots[threadIdx.x + (other - group) * a.features.lanes], a.outputs);
+      cells.Merge(partials[threadIdx.x + (other - group) * a.features.lanes], a.outputs);
     }
     cells.Store(a.outputs, first_segment + segment, features, column);
   }

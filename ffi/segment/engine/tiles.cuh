@@ -111,7 +111,7 @@ struct TileShared {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
 
-  Cells* slots;        // carry-ins of the groups' tiles, one slot per thread
+  Cells* carry_ins;    // of the groups' tiles, one per thread
   uint32_t* starts;    // [groups + 2], from the tile before the block to the one after it
   uint32_t* gaps;      // [groups], bit mask: rows that follow a narrow gap
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block on
@@ -119,7 +119,7 @@ struct TileShared {
   uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], edge of each row, if kWithEdges
   char* rows;          // [groups + 1] tiles of each array, staged only
 
-  static constexpr int kSlotBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
+  static constexpr int kCarryInBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered || kSource == RowSource::kGathered;
   static constexpr bool kWithEdges = Input::kTakesEdges;
   static constexpr int kArrays = 1 + kWithOrder + kWithEdges;
@@ -127,7 +127,7 @@ struct TileShared {
   static int Bytes(int groups, int64_t features) {
     const int words = 2 * groups + 2 + kArrays * (groups + 1) * kPaddedTileRows;
     const int rows = kSource == RowSource::kStaged ? (kHasPairs<Input> ? 2 : 1) * StagedBytes(groups, features) + 8 : 0;
-    return kSlotBytes + words * 4 + rows;
+    return kCarryInBytes + words * 4 + rows;
   }
 
   // Of the tiles of an array.
@@ -135,8 +135,8 @@ struct TileShared {
     return (groups + 1) * StagedTileBytes<T>(static_cast<int>(features));
   }
 
-  __device__ TileShared(uint4* shared, int groups) : slots(reinterpret_cast<Cells*>(shared)) {
-    starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kSlotBytes);
+  __device__ TileShared(uint4* shared, int groups) : carry_ins(reinterpret_cast<Cells*>(shared)) {
+    starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kCarryInBytes);
     gaps = starts + groups + 2;
     segments = gaps + groups;
     order = segments + (groups + 1) * kPaddedTileRows;
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     bool is_carry_in = has_carry_in;
     const auto store_run = [&] {
       if (is_carry_in) {
-        shared.slots[threadIdx.x] = cells;
+        shared.carry_ins[threadIdx.x] = cells;
       } else if (run_segment >= 0) {
         cells.Store(a.outputs, run_segment, features, column);
       }
@@ -381,8 +381,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     if (!owns_long_run) store_run();
   }
 
-  // Merge the carry-ins of each long run within the block. After each step, the slot of a group that still `goes_on`
-  // covers `2 * step` groups.
+  // Merge the carry-ins of each long run within the block. After each step, the carry-in of a group that still
+  // `goes_on` covers `2 * step` groups.
   __shared__ bool shared_goes_on[kMaxTileThreads];
   // Only the first lane writes the flag of its group: in the last column block the other lanes may be inactive.
   const bool speaks = group < a.groups && threadIdx.x % a.features.lanes == 0;
@@ -392,13 +392,13 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
       Cells merged;
       bool next_goes_on = false;
       if (goes_on) {
-        merged = shared.slots[threadIdx.x];
-        merged.Merge(shared.slots[threadIdx.x + step * a.features.lanes], a.outputs);
+        merged = shared.carry_ins[threadIdx.x];
+        merged.Merge(shared.carry_ins[threadIdx.x + step * a.features.lanes], a.outputs);
         next_goes_on = group + 2 * step < a.groups && shared_goes_on[group + step];
       }
       const bool is_last = !__syncthreads_or(next_goes_on);
       if (goes_on) {
-        shared.slots[threadIdx.x] = merged;
+        shared.carry_ins[threadIdx.x] = merged;
         if (speaks) shared_goes_on[group] = next_goes_on;
       }
       goes_on = next_goes_on;
@@ -409,8 +409,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
 
   const int64_t vector = row_block * (features / kVec) + column / kVec;
   if (owns_long_run) {
-    // The next group's slot holds the merged carry-ins of all later groups.
-    if (group + 1 < a.groups) cells.Merge(shared.slots[threadIdx.x + a.features.lanes], a.outputs);
+    // The next group's carry-in holds those of all later groups.
+    if (group + 1 < a.groups) cells.Merge(shared.carry_ins[threadIdx.x + a.features.lanes], a.outputs);
     int next = group + 1;
     while (next < a.groups && shared.starts[next + 1] == 0) ++next;
     const uint32_t last = shared.starts[a.groups], after = shared.starts[a.groups + 1];
@@ -424,46 +424,46 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   if (threadIdx.x == 0 && column_block == 0) {
     a.carries.in_segment[row_block] = has_carry_in ? carry_in_segment : kDropped;
   }
-  if (group == 0 && has_carry_in) static_cast<Cells*>(a.carries.in)[vector] = shared.slots[threadIdx.x];
+  if (group == 0 && has_carry_in) static_cast<Cells*>(a.carries.in)[vector] = shared.carry_ins[threadIdx.x];
 }
 
 inline constexpr int kMergeThreads = 256;
-inline constexpr int kMergeSlots = 128;  // slots per block of MergeKernel; one slot per block of rows
+inline constexpr int kMergeCarries = 128;  // per block of MergeKernel; each is of one block of rows
 inline constexpr int kShortRun = 32;
 inline constexpr int64_t kMaxMergeParts = 8;
 
 template <typename Cells>
 struct MergeShared {
   Cells cells[kMergeThreads];
-  int run_starts[kMergeSlots], long_runs[kMergeSlots];
-  uint32_t run_bounds[kMergeSlots / 32];  // bit mask: slots that do not continue the run of the previous slot
+  int run_starts[kMergeCarries], long_runs[kMergeCarries];
+  uint32_t run_bounds[kMergeCarries / 32];  // bit mask: carries that do not continue the run of the previous one
   int runs, long_run_count, in_run;
 
-  // The end of this slot's run: the first later slot of another run, or kMergeSlots.
-  __device__ int RunEnd(int slot) const {
-    int word = (slot + 1) / 32;
-    uint32_t bounds = word < kMergeSlots / 32 ? run_bounds[word] & (kFullWarp << (slot + 1) % 32) : 0;
-    while (bounds == 0 && ++word < kMergeSlots / 32) bounds = run_bounds[word];
-    return bounds == 0 ? kMergeSlots : word * 32 + __ffs(bounds) - 1;
+  // The end of this carry's run: the first later carry of another run, or kMergeCarries.
+  __device__ int RunEnd(int carry) const {
+    int word = (carry + 1) / 32;
+    uint32_t bounds = word < kMergeCarries / 32 ? run_bounds[word] & (kFullWarp << (carry + 1) % 32) : 0;
+    while (bounds == 0 && ++word < kMergeCarries / 32) bounds = run_bounds[word];
+    return bounds == 0 ? kMergeCarries : word * 32 + __ffs(bounds) - 1;
   }
 };
 
-// Folds the carries of the blocks of rows, one slot per block, into the output. Two levels keep many blocks busy for a
-// hot segment. At level 1, a block reduces within its kMergeSlots slots. A run that enters those slots becomes the
-// carry-in of the first slot, a run that leaves them the carry-out of the last slot. Level 2 folds these.
+// Folds the carries of the blocks of rows into the output. Two levels keep many blocks busy for a hot segment. At level
+// 1, a block reduces within its kMergeCarries carries. A run that enters them becomes the carry-in of the first, a run
+// that leaves them the carry-out of the last. Level 2 folds these.
 //
-// A block handles the runs that begin in its slots: one group of threads per short run, the whole block per long run.
-// At level 1, `parts` blocks share these slots.
+// A block handles the runs that begin in its carries: one group of threads per short run, the whole block per long run.
+// At level 1, `parts` blocks share these carries.
 template <typename Reduction, int kVec, int kLevel>
 __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t block, int part, int parts,
                                              MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
-  constexpr int kSlotStep = kLevel == 1 ? 1 : kMergeSlots;
-  const int64_t slots = a.row_blocks;
-  const int64_t count = CeilDivide(slots, kSlotStep);
-  const int64_t first_slot = block / a.features.columns * kMergeSlots;
-  const int64_t limit = kLevel == 1 ? min(count, first_slot + kMergeSlots) : count;
+  constexpr int kCarryStep = kLevel == 1 ? 1 : kMergeCarries;
+  const int64_t carries = a.row_blocks;
+  const int64_t count = CeilDivide(carries, kCarryStep);
+  const int64_t first_carry = block / a.features.columns * kMergeCarries;
+  const int64_t limit = kLevel == 1 ? min(count, first_carry + kMergeCarries) : count;
   const int groups = kMergeThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
   const int64_t column = (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
@@ -473,38 +473,38 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   Cells* const carry_outs = static_cast<Cells*>(a.carries.out) + column / kVec;
   const int64_t row_vectors = a.problem.features / kVec;
 
-  const auto is_entered = [&](int64_t slot) { return slot > 0 && segments[slot - 1] == segments[slot]; };
-  // The key of a run. Level 2 includes the batch element: it sees only the first slot of each block, and so not the
-  // empty slot with which a batch element begins.
+  const auto is_entered = [&](int64_t carry) { return carry > 0 && segments[carry - 1] == segments[carry]; };
+  // The key of a run. Level 2 includes the batch element: it sees only the first carry of each block, and so not the
+  // empty carry with which a batch element begins.
   constexpr int64_t kNoRun = -1;
   const auto run_at = [&](int64_t i) {
-    const int64_t slot = i * kSlotStep;
-    const uint32_t segment = segments[slot];
-    if (segment == kDropped || (kLevel == 2 && !is_entered(slot))) return kNoRun;
-    return kLevel == 1 ? int64_t{segment} : slot / a.blocks_per_batch * int64_t{kDropped} + segment;
+    const int64_t carry = i * kCarryStep;
+    const uint32_t segment = segments[carry];
+    if (segment == kDropped || (kLevel == 2 && !is_entered(carry))) return kNoRun;
+    return kLevel == 1 ? int64_t{segment} : carry / a.blocks_per_batch * int64_t{kDropped} + segment;
   };
 
   if (threadIdx.x == 0) shared.runs = shared.long_run_count = 0;
   __syncthreads();
-  const int64_t own = first_slot + threadIdx.x;
-  const int64_t own_run = own < min(limit, first_slot + kMergeSlots) ? run_at(own) : kNoRun;
+  const int64_t own = first_carry + threadIdx.x;
+  const int64_t own_run = own < min(limit, first_carry + kMergeCarries) ? run_at(own) : kNoRun;
   const bool is_bound = own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
   const uint32_t bounds = __ballot_sync(kFullWarp, is_bound);
-  if (threadIdx.x < kMergeSlots && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
-  const int own_slots = static_cast<int>(min(limit - first_slot, int64_t{kMergeSlots}));
-  const bool is_own = static_cast<int>(threadIdx.x) * parts / own_slots == part;
+  if (threadIdx.x < kMergeCarries && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
+  const int own_carries = static_cast<int>(min(limit - first_carry, int64_t{kMergeCarries}));
+  const bool is_own = static_cast<int>(threadIdx.x) * parts / own_carries == part;
   if (own_run != kNoRun && is_bound && is_own) shared.run_starts[atomicAdd(&shared.runs, 1)] = threadIdx.x;
   __syncthreads();
 
   // Merges the carry-ins first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
     constexpr int kInFlight = sizeof(Cells) <= 16 ? 8 : 4;
-    Cells cells = carry_ins[first * kSlotStep * row_vectors];
+    Cells cells = carry_ins[first * kCarryStep * row_vectors];
     for (int64_t i = first + step; i < end; i += kInFlight * step) {
       Cells others[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        if (i + u * step < end) others[u] = carry_ins[(i + u * step) * kSlotStep * row_vectors];
+        if (i + u * step < end) others[u] = carry_ins[(i + u * step) * kCarryStep * row_vectors];
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
@@ -515,27 +515,28 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   };
   // Finishes the run of the carry-ins [begin, end).
   const auto finish_run = [&](const Cells& reduced, int64_t begin, int64_t end) {
-    const int64_t slot = begin * kSlotStep;
-    if (kLevel == 1 && begin == first_slot && is_entered(slot)) {
-      carry_ins[slot * row_vectors] = reduced;
+    const int64_t carry = begin * kCarryStep;
+    if (kLevel == 1 && begin == first_carry && is_entered(carry)) {
+      carry_ins[carry * row_vectors] = reduced;
       return;
     }
     // An entering run started in the previous block of rows, or level 1 moved its carry-out there.
-    Cells cells = carry_outs[(slot - 1) * row_vectors];
+    Cells cells = carry_outs[(carry - 1) * row_vectors];
     cells.Merge(reduced, a.outputs);
-    if (kLevel == 1 && end == limit && end < slots && segments[end] == segments[slot]) {
+    if (kLevel == 1 && end == limit && end < carries && segments[end] == segments[carry]) {
       carry_outs[(end - 1) * row_vectors] = cells;
       return;
     }
-    const int64_t b = slot / a.blocks_per_batch;
-    cells.Store(a.outputs, a.first_segment + b * a.problem.segments + segments[slot], a.problem.features, column);
+    const int64_t b = carry / a.blocks_per_batch;
+    cells.Store(a.outputs, a.first_segment + b * a.problem.segments + segments[carry], a.problem.features, column);
   };
 
   for (int run = group; group < groups && run < shared.runs; run += groups) {
     const int start = shared.run_starts[run], end = shared.RunEnd(start);
-    const bool goes_on = kLevel == 2 && end == kMergeSlots && first_slot + end < limit;
+    const bool goes_on = kLevel == 2 && end == kMergeCarries && first_carry + end < limit;
     if (end - start <= kShortRun && !goes_on) {
-      if (is_active) finish_run(reduce(first_slot + start, first_slot + end, 1), first_slot + start, first_slot + end);
+      const int64_t begin = first_carry + start;
+      if (is_active) finish_run(reduce(begin, first_carry + end, 1), begin, first_carry + end);
     } else if (threadIdx.x % a.features.lanes == 0) {
       shared.long_runs[atomicAdd(&shared.long_run_count, 1)] = start;
     }
@@ -544,9 +545,9 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
 
   for (int run = 0; run < shared.long_run_count; ++run) {
     const int start = shared.long_runs[run], end_in_block = shared.RunEnd(start);
-    const int64_t begin = first_slot + start;
-    int64_t end = first_slot + end_in_block;
-    if (kLevel == 2 && end_in_block == kMergeSlots) {
+    const int64_t begin = first_carry + start;
+    int64_t end = first_carry + end_in_block;
+    if (kLevel == 2 && end_in_block == kMergeCarries) {
       const int64_t id = run_at(begin);
       for (int belonging = kMergeThreads; belonging == kMergeThreads; end += belonging) {
         if (threadIdx.x == 0) shared.in_run = kMergeThreads;
@@ -574,27 +575,27 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   }
 }
 
-// Blocks that share kMergeSlots slots: as many as keep the multiprocessors busy, if there are few slots.
+// Blocks that share kMergeCarries carries: as many as keep the multiprocessors busy, if there are few carries.
 inline int64_t MergeParts(int64_t blocks) {
   return std::clamp(Tuning::kMultiprocessors / std::max(blocks, int64_t{1}), int64_t{1}, kMaxMergeParts);
 }
 
 // The work of one of `blocks` blocks. All run level 1. The last block to finish runs level 2, if any block has an
-// entering run. One block is enough: each step covers kMergeSlots * kMergeSlots slots.
+// entering run. One block is enough: each step covers kMergeCarries * kMergeCarries carries.
 template <typename Reduction, int kVec>
 __device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, uint32_t block, uint32_t blocks) {
-  const int64_t slots = a.row_blocks;
+  const int64_t carries = a.row_blocks;
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
   MergeCarries<Reduction, kVec, 1>(a, block / a.merge_parts, block % a.merge_parts, a.merge_parts, shared);
-  if (slots <= kMergeSlots) return;  // a single block has all slots
+  if (carries <= kMergeCarries) return;  // a single block has all carries
 
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const int64_t first_slot = block / a.merge_parts / a.features.columns * kMergeSlots;
+    const int64_t first_carry = block / a.merge_parts / a.features.columns * kMergeCarries;
     const uint32_t* const segments = a.carries.in_segment;
-    if (first_slot > 0 && segments[first_slot] != kDropped && segments[first_slot - 1] == segments[first_slot]) {
+    if (first_carry > 0 && segments[first_carry] != kDropped && segments[first_carry - 1] == segments[first_carry]) {
       atomicAdd(a.merge_counters + 1, 1);
       __threadfence();
     }
@@ -604,8 +605,8 @@ __device__ __forceinline__ void MergeBlock(const TileArguments<Reduction>& a, ui
   }
   __syncthreads();
   if (!has_second_level) return;
-  const int64_t second_level_slots = CeilDivide(slots, kMergeSlots);
-  const int64_t second_level_blocks = CeilDivide(second_level_slots, kMergeSlots) * a.features.columns;
+  const int64_t second_level_carries = CeilDivide(carries, kMergeCarries);
+  const int64_t second_level_blocks = CeilDivide(second_level_carries, kMergeCarries) * a.features.columns;
   for (int64_t i = 0; i < second_level_blocks; ++i) {
     MergeCarries<Reduction, kVec, 2>(a, i, /*part=*/0, /*parts=*/1, shared);
     __syncthreads();
