@@ -25,6 +25,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     as_bits,
     of_bits,
+    slots_as_int32,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import at_least, at_most, on_cpu, on_gpu, param
@@ -553,7 +554,7 @@ def _checked(name: str, labels: Sequence[str], pools: Sequence[_Pool], slots: An
         if jax_versions.is_static_shape((num_slots, *slots.shape)) and num_slots + slots.shape[0] >= 2**31:
             raise ValueError(f"{name}: dests{label} must have less than 2^31 slots and rows, got {num_slots} slots")
         checked.append(_Pool(dest, rows, _checked_scale(name, label, dest, rows, scale)))
-    return _Call(checked, _as_int32(slots), int(axis), None if layer is None else _as_int32(layer))
+    return _Call(checked, slots_as_int32(slots), int(axis), None if layer is None else slots_as_int32(layer))
 
 
 def _checked_scale(name: str, label: str, dest: Array, rows: Array, scale: Any) -> Array | None:
@@ -571,11 +572,3 @@ def _checked_scale(name: str, label: str, dest: Array, rows: Array, scale: Any) 
             f"rows{label} of shape {rows.shape}, got shape {scale.shape}"
         )
     return jax.lax.stop_gradient(scale.astype(jnp.float32))
-
-
-def _as_int32(index: Array) -> Array:
-    """Slots or a layer as int32. What int32 does not hold becomes its maximum, which is out of range."""
-    if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
-        largest = jnp.iinfo(jnp.int32).max
-        index = jnp.where((index >= 0) & (index <= largest), index, largest)
-    return index.astype(jnp.int32)
