@@ -280,16 +280,16 @@ def _reference_ragged_backward(
     d_output: Array,
     d_states: Array,
     *others: Any,
-    **params: Any,
+    silu: bool,
 ) -> list[Array]:
     of_x = widened(x, x, states, d_output, d_states)
     operands = *of_x[:2], weight, starts, slots, has_state, *of_x[2:], *others
-    dx, d_states, dweight, dbias = _backward(reference_backward, *operands, **params)
+    dx, d_states, dweight, dbias = _backward(reference_backward, *operands, silu=silu)
     return [dx.astype(x.dtype), d_states.astype(states.dtype), dweight, dbias]
 
 
-def _program_ragged_backward(*operands: Any, **params: Any) -> list[Array]:
-    return _backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, **params)
+def _program_ragged_backward(*operands: Any, silu: bool) -> list[Array]:
+    return _backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, silu=silu)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

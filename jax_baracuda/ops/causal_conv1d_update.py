@@ -275,16 +275,26 @@ def _pool_update_backward(
 
 
 def _reference_pool_update_backward(
-    x: Array, states: Array, weight: Array, slots: Array, d_output: Array, d_states: Array, *others: Any, **params: Any
+    x: Array,
+    states: Array,
+    weight: Array,
+    slots: Array,
+    d_output: Array,
+    d_states: Array,
+    *others: Any,
+    channels_last: bool,
+    silu: bool,
 ) -> list[Array]:
-    x_wide, states_wide, d_output, d_states = widened(x, x, states, d_output, d_states)
-    operands = x_wide, states_wide, weight, slots, d_output, d_states, *others
-    dx, d_states, dweight, dbias = _pool_update_backward(reference_backward, *operands, **params)
+    wide_x, wide_states, d_output, d_states = widened(x, x, states, d_output, d_states)
+    operands = wide_x, wide_states, weight, slots, d_output, d_states, *others
+    dx, d_states, dweight, dbias = _pool_update_backward(
+        reference_backward, *operands, channels_last=channels_last, silu=silu
+    )
     return [dx.astype(x.dtype), d_states.astype(states.dtype), dweight, dbias]
 
 
-def _program_pool_update_backward(*operands: Any, **params: Any) -> list[Array]:
-    return _pool_update_backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, **params)
+def _program_pool_update_backward(*operands: Any, channels_last: bool, silu: bool) -> list[Array]:
+    return _pool_update_backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, channels_last=channels_last, silu=silu)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
