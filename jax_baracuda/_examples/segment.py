@@ -71,6 +71,15 @@ def _prod_backward(num_segments: int, indices_are_sorted: bool, residuals: Any, 
 prod.defvjp(_prod_forward, _prod_backward)
 
 
+def in_float32(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Without `accumulator`: float64 may not exist, and the tolerances are those of float32."""
+
+    def call(*, accumulator: str, **arguments: Any) -> Array:
+        return function(**arguments)
+
+    return call
+
+
 def argmax(data: Array, segment_ids: Array, num_segments: int, **options: Any) -> Array:
     maxima = jax.ops.segment_max(data, segment_ids, num_segments, **options)
     row = jnp.arange(data.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (data.ndim - 1))
@@ -222,6 +231,14 @@ def reductions(
         yield Example(function, plain_jax, operands, {**checked, **sizes}, variant, static, tolerance=tolerance)
 
 
+IN_FLOAT64 = {"accumulator": "float64"}
+
+
+def sum_in_float64(function: Callable[..., Array], plain_jax: Callable[..., Array]) -> Example:
+    operands, static = {"data": NUMBERS, "segment_ids": IDS}, {"num_segments": SizeOf("segment"), **IN_FLOAT64}
+    return Example(function, in_float32(plain_jax), operands, CHECKED, "in float64", static, tolerance=SUMMED)
+
+
 GATHERED_CHECKED = {use: {**sizes, "node": sizes["row"] // 6, "feature1": 4} for use, sizes in CHECKED.items()}
 GATHERED_TIMED = {use: {**sizes, "node": sizes["segment"]} for use, sizes in TIMED.items()}
 # Plain JAX also rounds the products, and the gradient of a weight is a sum of products.
@@ -280,7 +297,9 @@ EXAMPLES = [
     ),
     *reductions(jb.segment_min, jax.ops.segment_min, SELECTED, TIED),
     *reductions(jb.segment_sum, jax.ops.segment_sum, SUMMED, NUMBERS, sorted_timed=TIMED),
+    sum_in_float64(jb.segment_sum, jax.ops.segment_sum),
     *reductions(jb.segment_mean, mean, SUMMED, NUMBERS),
+    sum_in_float64(jb.segment_mean, mean),
     *reductions(jb.segment_var, var, SUMMED, NUMBERS),
     *reductions(jb.segment_std, std, SUMMED, NUMBERS, checked=OF_MANY_ROWS),
     *reductions(jb.segment_prod, prod, DIVIDED, FACTORS),
@@ -335,10 +354,11 @@ EXAMPLES = [
         timed={use: {**sizes, "feature": 8, "feature1": 16} for use, sizes in GATHERED_TIMED.items()},
     ),
     *(
-        Example(jb.take_rows, rows_of, {"data": NODES, "ids": ids}, sizes, variant, options, tolerance=TAKEN)
-        for variant, ids, options, sizes in (
-            ("", NODE_IDS, {}, GATHERED_CHECKED | GATHERED_TIMED),
-            ("sorted ids", SORTED_NODE_IDS, {"indices_are_sorted": True}, GATHERED_CHECKED),
+        Example(jb.take_rows, plain_jax, {"data": NODES, "ids": ids}, sizes, variant, options, tolerance=TAKEN)
+        for variant, plain_jax, ids, options, sizes in (
+            ("", rows_of, NODE_IDS, {}, GATHERED_CHECKED | GATHERED_TIMED),
+            ("sorted ids", rows_of, SORTED_NODE_IDS, {"indices_are_sorted": True}, GATHERED_CHECKED),
+            ("in float64", in_float32(rows_of), NODE_IDS, IN_FLOAT64, GATHERED_CHECKED),
         )
     ),
     gradient(

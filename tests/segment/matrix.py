@@ -625,7 +625,9 @@ def declare_reduction(
         )
 
     of_dtype = {"deterministic": True} if "deterministic" in options else {"dtype": dtypes[3]}
-    strategies = [{"indices_are_sorted": flag, **more} for flag in (ABSENT, True) for more in ({}, of_dtype)]
+    in_float64 = [{"accumulator": "float64"}] if "accumulator" in options else []
+    kernels = ({}, of_dtype, *in_float64)
+    strategies = [{"indices_are_sorted": flag, **more} for flag in (ABSENT, True) for more in kernels]
     declare(
         Call(
             name=name,
@@ -677,7 +679,7 @@ declare_reduction(
     SUMMABLE,
     lambda options: _in_buckets(segment_sum, segment_sum, options["bucket_size"]),
     lambda options, sizes: numbers,
-    options={"bucket_size": (ABSENT, 3), "deterministic": (ABSENT, True)},
+    options={"bucket_size": (ABSENT, 3), "deterministic": (ABSENT, True), "accumulator": (ABSENT, "float64")},
     properties=lambda dtype, options: {
         "exact_value": not is_floating(dtype),
         "exact_gradient": options["data_rows"] == "own",
@@ -688,7 +690,7 @@ declare_reduction(
     FLOATING,
     lambda options: reference_mean,
     lambda options, sizes: numbers,
-    options={"deterministic": (ABSENT, True)},
+    options={"deterministic": (ABSENT, True), "accumulator": (ABSENT, "float64")},
 )
 for _name, _reference, _majorant in (
     ("segment_var", reference_var, majorant_var),
@@ -1096,6 +1098,13 @@ _declare_gathered(
 # Rows by their numbers.
 
 
+TAKE_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "indices_are_sorted": (ABSENT, True),
+    "deterministic": (ABSENT, True),
+    "accumulator": (ABSENT, "float64"),
+}
+
+
 def _take_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     features, is_sorted = _features(sizes), options["indices_are_sorted"] is not ABSENT
     ids_dims = ("row",) if options["ids_rank"] == 1 else ("row", "column")
@@ -1105,7 +1114,7 @@ def _take_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             Operand("data", ("node", *features), numbers),
             Operand("ids", ids_dims, draw, dtype=options["ids_dtype"]),
         ),
-        apply=lambda function, data, ids: function(data, ids, **passed(options, "indices_are_sorted", "deterministic")),
+        apply=lambda function, data, ids: function(data, ids, **passed(options, *TAKE_OPTIONS)),
         reference=lambda data, ids: data[wide_ids(ids)],
         results=((*ids_dims, *features),),
         exact_value=True,
@@ -1120,12 +1129,7 @@ declare(
         dtypes=FLOATING,
         sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(SIZES).items()},
         large_sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(MIDDLE_SIZES).items()},
-        options={
-            "indices_are_sorted": (ABSENT, True),
-            "deterministic": (ABSENT, True),
-            "ids_rank": (1, 2),
-            "ids_dtype": COMMON["ids_dtype"],
-        },
+        options={**TAKE_OPTIONS, "ids_rank": (1, 2), "ids_dtype": COMMON["ids_dtype"]},
         problem=_take_problem,
     )
 )

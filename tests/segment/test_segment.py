@@ -334,7 +334,12 @@ def test_signatures() -> None:
             else:
                 assert positional[1:] == ["segment_ids", "num_segments"]
             keyword = [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
-            ours = [*reduction.options[0], "plan", "implementation"]
+            ours = [
+                *reduction.options[0],
+                *(["accumulator"] if reduction in (SUM, MEAN) else []),
+                "plan",
+                "implementation",
+            ]
             assert keyword == [*([] if reduction in LIKE_JAX else flags), *ours]
 
 

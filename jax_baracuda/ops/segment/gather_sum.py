@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, with_whole_dims
+from jax_baracuda._core.arrays import as_array, with_whole_dims
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.batched_autodiff import BatchedVjp
@@ -190,13 +191,8 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
     gather_ids, segment_ids, weights = (residuals.get(name) for name in ("gather_ids", "segment_ids", "weights"))
     if params["is_mean"]:
-
-        def gradient_of_division(d_output: Array, segment_ids: Array) -> Array:
-            wide = d_output.astype(accumulation_dtype(d_output.dtype))
-            return _divided(params, wide, segment_ids).astype(d_output.dtype)
-
         arrays = d_output, segment_ids
-        d_output = map_over_batch(gradient_of_division, mapped_dims(arrays, num_joined), *arrays)
+        d_output = map_over_batch(functools.partial(_divided, params), mapped_dims(arrays, num_joined), *arrays)
     *transposed, order = transposed_edges(residuals, params["num_segments"])
     d_data = gathered_sum(
         d_output,
