@@ -9,7 +9,9 @@ from jax_baracuda._core.op import disabled_export_checks as _disabled_export_che
 from jax_baracuda._core.op import precision_guarantee
 from jax_baracuda._core.selection import Implementation, implementation
 from jax_baracuda._redirect import RedirectReport, redirect
-from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward, causal_conv1d_update
+from jax_baracuda.ops.causal_conv1d import Activation, causal_conv1d, causal_conv1d_backward
+from jax_baracuda.ops.causal_conv1d_ragged import causal_conv1d_ragged
+from jax_baracuda.ops.causal_conv1d_update import causal_conv1d_update
 from jax_baracuda.ops.rope import HeadLayout, rope, rope_backward, rope_qk, rope_qk_backward
 from jax_baracuda.ops.rope_frequencies import rope_frequencies
 from jax_baracuda.ops.rope_write import rope_write
@@ -62,6 +64,7 @@ __all__ = [
     "WriteMode",
     "causal_conv1d",
     "causal_conv1d_backward",
+    "causal_conv1d_ragged",
     "causal_conv1d_update",
     "forward_mode",
     "gather_segment_dot",

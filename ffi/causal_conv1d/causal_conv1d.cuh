@@ -26,6 +26,9 @@ enum class Strategy {
   kOneInput,  // vectors of channels; rows if width > kMaxConstantWidth
   kFewInputs,
   kManyInputs,  // a convolution, then the new state
+  // Of updates of a pool only.
+  kPoolVectors,    // vectors of channels
+  kPoolByElement,  // one channel per thread
 };
 
 // The cut of rows into tiles: see rows.cuh.
@@ -63,13 +66,17 @@ constexpr int WidestChannels(int64_t element_bytes) { return element_bytes == 8 
 ConvolutionPlan PlanOf(const ForwardCall& call);
 ConvolutionPlan PlanOf(const BackwardCall& call);
 ConvolutionPlan PlanOf(const UpdateCall& call);
+ConvolutionPlan PlanOf(const PoolUpdateCall& call);
 
 CudaStatus Launch(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 CudaStatus Launch(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 CudaStatus Launch(const UpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
+CudaStatus Launch(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream);  // a forward plan
+CudaStatus Launch(const PoolUpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 
 // The implementations of Launch for channels-last arrays with elements.
 CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
+CudaStatus LaunchChannelsLast(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 CudaStatus LaunchChannelsLast(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 
 }  // namespace jax_baracuda::causal_conv1d

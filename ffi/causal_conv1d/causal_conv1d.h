@@ -75,6 +75,43 @@ struct UpdateCall : ForwardCall {
   void* new_state;  // may alias the old state
 };
 
+// States of sequences, [batch, slots, channels, length]: read, then written in place. A state begins at some entry of its
+// row and has width - 1 inputs, the newest last. All sequences read their states before any is written. Of several
+// sequences with the same slot, the last one writes it.
+struct StatePool {
+  void* data = nullptr;
+  const void* old_data = nullptr;  // copied to `data` first, unless XLA aliased the two
+  int64_t bytes = 0;
+  int64_t slots = 0;
+  int64_t length = 0;     // at least width - 1
+  int64_t sequences = 0;  // of a batch element
+  Operand slots_of_sequences;  // int32_t [batch, sequences]; a sequence with a slot outside of the pool has no state
+};
+
+// x and y are [batch, 1, length, channels]. Sequence i has the times from its start to that of sequence i + 1. Other
+// times are padding, where y is zero. Empty sequences leave the pool as it is. Starts may be anything: if they descend,
+// results are unspecified.
+struct RaggedCall : ForwardCall {
+  StatePool pool;
+  Operand starts;     // int32_t [batch, sequences + 1]
+  Operand has_state;  // bool [batch, sequences]: whether the sequence begins with its state, otherwise with zeros
+};
+
+// Every example is a sequence with a slot.
+struct PoolUpdateCall : ForwardCall {
+  StatePool pool;
+  // Optional, int32_t [batch, examples]: how many inputs of the previous call count. Its state begins at this entry minus
+  // one of its row. Clamped to what fits.
+  Operand num_accepted;
+
+  // The number of inputs that the new state of a row holds, from its first entry on. With num_accepted, these are all
+  // from which the next state may be chosen.
+  int64_t num_written() const {
+    if (problem.width == 1) return 0;
+    return num_accepted.data == nullptr ? problem.width - 1 : problem.width - 2 + problem.length;
+  }
+};
+
 // Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMaxConstantWidth, and returns what it returns.
 template <int kWidth = 1, typename Body>
 auto DispatchWidth(int width, const Body& body) {

@@ -137,6 +137,20 @@ ConvolutionPlan PlanOf(const UpdateCall& call) {
   return plan;
 }
 
+ConvolutionPlan PlanOf(const PoolUpdateCall& call) {
+  const Problem& problem = call.problem;
+  ConvolutionPlan plan;
+  if (problem.HasNoElement()) return plan;
+  const int64_t channels_of_thread = Tuning::kUpdateBytes / ElementBytes(call.type);
+  const bool is_aligned =
+      AreAligned(kVectorBytes, call.x.data, call.pool.data, call.weight.data, call.bias.data, call.y);
+  const bool has_vectors = is_aligned && channels_of_thread > 1 && problem.channels % channels_of_thread == 0 &&
+                           problem.width <= kMaxConstantWidth && call.pool.length == problem.width - 1 &&
+                           call.num_accepted.data == nullptr && (problem.channels_last || problem.length == 1);
+  plan.strategy = has_vectors ? Strategy::kPoolVectors : Strategy::kPoolByElement;
+  return plan;
+}
+
 namespace {
 
 ffi::Error RunForward(cudaStream_t stream, const ForwardCall& call) {
@@ -155,9 +169,17 @@ ffi::Error RunUpdate(cudaStream_t stream, const UpdateCall& call) {
   return ToError(kUpdateName, Launch(call, PlanOf(call), stream));
 }
 
+ffi::Error RunRagged(cudaStream_t stream, const RaggedCall& call) {
+  return ToError(kRaggedName, Launch(call, PlanOf(static_cast<const ForwardCall&>(call)), stream));
+}
+
+ffi::Error RunPoolUpdate(cudaStream_t stream, const PoolUpdateCall& call) {
+  return ToError(kPoolUpdateName, Launch(call, PlanOf(call), stream));
+}
+
 constexpr const char* kStrategyNames[] = {
     "nothing",   "rows",       "rows_by_element", "channels_last", "channels_last_by_element",
-    "one_input", "few_inputs", "many_inputs"};
+    "one_input", "few_inputs", "many_inputs",     "pool_vectors",  "pool_by_element"};
 constexpr int kConvolutionStrategies = 5;  // the first ones: all but those of updates
 
 template <typename Call>
@@ -172,6 +194,10 @@ JB_CUDA_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), BindB
                CudaPlan<BackwardCall>, kStrategyNames, kStrategyNames + kConvolutionStrategies);
 JB_CUDA_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), BindUpdate<Stream>(), CudaPlan<UpdateCall>,
                "nothing", "one_input", "few_inputs", "many_inputs");
+JB_CUDA_TARGET(kRaggedName, (HandleRagged<cudaStream_t, RunRagged>), BindRagged<Stream>(), CudaPlan<ForwardCall>,
+               "nothing", "channels_last", "channels_last_by_element");
+JB_CUDA_TARGET(kPoolUpdateName, (HandlePoolUpdate<cudaStream_t, RunPoolUpdate>), BindPoolUpdate<Stream>(),
+               CudaPlan<PoolUpdateCall>, "nothing", "pool_vectors", "pool_by_element");
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -1,14 +1,17 @@
 // The handlers of the causal_conv1d ops: they check the buffers, convert them to calls, and pass these to a back end.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
 #include "ffi/core/batch.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/integers.h"
 #include "ffi/core/operands.h"
 #include "ffi/core/target_table.h"
 
@@ -17,6 +20,8 @@ namespace jax_baracuda::causal_conv1d {
 inline constexpr const char* kForwardName = "causal_conv1d";
 inline constexpr const char* kBackwardName = "causal_conv1d_backward";
 inline constexpr const char* kUpdateName = "causal_conv1d_update";
+inline constexpr const char* kRaggedName = "causal_conv1d_ragged";
+inline constexpr const char* kPoolUpdateName = "causal_conv1d_update_pool";
 
 // The attributes of the ops.
 struct ForwardOptions {
@@ -35,6 +40,18 @@ struct UpdateOptions {
   static constexpr bool has_initial_state = false, has_same_sequence = false;
 };
 
+struct RaggedOptions {
+  int64_t num_batch_dims;
+  bool silu, has_bias;
+  static constexpr bool channels_last = true, has_initial_state = false, has_same_sequence = false;
+};
+
+struct PoolUpdateOptions {
+  int64_t num_batch_dims;
+  bool channels_last, silu, has_bias, has_num_accepted;
+  static constexpr bool has_initial_state = false, has_same_sequence = false;
+};
+
 }  // namespace jax_baracuda::causal_conv1d
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::ForwardOptions,
@@ -49,8 +66,17 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::BackwardOptio
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions,
                                       StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
                                       StructMember<bool>("silu"), StructMember<bool>("has_bias"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::RaggedOptions,
+                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("silu"),
+                                      StructMember<bool>("has_bias"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::PoolUpdateOptions,
+                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
+                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"),
+                                      StructMember<bool>("has_num_accepted"));
 
 namespace jax_baracuda::causal_conv1d {
+
+inline constexpr char kPresent = 0;  // the data of optional operands in calls without data
 
 // The call that the parameters of a plan describe, without data.
 template <typename Call>
@@ -69,6 +95,11 @@ Call CallOf(const PlanParameters& parameters) {
   call.x.is_shared = parameters.at("x_is_shared") != 0;
   if constexpr (std::is_same_v<Call, BackwardCall>) call.dy.is_shared = parameters.at("d_output_is_shared") != 0;
   if constexpr (std::is_same_v<Call, UpdateCall>) call.state_length = parameters.at("state_length");
+  if constexpr (std::is_same_v<Call, PoolUpdateCall>) {
+    call.pool.length = parameters.at("state_length");
+    call.pool.sequences = call.problem.examples;
+    if (parameters.at("has_num_accepted") != 0) call.num_accepted.data = &kPresent;
+  }
   return call;
 }
 
@@ -130,6 +161,36 @@ class Decoder {
     }
     return Take("state", buffer, type_, {problem_.examples, problem_.channels, call_.state_length},
                 &call_.initial_state);
+  }
+
+  // The pool of an op and the slots of its sequences, [sequences], or one for each example if `is_of_examples`.
+  ffi::Error Pool(const ffi::AnyBuffer& states, const ffi::AnyBuffer& slots, const ffi::AnyBuffer& new_states,
+                  bool is_of_examples, int64_t min_length, StatePool* pool) const {
+    const auto view = batch_.View(states, /*may_be_shared=*/false);
+    pool->slots = view && view->dims.size() == 3 ? view->dims[0] : 0;
+    pool->length = view && view->dims.size() == 3 ? view->dims[2] : -1;
+    if (pool->length < min_length) {
+      return batch_.WrongShape("states", states, /*may_be_shared=*/false,
+                               "slots,channels,at least " + std::to_string(min_length) + " inputs");
+    }
+    const std::initializer_list<Dimension> trailing = {pool->slots, problem_.channels, pool->length};
+    Operand old;
+    JB_RETURN_IF_ERROR(Take("states", states, type_, trailing, &old, /*may_be_shared=*/false));
+    JB_RETURN_IF_ERROR(Result("new_states", new_states, type_, trailing, &pool->data));
+    pool->old_data = old.data;
+    pool->bytes = MultiplySizes(TrailingSize(states, 0), ElementBytes(call_.type));
+    const auto of_slots = batch_.View(slots, /*may_be_shared=*/true);
+    pool->sequences = is_of_examples                          ? problem_.examples
+                      : of_slots && of_slots->dims.size() == 1 ? of_slots->dims[0]
+                                                               : -1;
+    if (pool->sequences < 0) return batch_.WrongShape("slots", slots, /*may_be_shared=*/true, "sequences");
+    return OfSequences("slots", slots, ffi::DataType::S32, pool->sequences, &pool->slots_of_sequences);
+  }
+
+  // One number for each sequence.
+  ffi::Error OfSequences(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t sequences,
+                         Operand* operand) const {
+    return Take(name, buffer, type, {sequences}, operand);
   }
 
   // The optional operands that the ops have in common.
@@ -254,6 +315,55 @@ ffi::Error HandleUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer state,
   return kRun(context, call);
 }
 
+template <typename Context, ffi::Error (*kRun)(Context, const RaggedCall&)>
+ffi::Error HandleRagged(Context context, ffi::AnyBuffer x, ffi::AnyBuffer states, ffi::AnyBuffer weight,
+                        ffi::AnyBuffer starts, ffi::AnyBuffer slots, ffi::AnyBuffer has_state,
+                        ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
+                        ffi::Result<ffi::AnyBuffer> new_states, RaggedOptions options) {
+  RaggedCall call;
+  const Problem& problem = call.problem;
+  StatePool& pool = call.pool;
+  Decoder decoder(kRaggedName, &call);
+  JB_RETURN_IF_ERROR(decoder.Begin(options, "y", *y, weight, x));
+  if (problem.examples != 1 || problem.length > std::numeric_limits<int32_t>::max()) {
+    return InvalidArgument(kRaggedName, "x has " + std::to_string(problem.examples) + " examples of " +
+                                            std::to_string(problem.length) + " times, expected 1 of less than 2^31");
+  }
+  JB_RETURN_IF_ERROR(decoder.Pool(states, slots, *new_states, /*is_of_examples=*/false, problem.width - 1, &pool));
+  if (pool.sequences >= std::numeric_limits<int32_t>::max()) {
+    return InvalidArgument(kRaggedName, "slots has " + std::to_string(pool.sequences) + " sequences, expected less");
+  }
+  JB_RETURN_IF_ERROR(
+      decoder.OfSequences("starts", starts, ffi::DataType::S32, pool.sequences + 1, &call.starts));
+  JB_RETURN_IF_ERROR(
+      decoder.OfSequences("has_state", has_state, ffi::DataType::PRED, pool.sequences, &call.has_state));
+  OptionalOperands optional(kRaggedName, optional_operands);
+  JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
+  JB_RETURN_IF_ERROR(optional.End());
+  call.y = y->untyped_data();
+  return kRun(context, call);
+}
+
+template <typename Context, ffi::Error (*kRun)(Context, const PoolUpdateCall&)>
+ffi::Error HandlePoolUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer states, ffi::AnyBuffer weight,
+                            ffi::AnyBuffer slots, ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
+                            ffi::Result<ffi::AnyBuffer> new_states, PoolUpdateOptions options) {
+  PoolUpdateCall call;
+  const Problem& problem = call.problem;
+  Decoder decoder(kPoolUpdateName, &call);
+  JB_RETURN_IF_ERROR(decoder.Begin(options, "y", *y, weight, x));
+  OptionalOperands optional(kPoolUpdateName, optional_operands);
+  JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
+  JB_RETURN_IF_ERROR(optional.Next("num_accepted", options.has_num_accepted, [&](const ffi::AnyBuffer& buffer) {
+    return decoder.OfSequences("num_accepted", buffer, ffi::DataType::S32, problem.examples, &call.num_accepted);
+  }));
+  JB_RETURN_IF_ERROR(optional.End());
+  const int64_t min_length = std::max<int64_t>(problem.width - 1, call.num_written());
+  JB_RETURN_IF_ERROR(decoder.Pool(states, slots, *new_states, /*is_of_examples=*/true, min_length, &call.pool));
+  call.y = y->untyped_data();
+  return kRun(context, call);
+}
+
 template <typename Context>
 auto BindForward() {
   return BindWithOptionalOperands<Context, 2, 1>().template Attrs<ForwardOptions>();
@@ -267,6 +377,16 @@ auto BindBackward() {
 template <typename Context>
 auto BindUpdate() {
   return BindWithOptionalOperands<Context, 3, 2>().template Attrs<UpdateOptions>();
+}
+
+template <typename Context>
+auto BindRagged() {
+  return BindWithOptionalOperands<Context, 6, 2>().template Attrs<RaggedOptions>();
+}
+
+template <typename Context>
+auto BindPoolUpdate() {
+  return BindWithOptionalOperands<Context, 4, 2>().template Attrs<PoolUpdateOptions>();
 }
 
 }  // namespace jax_baracuda::causal_conv1d

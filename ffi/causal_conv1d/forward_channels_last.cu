@@ -1,13 +1,64 @@
 // The forward kernel for [.., length, channels].
+#include <type_traits>
+
 #include "ffi/causal_conv1d/channels_last.cuh"
+#include "ffi/causal_conv1d/state_pool.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
 
-template <typename T, int kWidth, int kVec, bool kHasMasks>
+// How the sequences of an array are told apart.
+enum class Sequences {
+  kOne,     // there is one
+  kMasked,  // by a mask for each time
+  kRagged,  // by their starts; each may begin with a state from a pool
+};
+
+template <typename T, Sequences kSequences>
+using ArgumentsOf = std::conditional_t<kSequences == Sequences::kRagged, RaggedArguments<T>, ForwardArguments<T>>;
+
+// Where a thread is among the sequences of a ragged call.
+struct RaggedRun {
+  int next = -1;  // the first row of the next sequence
+  bool is_padding = false;
+
+  // Finds the sequence of a row. Calls set_past(k, v, value) for the inputs before the row that belong to its state, or
+  // are zero: input k is kPast - k steps before the row.
+  template <int kVec, int kPast, typename T, typename SetPast>
+  __device__ __forceinline__ void Enter(const RaggedArguments<T>& a, const ChannelsLastPlace& at, int row, int left_out,
+                                        const SetPast& set_past) {
+    const int32_t begin = static_cast<int32_t>(at.begin), sequences = static_cast<int32_t>(a.pool.sequences);
+    const int64_t batch = at.example;
+    const SequenceAt sequence(a.starts.Of(batch), sequences, begin + row);
+    is_padding = sequence.index < 0 || sequence.index >= sequences;
+    next = sequence.end - begin;
+    const int32_t position = begin + row - sequence.begin;
+    if (position >= kPast) return;
+    const T* state = nullptr;
+    if (!is_padding && a.has_state.Of(batch)[sequence.index] != 0) {
+      const int64_t slot = a.pool.slots_of_sequences.Of(batch)[sequence.index];
+      if (a.pool.Has(slot)) state = a.pool.Row(a.geometry, batch, slot, at.channel);
+    }
+#pragma unroll
+    for (int k = 0; k < kPast; ++k) {
+      if (k + position >= kPast) continue;
+      const int entry = k + position - left_out;
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        const bool is_there = state != nullptr && entry >= 0;
+        set_past(k, v, is_there ? static_cast<ComputeType<T>>(state[v * a.pool.length + entry]) : ComputeType<T>{0});
+      }
+    }
+  }
+};
+
+template <typename T, int kWidth, int kVec, Sequences kSequences>
 __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsLastBlocks(sizeof(T), kWidth))
-    ForwardChannelsLast(const __grid_constant__ ForwardArguments<T> a, const __grid_constant__ ChannelsLastGrid grid) {
+    ForwardChannelsLast(const __grid_constant__ ArgumentsOf<T, kSequences> a,
+                        const __grid_constant__ ChannelsLastGrid grid) {
   using C = ComputeType<T>;
+  constexpr bool kIsRagged = kSequences == Sequences::kRagged;
+  constexpr bool kHasMasks = kSequences == Sequences::kMasked || kIsWide<kWidth>;
   constexpr int kPast = kWidth - 1, kRows = kRowsOfCircle<kWidth>;
   using Stages = TimeStages<T, kVec, Tuning::kForwardStageTimes, kRows>;
   __shared__ alignas(kVectorBytes) char shared[Stages::kBlockBytes];
@@ -17,7 +68,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
   const T* x = at.In(a.x, geometry);
   T* y = a.y + at.Index(geometry, at.example);
   const uint8_t* same_sequence = nullptr;
-  if (kHasMasks && a.same_sequence.data != nullptr) same_sequence = at.Times(a.same_sequence, geometry);
+  if (kSequences == Sequences::kMasked && a.same_sequence.data != nullptr) same_sequence = at.Times(a.same_sequence, geometry);
 
   const T* ahead = x;
   const Stages stages(shared);
@@ -37,6 +88,14 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
   a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
   C inputs[kWidth][kVec];
   LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, geometry.template LeftOut<kWidth>(), inputs);
+  RaggedRun run;
+  const auto enter = [&](int row, int i) {
+    if constexpr (kIsRagged) {
+      run.Enter<kVec, kPast>(a, at, row, geometry.template LeftOut<kWidth>(),
+                             [&](int k, int v, C value) { inputs[(i + k) % kWidth][v] = value; });
+    }
+  };
+  enter(0, 0);
   uint32_t next_masks[kRows];
   const auto load_masks = [&](int first) {
 #pragma unroll
@@ -53,6 +112,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (Stages::BeginsGroup(i)) WaitForCopies<Stages::kGroups - 1>();
+      if (kIsRagged && first + i == run.next) enter(first + i, i);
       stages.Read(first + i, inputs[(i + kPast) % kWidth]);
       if (Stages::EndsGroup(i)) load_group(first + i + 1 - Stages::kGroupTimes + Stages::kAhead);
 #pragma unroll
@@ -62,6 +122,10 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
       if (a.silu) {
 #pragma unroll
         for (int v = 0; v < kVec; ++v) out[v] = Silu(out[v]);
+      }
+      if (kIsRagged && run.is_padding) {
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) out[v] = 0;
       }
       if (first + i < at.count) StoreNarrow<T, kVec>(y, out);
       y += geometry.channels;
@@ -74,9 +138,18 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
 CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return LaunchOnGrid<T>(
-        call, plan, ForwardArguments<T>(call), stream,
-        [](auto width, auto channels, auto has_masks) { return ForwardChannelsLast<T, width, channels, has_masks>; });
+    return LaunchOnGrid<T>(call, plan, ForwardArguments<T>(call), stream, [](auto width, auto channels, auto has_masks) {
+      return ForwardChannelsLast<T, width, channels, has_masks ? Sequences::kMasked : Sequences::kOne>;
+    });
+  });
+}
+
+CudaStatus LaunchChannelsLast(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
+  return DispatchType(call.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return LaunchOnGrid<T>(call, plan, RaggedArguments<T>(call), stream, [](auto width, auto channels, auto) {
+      return ForwardChannelsLast<T, width, channels, Sequences::kRagged>;
+    });
   });
 }
 

@@ -67,6 +67,14 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     return array
 
 
+def slots_as_int32(index: Array) -> Array:
+    """Slots or a layer as int32. What int32 does not hold becomes its maximum, which is out of range."""
+    if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
+        largest = jnp.iinfo(jnp.int32).max
+        index = jnp.where((index >= 0) & (index <= largest), index, largest)
+    return index.astype(jnp.int32)
+
+
 def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     """Whether an array of this shape broadcasts to the target."""
     offset = len(target) - len(shape)

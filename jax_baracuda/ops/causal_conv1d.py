@@ -28,7 +28,6 @@ from jax_baracuda._core.arrays import (
     as_array,
     in_automatic_mode,
     reshard_as,
-    reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import map_together
@@ -149,7 +148,7 @@ def causal_conv1d(
       >>> print(y, state)
       [[[1. 1. 1. 1.]]] [[[4.]]]
     """
-    params, arrays = _canonicalize(
+    params, arrays = canonicalize(
         "causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids
     )
     return _convolution(Params(params, returns_state=bool(return_final_state)), **arrays)
@@ -198,86 +197,29 @@ def causal_conv1d_backward(
       [[[0. 0. 1.]]] [[3. 6.]] None
     """
     name = "causal_conv1d_backward"
-    params, arrays = _canonicalize(name, x, weight, bias, activation, channels_last, initial_state, segment_ids)
+    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, initial_state, segment_ids)
     x, weight = arrays["x"], arrays["weight"]
-    state_shape = _state_shape(x, weight)
+    shape_of_state = state_shape(x, weight)
     d_output = _array_like_x(name, "d_output", d_output, x, x.shape)
     if d_final_state is not None:
-        d_final_state = _array_like_x(name, "d_final_state", d_final_state, x, state_shape)
-    gradients = _gradients(params, arrays, d_output, d_final_state)
+        d_final_state = _array_like_x(name, "d_final_state", d_final_state, x, shape_of_state)
+    gradients = gradients_of(params, arrays, d_output, d_final_state)
     dx, dweight = gradients["x"], gradients["weight"].astype(weight.dtype)
     dbias = None if arrays["bias"] is None else gradients["bias"].astype(arrays["bias"].dtype)
     if initial_state is None:
         return dx, dweight, dbias
-    return dx, dweight, dbias, gradients.get("initial_state", jnp.zeros(state_shape, x.dtype))
-
-
-@selectable
-@with_twin
-@described_like(causal_conv1d)
-def causal_conv1d_update(
-    x: ArrayLike,
-    state: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
-    *,
-    activation: Activation = None,
-    channels_last: bool = False,
-    implementation: Implementation | None = None,
-) -> tuple[Array, Array]:
-    """:func:`causal_conv1d` of the next inputs of a sequence, for decoding. The state holds the previous inputs.
-
-    Args:
-      x: ``[B, C]``, one new input, or ``[B, C, T]``, several inputs (``[B, T, C]`` with `channels_last`); a real
-        floating dtype. float16, bfloat16, float32 and float64 have kernels; other dtypes run as plain JAX.
-      state: ``[B, C, K]`` with any K >= W - 1 and the dtype of `x`: the last K inputs, the newest last; zeros at the
-        start of a sequence.
-
-    Returns:
-      ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state holds the last K inputs, so the
-      oldest drop out. If `state` is donated (or carried by a loop), it is updated in place.
-
-    Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
-
-    Gradient: with respect to all four arrays, as in :func:`causal_conv1d_backward`.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_baracuda as jb
-      >>> weight, state = jnp.array([[-1.0, 1.0]]), jnp.zeros((1, 1, 1))
-      >>> for number in (1.0, 4.0, 9.0):
-      ...     y, state = jb.causal_conv1d_update(jnp.array([[number]]), state, weight)
-      ...     print(y, state)
-      [[1.]] [[[1.]]]
-      [[3.]] [[[4.]]]
-      [[5.]] [[[9.]]]
-    """
-    name = "causal_conv1d_update"
-    x = as_array(name, "x", x)
-    time = -2 if channels_last else -1
-    is_single = x.ndim == 2
-    x = jnp.expand_dims(x, time) if is_single else x
-    params, arrays = _canonicalize(name, x, weight, bias, activation, channels_last, None, None)
-    arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
-    state = _with_dtype_of_x(name, "state", state, arrays["x"])
-    examples, channels, state_length = _state_shape(arrays["x"], arrays["weight"])
-    if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < state_length:
-        raise ValueError(
-            f"{name}: state must have shape [B, C, K] = ({examples}, {channels}, K) with K >= W - 1 = "
-            f"{state_length} to fit x and weight, got {state.shape}"
-        )
-    y, new_state = _update(params, state=state, **arrays)
-    return jnp.squeeze(y, time) if is_single else y, new_state
+    return dx, dweight, dbias, gradients.get("initial_state", jnp.zeros(shape_of_state, x.dtype))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX. Signals are [B, C, L], or [B, L, C] where channels are last.
 
 
-def _time_axis(channels_last: bool) -> int:
+def time_axis(channels_last: bool) -> int:
     return -2 if channels_last else -1
 
 
-def _in_layout(values: Array, channels_last: bool) -> Array:
+def in_layout(values: Array, channels_last: bool) -> Array:
     """Converts values between ``[..., C, L]`` and the layout of the signal, in either direction."""
     return jnp.swapaxes(values, -1, -2) if channels_last else values
 
@@ -288,7 +230,7 @@ def _as_state(inputs: Array, channels_last: bool) -> Array:
     They are stacked one by one, because to transpose a part of a signal, XLA would transpose all of it.
     """
     if not channels_last or not 0 < inputs.shape[-2] < MAX_WIDTH:
-        return _in_layout(inputs, channels_last)
+        return in_layout(inputs, channels_last)
     return jnp.stack([inputs[..., i, :] for i in range(inputs.shape[-2])], axis=-1)
 
 
@@ -316,9 +258,9 @@ def _reference_same_sequence(segment_ids: Array, *, width: int, ids: Array | Non
 
 def _with_history(x: Array, initial_state: Array | None, state_length: int, channels_last: bool) -> Array:
     """The signal, preceded by its `state_length` inputs before t = 0."""
-    time = _time_axis(channels_last)
+    time = time_axis(channels_last)
     if initial_state is not None:
-        return jnp.concatenate([_in_layout(initial_state, channels_last), x], axis=time)
+        return jnp.concatenate([in_layout(initial_state, channels_last), x], axis=time)
     padding = [(0, 0)] * x.ndim
     padding[time] = (state_length, 0)
     return jnp.pad(x, padding)
@@ -328,7 +270,7 @@ def _final_state(
     x: Array, initial_state: Array | None, same_sequence: Array | None, *, state_length: int, channels_last: bool
 ) -> Array:
     """The last `state_length` inputs ``[B, C, W - 1]``, with zeros for inputs of other sequences than the last."""
-    time = _time_axis(channels_last)
+    time = time_axis(channels_last)
 
     def last_inputs(x: Array, *initial_state: Array) -> tuple[Array]:
         if not jax_versions.is_static_shape(x.shape) or x.shape[time] < state_length:
@@ -364,7 +306,7 @@ def _unsplit(function: Callable[..., tuple[Array]], axis: int, *arrays: Array) -
     return function(*arrays)[0]
 
 
-def _plain_convolution(
+def plain_convolution(
     x: Array,
     weight: Array,
     bias: Array | None,
@@ -378,7 +320,7 @@ def _plain_convolution(
 
     Inputs are widened after shifting, because XLA then reads 16-bit inputs faster.
     """
-    time = _time_axis(channels_last)
+    time = time_axis(channels_last)
     width, length = weight.shape[-1], x.shape[time]
     is_wide = width > MAX_WIDTH
     inputs = _with_history(x, initial_state, width - 1, channels_last)
@@ -388,7 +330,7 @@ def _plain_convolution(
         ids = _ids_with_history(same_sequence, width - 1)
 
     def per_channel(values: Array) -> Array:
-        return _in_layout(values[None, :, None], channels_last)
+        return in_layout(values[None, :, None], channels_last)
 
     def shifted_back(values: Array, steps_back: Any, axis: int) -> Array:
         start = width - 1 - steps_back
@@ -406,7 +348,7 @@ def _plain_convolution(
             is_same = shifted_back(ids, steps_back, 1) == same_sequence
         else:
             is_same = ((same_sequence >> steps_back) & 1) == 1
-        is_same = _in_layout(is_same[:, None, :], channels_last)
+        is_same = in_layout(is_same[:, None, :], channels_last)
         # Masked twice, so that no zero meets an infinite input or weight, neither here nor in the gradient.
         return output + jnp.where(is_same, factor * jnp.where(is_same, shifted, 0), 0), None
 
@@ -419,19 +361,19 @@ def _plain_convolution(
     return output * jax.nn.sigmoid(output) if silu else output
 
 
-def _widened(x: Array, *arrays: Array | None) -> list[Any]:
+def widened(x: Array, *arrays: Array | None) -> list[Any]:
     """Arrays cast to the accumulation dtype of `x`. None stays None."""
     return [None if array is None else array.astype(accumulation_dtype(x.dtype)) for array in arrays]
 
 
-def _reference_convolution(
+def reference_convolution(
     x: Array, weight: Array, bias: Array | None, *others: Array | None, channels_last: bool, silu: bool
 ) -> tuple[Array]:
-    wide = _plain_convolution(x, *_widened(x, weight, bias), *others, channels_last=channels_last, silu=silu)
+    wide = plain_convolution(x, *widened(x, weight, bias), *others, channels_last=channels_last, silu=silu)
     return (wide.astype(x.dtype),)
 
 
-def _reference_backward(
+def reference_backward(
     x: Array,
     weight: Array,
     d_output: Array,
@@ -444,15 +386,15 @@ def _reference_backward(
     silu: bool,
 ) -> list[Array]:
     bias = jnp.zeros(weight.shape[:1], weight.dtype) if bias is None else bias
-    primals = _widened(x, x, weight, bias, initial_state)
-    cotangents = _widened(x, d_output, d_final_state)
-    if initial_state is not None and same_sequence is None and x.shape[_time_axis(channels_last)] == 1:
+    primals = widened(x, x, weight, bias, initial_state)
+    cotangents = widened(x, d_output, d_final_state)
+    if initial_state is not None and same_sequence is None and x.shape[time_axis(channels_last)] == 1:
         gradients = _gradients_of_one_step(*primals, *cotangents, channels_last=channels_last, silu=silu)
     else:
 
         def outputs(x: Array, weight: Array, bias: Array, initial_state: Array | None) -> list[Array | None]:
             history = initial_state, same_sequence
-            y = _plain_convolution(x, weight, bias, *history, channels_last=channels_last, silu=silu)
+            y = plain_convolution(x, weight, bias, *history, channels_last=channels_last, silu=silu)
             if d_final_state is None:
                 return [y, None]
             return [y, _final_state(x, *history, state_length=weight.shape[1] - 1, channels_last=channels_last)]
@@ -462,7 +404,7 @@ def _reference_backward(
     return [dx.astype(x.dtype), dweight, dbias, *([] if d_state is None else [d_state.astype(x.dtype)])]
 
 
-def _one_step(x: Array, weight: Array, bias: Array | None, initial_state: Array) -> Array:
+def one_step(x: Array, weight: Array, bias: Array | None, initial_state: Array) -> Array:
     """The convolution ``[B, C]`` at a single time, before the activation, from its input ``[B, C]`` and the state."""
     z = weight[None, :, -1] * x if bias is None else bias[None] + weight[None, :, -1] * x
     state_length = initial_state.shape[2]
@@ -488,10 +430,10 @@ def _gradients_of_one_step(
 
     XLA would shift and pad arrays for the general formula.
     """
-    time = _time_axis(channels_last)
+    time = time_axis(channels_last)
     x, d_z = jnp.squeeze(x, time), jnp.squeeze(d_output, time)
     if silu:
-        z = _one_step(x, weight, bias, initial_state)
+        z = one_step(x, weight, bias, initial_state)
         sigmoid = jax.nn.sigmoid(z)
         d_z = d_z * (sigmoid * (1 + z * (1 - sigmoid)))
     dx, d_state = d_z * weight[None, :, -1], d_z[:, :, None] * weight[None, :, :-1]
@@ -502,26 +444,11 @@ def _gradients_of_one_step(
     return jnp.expand_dims(dx, time), jnp.concatenate(dweight, axis=-1), jnp.sum(d_z, axis=0), d_state
 
 
-def _reference_update(
-    x: Array, state: Array, weight: Array, bias: Array | None, *, channels_last: bool, silu: bool
-) -> tuple[Array, Array]:
-    time = _time_axis(channels_last)
-    recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
-    inputs, *others = _widened(x, x, weight, bias, recent)
-    if x.shape[time] == 1:
-        z = jnp.expand_dims(_one_step(jnp.squeeze(inputs, time), *others), time)
-        y = z * jax.nn.sigmoid(z) if silu else z
-    else:
-        y = _plain_convolution(inputs, *others, channels_last=channels_last, silu=silu)
-    new_state = jnp.concatenate([state, _in_layout(x, channels_last)], axis=-1)
-    return y.astype(x.dtype), new_state[..., new_state.shape[-1] - state.shape[-1] :]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
 
-def _dimensions(names: Sequence[str], channels_last: bool) -> NamedDimensions:
+def dimensions_of(names: Sequence[str], channels_last: bool) -> NamedDimensions:
     """The dimensions of operands or results."""
     signal = ("example", "time", "channel") if channels_last else ("example", "channel", "time")
     weight, bias, state = ("channel", "tap"), ("channel",), ("example", "channel", "state")
@@ -571,7 +498,7 @@ def _shard_backward(
         operands = x, weight, d_output, bias, history, same_sequence, d_final_state
         dx, dweight, dbias, d_history = kernel(*operands)
         to_previous = [(i + 1, i) for i in range(_num_shards(time_axes) - 1)]
-        from_next = jax.lax.ppermute(_in_layout(d_history, channels_last), time_axes, to_previous)
+        from_next = jax.lax.ppermute(in_layout(d_history, channels_last), time_axes, to_previous)
         last = _last_inputs(dx, d_history.shape[-1], channels_last)
         # The barrier separates the sum from the update, which then runs in place; fused, XLA would copy the array.
         dx = last.set(jax.lax.optimization_barrier(last.get() + from_next))
@@ -624,11 +551,11 @@ def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool) -> list[Any]
     return [x.dtype, wide, wide, *([x.dtype] if has_initial_state else [])]
 
 
-def _plan_parameters(x: Any, weight: Any, *_: Any, channels_last: bool, silu: bool, **presence: bool) -> dict[str, int]:
+def plan_parameters(x: Any, weight: Any, *_: Any, channels_last: bool, silu: bool, **presence: bool) -> dict[str, int]:
     return {
         "examples": x.shape[0],
         "channels": weight.shape[0],
-        "length": x.shape[_time_axis(channels_last)],
+        "length": x.shape[time_axis(channels_last)],
         "width": weight.shape[1],
         "channels_last": channels_last,
         "silu": silu,
@@ -637,7 +564,7 @@ def _plan_parameters(x: Any, weight: Any, *_: Any, channels_last: bool, silu: bo
     }
 
 
-def _limit_of_width(x: Any, weight: Any, *_: Any) -> str | None:
+def limit_of_width(x: Any, weight: Any, *_: Any) -> str | None:
     return f"the filter has more than {MAX_WIDTH} taps" if weight.shape[1] > MAX_WIDTH else None
 
 
@@ -648,26 +575,26 @@ def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> di
 
 
 def _operands(*names: str) -> Callable[..., NamedDimensions]:
-    return lambda *, channels_last: _dimensions(names, channels_last)
+    return lambda *, channels_last: dimensions_of(names, channels_last)
 
 
-def _optional(*names: str) -> dict[str, str]:
+def optional_operands(*names: str) -> dict[str, str]:
     return {name: f"has_{name}" for name in names}
 
 
 _OPTIONAL = ("bias", "initial_state", "same_sequence")
 """The optional operands of the convolution of a sequence and of its gradient."""
 
-_of_all: Any = {
+OF_ALL: Any = {
     "attributes": ("channels_last", "silu", "has_bias"),
     "dtypes": FLOATING_DTYPES,
     "guarantee": accumulated,
     "independent_dims": ("example", "channel"),
 }
-_of_sequences: Any = _of_all | {
-    "attributes": (*_of_all["attributes"], "has_initial_state", "has_same_sequence"),
-    "plan_parameters": _plan_parameters,
-    "limit": _limit_of_width,
+_of_sequences: Any = OF_ALL | {
+    "attributes": (*OF_ALL["attributes"], "has_initial_state", "has_same_sequence"),
+    "plan_parameters": plan_parameters,
+    "limit": limit_of_width,
     "replicated_dims": ("tap", "state"),
     "min_shard_sizes": _min_shard_sizes,
 }
@@ -692,9 +619,9 @@ SAME_SEQUENCE = Op(
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
     operands=_operands("x", "weight", *_OPTIONAL),
-    optional=_optional(*_OPTIONAL),
-    results=lambda *, channels_last: _dimensions(["y"], channels_last),
-    reference=_reference_convolution,
+    optional=optional_operands(*_OPTIONAL),
+    results=lambda *, channels_last: dimensions_of(["y"], channels_last),
+    reference=reference_convolution,
     xla_rules=(
         on_gpu("XLA fuses the convolution with its neighbours", fused),
         on_gpu("inputs stay in the L2 cache, where XLA's fusion is as fast", at_most(bytes=16 * MB)),
@@ -706,12 +633,12 @@ CAUSAL_CONV1D = Op(
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",
     operands=_operands("x", "weight", "d_output", *_OPTIONAL, "d_final_state"),
-    optional=_optional(*_OPTIONAL, "d_final_state"),
-    results=lambda *, channels_last, has_initial_state: _dimensions(
+    optional=optional_operands(*_OPTIONAL, "d_final_state"),
+    results=lambda *, channels_last, has_initial_state: dimensions_of(
         ["dx", "dweight", "dbias", *["d_initial_state"] * has_initial_state], channels_last
     ),
     result_dtypes=_backward_dtypes,
-    reference=_reference_backward,
+    reference=reference_backward,
     reduction_dims=("example", "time"),
     xla_rules=(
         on_gpu("the gradient of a single step is elementwise", at_most(time=1)),
@@ -722,32 +649,16 @@ CAUSAL_CONV1D_BACKWARD = Op(
     **_of_sequences | {"attributes": (*_of_sequences["attributes"], "has_d_final_state")},
 )
 
-CAUSAL_CONV1D_UPDATE = Op(
-    name="causal_conv1d_update",
-    operands=_operands("x", "state", "weight", "bias"),
-    optional=_optional("bias"),
-    results=lambda *, channels_last: _dimensions(["y", "new_state"], channels_last),
-    reference=_reference_update,
-    plan_parameters=lambda x, state, *others, **params: (
-        _plan_parameters(x, *others, **params) | {"state_length": state.shape[2]}
-    ),
-    limit=lambda x, state, *others: _limit_of_width(x, *others),
-    xla_rules=(on_gpu("XLA fuses a step with its neighbours", fused),),
-    replicated_dims=("time", "tap", "state"),
-    in_place={1: 1},
-    **_of_all,
-)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Derivative rules.
 
 
-def _call(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
+def call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
     return op.of_arrays(arrays, channels_last=params["channels_last"], silu=params["silu"])
 
 
-def _gradients(
+def gradients_of(
     params: Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
 ) -> dict[str, Array]:
     """The gradients of a convolution's arrays by name.
@@ -756,12 +667,12 @@ def _gradients(
     """
     d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
     arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
-    gradients = _call(CAUSAL_CONV1D_BACKWARD, params, arrays)
+    gradients = call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
     return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
 def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-    [y] = _call(CAUSAL_CONV1D, params, arrays)
+    [y] = call_op(CAUSAL_CONV1D, params, arrays)
     if not params["returns_state"]:
         return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]
@@ -773,59 +684,22 @@ def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array]
 
 def _backward(params: Params, arrays: dict[str, Any], cotangents: Any) -> dict[str, Array]:
     d_output, d_final_state = cotangents if params["returns_state"] else (cotangents, None)
-    return _gradients(params, arrays, d_output, d_final_state)
+    return gradients_of(params, arrays, d_output, d_final_state)
 
 
 _convolution = KernelVjp("causal_conv1d", _forward, _backward)
-
-
-def _update_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    y, new_state = _call(CAUSAL_CONV1D_UPDATE, params, arrays)
-    return (y, new_state), arrays
-
-
-def _update_backward(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
-    """The last W - 1 inputs of the new state are the convolution's final state; the others are older inputs."""
-    x, state, weight = arrays["x"], arrays["state"], arrays["weight"]
-    d_output, d_new_state = cotangents
-    # Replicated along time, because slices of a state need not divide evenly over the devices.
-    state, d_new_state = reshard_as(state, state, (0, 1, None)), reshard_as(d_new_state, d_new_state, (0, 1, None))
-    state_length = weight.shape[1] - 1
-    num_older = state.shape[2] - state_length
-    recent = {
-        "x": x,
-        "weight": weight,
-        "bias": arrays["bias"],
-        "initial_state": state[..., num_older:] if state_length > 0 else None,
-    }
-    gradients = _gradients(params, recent, d_output, d_new_state[..., num_older:])
-    dx = gradients["x"]
-    d_state = gradients.get("initial_state", jnp.zeros((*state.shape[:2], 0), state.dtype))
-    if num_older > 0:
-        time = _time_axis(params["channels_last"])
-        # The cotangents of the new state's older inputs, at their places in the concatenation of state and new inputs.
-        nothing = [(0, 0)] * 2
-        d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], state_length)])
-        d_state = reshard_like(jnp.pad(d_state, [*nothing, (num_older, 0)]), jax.typeof(state))
-        d_state += reshard_like(d_inputs[..., : state.shape[2]], jax.typeof(state))
-        older = _in_layout(d_inputs[..., state.shape[2] :], params["channels_last"])
-        dx = reshard_like(dx, jax.typeof(x)) + reshard_like(older, jax.typeof(x))
-    return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
-
-
-_update = KernelVjp("causal_conv1d_update", _update_forward, _update_backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Canonicalisation of arguments, shared by the whole family.
 
 
-def _state_shape(x: Array, weight: Array) -> tuple[int, int, int]:
+def state_shape(x: Array, weight: Array) -> tuple[int, int, int]:
     channels, width = weight.shape
     return x.shape[0], channels, width - 1
 
 
-def _canonicalize(
+def canonicalize(
     name: str,
     x: ArrayLike,
     weight: ArrayLike,
@@ -867,7 +741,7 @@ def _canonicalize(
     if activation is not None and not (isinstance(activation, str) and activation in ("silu", "swish")):
         raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
     if initial_state is not None:
-        initial_state = _array_like_x(name, "initial_state", initial_state, x, _state_shape(x, weight))
+        initial_state = _array_like_x(name, "initial_state", initial_state, x, state_shape(x, weight))
         initial_state = reshard_as(initial_state, x, (0, channel_axis, None)) if width > 1 else None
     same_sequence = None
     if segment_ids is not None:
@@ -897,7 +771,7 @@ def _check_parameter_dtype(name: str, argument: str, parameter: Array, x: Array)
         raise TypeError(f"{name}: {argument} must have dtype {dtypes} where x has {x.dtype}, got {parameter.dtype}")
 
 
-def _with_dtype_of_x(name: str, argument: str, value: ArrayLike, x: Array) -> Array:
+def with_dtype_of_x(name: str, argument: str, value: ArrayLike, x: Array) -> Array:
     array = as_array(name, argument, value)
     if array.dtype != x.dtype:
         raise TypeError(f"{name}: {argument} must have the dtype of x, {x.dtype}, got {array.dtype}")
@@ -905,7 +779,7 @@ def _with_dtype_of_x(name: str, argument: str, value: ArrayLike, x: Array) -> Ar
 
 
 def _array_like_x(name: str, argument: str, value: ArrayLike, x: Array, shape: tuple[int, ...]) -> Array:
-    array = _with_dtype_of_x(name, argument, value, x)
+    array = with_dtype_of_x(name, argument, value, x)
     if array.shape != shape:
         raise ValueError(f"{name}: {argument} must have shape {shape} to fit x and weight, got {array.shape}")
     return array

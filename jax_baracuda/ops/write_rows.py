@@ -25,6 +25,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     as_bits,
     of_bits,
+    slots_as_int32,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import at_least, at_most, on_cpu, on_gpu, param
@@ -573,7 +574,7 @@ def checked_write(
         if jax_versions.is_static_shape((num_slots, *slots.shape)) and num_slots + slots.shape[0] >= 2**31:
             raise ValueError(f"{name}: {own.dest} must have less than 2^31 slots and rows, got {num_slots} slots")
         checked.append(PoolWrite(dest, rows, _checked_scale(name, own, dest, rows, scale)))
-    return CheckedWrite(checked, _as_int32(slots), int(axis), None if layer is None else _as_int32(layer))
+    return CheckedWrite(checked, slots_as_int32(slots), int(axis), None if layer is None else slots_as_int32(layer))
 
 
 def _checked_scale(name: str, own: PoolNames, dest: Array, rows: Array, scale: Any) -> Array | None:
@@ -591,11 +592,3 @@ def _checked_scale(name: str, own: PoolNames, dest: Array, rows: Array, scale: A
             f"{own.rows} of shape {rows.shape}, got shape {scale.shape}"
         )
     return jax.lax.stop_gradient(scale.astype(jnp.float32))
-
-
-def _as_int32(index: Array) -> Array:
-    """Slots or a layer as int32. What int32 does not hold becomes its maximum, which is out of range."""
-    if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
-        largest = jnp.iinfo(jnp.int32).max
-        index = jnp.where((index >= 0) & (index <= largest), index, largest)
-    return index.astype(jnp.int32)

@@ -1,0 +1,366 @@
+"""The causal convolution of ragged batches: flat tokens of sequences, whose states are in a pool of slots.
+
+The file reads top to bottom: the public function, references in plain JAX, ops, derivative rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, reshard_as, slots_as_int32
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, not_redirected, selectable
+from jax_baracuda.ops.causal_conv1d import (
+    CAUSAL_CONV1D_BACKWARD,
+    MAX_WIDTH,
+    Activation,
+    canonicalize,
+    causal_conv1d,
+    limit_of_width,
+    optional_operands,
+    plan_parameters,
+    reference_backward,
+    reference_convolution,
+    widened,
+    with_dtype_of_x,
+)
+from jax_baracuda.ops.causal_conv1d_update import (
+    checked_pool,
+    numbers_of_sequences,
+    of_pools,
+    of_slots,
+    of_writers,
+    pool_dimensions,
+    with_added_states,
+    with_states,
+)
+
+
+@selectable
+@with_twin
+@described_like(causal_conv1d)
+def causal_conv1d_ragged(
+    x: ArrayLike,
+    states: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    cu_seqlens: ArrayLike,
+    state_slots: ArrayLike,
+    has_state: ArrayLike,
+    activation: Activation = None,
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array]:
+    """:func:`causal_conv1d` of a ragged batch, for serving: flat tokens of N sequences, with states in a pool.
+
+    Sequence n has the tokens ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1``. It begins with ``states[state_slots[n]]``,
+    or with zeros, and the state from which it goes on is written to the same slot.
+
+    Args:
+      x: ``[T, C]``, the tokens of all sequences; a real floating dtype. float16, bfloat16, float32 and float64 have
+        kernels; other dtypes run as plain JAX.
+      states: ``[slots, C, K]`` with any K >= W - 1 and the dtype of `x`: a pool of states. The first W - 1 entries of a
+        row are the state, the newest input last. Further entries keep their values; they are for `num_accepted` of
+        :func:`causal_conv1d_update`.
+      cu_seqlens: ``[N + 1]``, any integer dtype: the first token of each sequence, ascending, then the end of the last
+        one. For fewer than N sequences, the last entries are equal: empty sequences leave the pool as it is. Tokens
+        outside of all sequences are padding.
+      state_slots: ``[N]``, any integer dtype: the slot of each sequence. A sequence with a negative slot, or one beyond
+        the pool, begins with zeros and its state is not kept.
+      has_state: ``[N]``, bool: whether a sequence begins with the state in its slot. The others begin with zeros.
+
+    Returns:
+      ``(y, new_states)`` with the shapes and the dtype of `x` and `states`. y is zero for padding. If `states` is
+      donated (or carried by a loop), it is updated in place, and only the rows of the slots are written. Each sequence
+      begins with the state before the call. Of several sequences with the same slot, the state of the last one is kept,
+      in every run.
+
+    Raises:
+      TypeError: an argument is not an array or has an unsuitable dtype.
+      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
+        asked for and there is no kernel.
+
+    Numerical guarantees: y as in :func:`causal_conv1d`; the new states are exact. If `cu_seqlens` descends, results are
+    unspecified, but nothing outside of the arrays is read or written.
+
+    Gradient: with respect to `x`, `states`, `weight` and `bias`, as in :func:`causal_conv1d_backward`. dx of the first
+    and last W - 1 tokens of a sequence with a state is a sum of rounded parts.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> x = jnp.array([[1.0], [2.0], [5.0], [9.0]])  # two tokens of one sequence, one of another, and padding
+      >>> states, weight = jnp.array([[[4.0]], [[7.0]]]), jnp.array([[-1.0, 1.0]])
+      >>> y, states = jb.causal_conv1d_ragged(
+      ...     x, states, weight, cu_seqlens=jnp.array([0, 2, 3]), state_slots=jnp.array([1, 0]),
+      ...     has_state=jnp.array([False, True]),
+      ... )
+      >>> print(y[:, 0], states[:, 0, 0])
+      [1. 1. 1. 0.] [5. 2.]
+    """
+    name = "causal_conv1d_ragged"
+    x = as_array(name, "x", x)
+    if x.ndim != 2:
+        raise ValueError(f"{name}: x must have shape [T, C], got {x.shape}")
+    params, arrays = canonicalize(name, x[None], weight, bias, activation, True, None, None)
+    arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
+    states = with_dtype_of_x(name, "states", states, x)
+    states = checked_pool(name, "states", states, arrays["x"], arrays["weight"], num_written=0)
+    states = reshard_as(states, x, (None, 1, None))
+    slots = as_array(name, "state_slots", state_slots)
+    if slots.ndim != 1:
+        raise ValueError(f"{name}: state_slots must have shape [N], got {slots.shape}")
+    num_sequences = slots.shape[0]
+    slots = numbers_of_sequences(name, "state_slots", slots, num_sequences)
+    starts = numbers_of_sequences(name, "cu_seqlens", cu_seqlens, num_sequences + 1, "[N + 1]")
+    has_state = as_array(name, "has_state", has_state)
+    if has_state.dtype != bool:
+        raise TypeError(f"{name}: has_state must have dtype bool, got {has_state.dtype}")
+    if has_state.shape != (num_sequences,):
+        raise ValueError(f"{name}: has_state must have shape [N] = ({num_sequences},), got {has_state.shape}")
+    y, new_states = _ragged(
+        Params(silu=params["silu"]),
+        states=states,
+        starts=slots_as_int32(starts),
+        slots=slots_as_int32(slots),
+        has_state=has_state,
+        **arrays,
+    )
+    return y[0], new_states
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# References in plain JAX. They compute all tokens as if no sequence had a state, then the first ones of those that do.
+
+
+class _Layout(NamedTuple):
+    """Where sequences are among the tokens."""
+
+    same_sequence: Array | None
+    """``[1, T]``, as the convolution takes it."""
+    is_token: Array
+    """``[T]``: false for padding."""
+    heads: Array
+    """``[N, W - 1]``: the first tokens of the sequences that begin with a state; T if there are fewer."""
+    starts: Array
+    ends: Array
+    tails: Array
+    """``[N, W - 1]``: the last tokens of the sequences. Those before its start are entries of its state."""
+    is_in_state: Array
+    """``[N, W - 1]``: which of the tails these are."""
+    readers: Array
+    """``[N]``: the slots of the states with which sequences begin; -1 for zeros."""
+    writers: Array
+    """``[N]``: the slots to which sequences write; -1 for none."""
+
+
+def _layout(length: int, width: int, pool: Array, starts: Array, slots: Array, has_state: Array) -> _Layout:
+    num_sequences, kept = slots.shape[0], width - 1
+    time = jnp.arange(length)
+    sequence = jnp.searchsorted(starts, time, side="right", method="scan_unrolled") - 1
+    is_token = (sequence >= 0) & (sequence < num_sequences)
+    same_sequence = None
+    if 1 < width <= MAX_WIDTH:
+        position = time - starts[jnp.maximum(sequence, 0)]
+        same_sequence = ((2 << jnp.minimum(position, kept)) - 1).astype(jnp.uint8)[None]
+    elif width > 1:
+        same_sequence = sequence[None]
+    begins, ends = starts[:-1], starts[1:]
+    readers = jnp.where(has_state & (slots < pool.shape[0]), slots, -1)
+    heads = begins[:, None] + jnp.arange(kept)
+    heads = jnp.where((readers[:, None] >= 0) & (heads < ends[:, None]), heads, length)
+    tails = ends[:, None] - kept + jnp.arange(kept)
+    is_in_state = tails < begins[:, None]
+    writers = of_writers(pool, slots, ends > begins)
+    return _Layout(same_sequence, is_token, heads, begins, ends, tails, is_in_state, readers, writers)
+
+
+def _tokens(x: Array, at: Array) -> Array:
+    """Tokens ``[N, K, C]`` of ``[1, T, C]``; zeros beyond T."""
+    taken = x[0].at[jnp.clip(at, 0, x.shape[1] - 1)].get(mode="promise_in_bounds")
+    return jnp.where((at < x.shape[1])[..., None], taken, 0)
+
+
+def _first_entries(count: int, kept: int) -> Array:
+    return jnp.broadcast_to(jnp.arange(kept), (count, kept))
+
+
+def _reference_ragged(
+    x: Array,
+    states: Array,
+    weight: Array,
+    starts: Array,
+    slots: Array,
+    has_state: Array,
+    bias: Array | None,
+    *,
+    silu: bool,
+) -> tuple[Array, Array]:
+    if 0 in x.shape:
+        return jnp.zeros_like(x), states
+    num_sequences, kept = slots.shape[0], weight.shape[1] - 1
+    layout = _layout(x.shape[1], weight.shape[1], states, starts, slots, has_state)
+    [y] = reference_convolution(x, weight, bias, None, layout.same_sequence, channels_last=True, silu=silu)
+    if kept > 0 and num_sequences > 0:
+        history = of_slots(states, layout.readers, _first_entries(num_sequences, kept))
+        heads = _tokens(x, layout.heads)
+        [y_heads] = reference_convolution(heads, weight, bias, history, None, channels_last=True, silu=silu)
+        with not_redirected():
+            y = y.at[0, layout.heads].set(y_heads, mode="drop")
+        in_state = jnp.clip(layout.tails - layout.starts[:, None] + kept, 0, kept - 1)
+        of_state = jnp.take_along_axis(history, in_state[:, None], axis=2)
+        of_tokens = jnp.swapaxes(_tokens(x, layout.tails), 1, 2)
+        new = jnp.where(layout.is_in_state[:, None], of_state, of_tokens)
+        states = with_states(states, layout.writers, new)
+    return jnp.where(layout.is_token[None, :, None], y, 0), states
+
+
+def _backward(
+    convolution_backward: Callable[..., Sequence[Array]],
+    x: Array,
+    states: Array,
+    weight: Array,
+    starts: Array,
+    slots: Array,
+    has_state: Array,
+    d_output: Array,
+    d_states: Array,
+    bias: Array | None,
+    *,
+    silu: bool,
+) -> list[Array]:
+    """The gradients of x, states, weight and bias, with the gradient of a convolution of packed sequences."""
+    wide = accumulation_dtype(x.dtype)
+    if 0 in x.shape:
+        return [jnp.zeros_like(x), d_states, *(jnp.zeros(shape, wide) for shape in (weight.shape, weight.shape[:1]))]
+    length, num_sequences, kept = x.shape[1], slots.shape[0], weight.shape[1] - 1
+    layout = _layout(length, weight.shape[1], states, starts, slots, has_state)
+    options = {"channels_last": True, "silu": silu}
+    is_head = jnp.zeros(length, bool).at[layout.heads].set(True, mode="drop")
+    d_bodies = jnp.where((layout.is_token & ~is_head)[None, :, None], d_output, 0)
+    dx, dweight, dbias = convolution_backward(x, weight, d_bodies, bias, None, layout.same_sequence, None, **options)
+    if kept == 0 or num_sequences == 0:
+        return [dx, d_states, dweight, dbias]
+    first = _first_entries(num_sequences, kept)
+    history = of_slots(states, layout.readers, first)
+    of_heads = convolution_backward(
+        _tokens(x, layout.heads), weight, _tokens(d_output, layout.heads), bias, history, None, None, **options
+    )
+    dx_heads, dweight_heads, dbias_heads, d_history = of_heads
+    d_new = of_slots(d_states, layout.writers, first)
+    d_tails = jnp.where(layout.is_in_state[:, None], 0, d_new)
+    with not_redirected():
+        dx = dx.at[0, layout.heads].add(dx_heads, mode="drop")
+        tails = jnp.where(layout.is_in_state, length, layout.tails)
+        dx = dx.at[0, tails].add(jnp.swapaxes(d_tails, 1, 2), mode="drop")
+    # Entry k of the new state of a sequence of L tokens is entry k + L of the old one, if there is such an entry.
+    count = (layout.ends - layout.starts)[:, None]
+    of_new = jnp.clip(first - count, 0, kept - 1)
+    d_shifted = jnp.where((first >= count)[:, None], jnp.take_along_axis(d_new, of_new[:, None], axis=2), 0)
+    d_states = with_states(d_states, layout.writers, jnp.zeros_like(d_new))
+    d_states = with_added_states(d_states, layout.readers, first, d_history + d_shifted)
+    return [dx, d_states, dweight + dweight_heads, dbias + dbias_heads]
+
+
+def _reference_ragged_backward(
+    x: Array,
+    states: Array,
+    weight: Array,
+    starts: Array,
+    slots: Array,
+    has_state: Array,
+    d_output: Array,
+    d_states: Array,
+    *others: Any,
+    **params: Any,
+) -> list[Array]:
+    of_x = widened(x, x, states, d_output, d_states)
+    operands = *of_x[:2], weight, starts, slots, has_state, *of_x[2:], *others
+    dx, d_states, dweight, dbias = _backward(reference_backward, *operands, **params)
+    return [dx.astype(x.dtype), d_states.astype(states.dtype), dweight, dbias]
+
+
+def _program_ragged_backward(*operands: Any, **params: Any) -> list[Array]:
+    return _backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, **params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops. The first has a native kernel. The second calls that of packed sequences.
+
+_MAX_LENGTH = np.iinfo(np.int32).max
+
+
+def _limit(x: Any, states: Any, weight: Any, *others: Any) -> str | None:
+    return f"there are more than {_MAX_LENGTH} tokens" if x.shape[1] > _MAX_LENGTH else limit_of_width(x, weight)
+
+
+_DIMENSIONS: NamedDimensions = {
+    **dict.fromkeys(("x", "d_output", "y", "dx"), ("row", "time", "channel")),
+    **dict.fromkeys(("weight", "dweight"), ("channel", "tap")),
+    **dict.fromkeys(("bias", "dbias"), ("channel",)),
+    **dict.fromkeys(("slots", "has_state"), ("sequence",)),
+    "starts": ("start",),
+    **pool_dimensions("states", "new_states", "d_states", "d_old_states"),
+}
+"""x has one row, so that it is a signal of the convolution."""
+
+
+def _dimensions(*names: str) -> NamedDimensions:
+    return {name: _DIMENSIONS[name] for name in names}
+
+
+_OPERANDS = ("x", "states", "weight", "starts", "slots", "has_state")
+_of_ragged: Any = of_pools | {
+    "attributes": ("silu", "has_bias"),
+    "optional": optional_operands("bias"),
+    "limit": _limit,
+    "replicated_dims": ("row", "time", "slot", "state", "tap", "start", "sequence"),
+}
+
+CAUSAL_CONV1D_RAGGED = Op(
+    name="causal_conv1d_ragged",
+    operands=_dimensions(*_OPERANDS, "bias"),
+    results=_dimensions("y", "new_states"),
+    reference=_reference_ragged,
+    plan_parameters=lambda x, states, weight, *others, **params: plan_parameters(
+        x, weight, channels_last=True, **params
+    ),
+    **_of_ragged,
+)
+
+CAUSAL_CONV1D_RAGGED_BACKWARD = Op(
+    name="causal_conv1d_ragged_backward",
+    operands=_dimensions(*_OPERANDS, "d_output", "d_states", "bias"),
+    results=_dimensions("dx", "d_old_states", "dweight", "dbias"),
+    result_dtypes=lambda x, *_: [x.dtype, x.dtype, *[accumulation_dtype(x.dtype)] * 2],
+    reference=_reference_ragged_backward,
+    program=_program_ragged_backward,
+    **_of_ragged | {"in_place": {7: 1}},
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _ragged_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
+    y, new_states = CAUSAL_CONV1D_RAGGED.of_arrays(arrays, silu=params["silu"])
+    return (y, new_states), arrays
+
+
+def _ragged_vjp(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
+    d_output, d_states = cotangents
+    arrays = {**arrays, "d_output": d_output, "d_states": d_states}
+    gradients = CAUSAL_CONV1D_RAGGED_BACKWARD.of_arrays(arrays, silu=params["silu"])
+    return dict(zip(("x", "states", "weight", "bias"), gradients, strict=True))
+
+
+_ragged = KernelVjp("causal_conv1d_ragged", _ragged_forward, _ragged_vjp)

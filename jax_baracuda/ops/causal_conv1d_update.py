@@ -1,0 +1,434 @@
+"""The next inputs of sequences, for decoding: with a state of their own, or in a slot of a pool of states.
+
+The file reads top to bottom: the public function, references in plain JAX, ops (one per native kernel), derivative
+rules, canonicalisation of arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, reshard_as, reshard_like, slots_as_int32
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.dispatch import fused, on_gpu
+from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.functions import Params
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.selection import Implementation, not_redirected, selectable
+from jax_baracuda.ops.causal_conv1d import (
+    CAUSAL_CONV1D_BACKWARD,
+    OF_ALL,
+    Activation,
+    call_op,
+    canonicalize,
+    causal_conv1d,
+    dimensions_of,
+    gradients_of,
+    in_layout,
+    limit_of_width,
+    one_step,
+    optional_operands,
+    plain_convolution,
+    plan_parameters,
+    reference_backward,
+    reference_convolution,
+    state_shape,
+    time_axis,
+    widened,
+    with_dtype_of_x,
+)
+
+
+@selectable
+@with_twin
+@described_like(causal_conv1d)
+def causal_conv1d_update(
+    x: ArrayLike,
+    state: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    activation: Activation = None,
+    channels_last: bool = False,
+    state_slots: ArrayLike | None = None,
+    num_accepted: ArrayLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array]:
+    """:func:`causal_conv1d` of the next inputs of a sequence, for decoding. The state holds the previous inputs.
+
+    Args:
+      x: ``[B, C]``, one new input, or ``[B, C, T]``, several inputs (``[B, T, C]`` with `channels_last`); a real
+        floating dtype. float16, bfloat16, float32 and float64 have kernels; other dtypes run as plain JAX.
+      state: ``[B, C, K]`` with any K >= W - 1 and the dtype of `x`: the last K inputs, the newest last; zeros at the
+        start of a sequence. Or, with `state_slots`, a pool of states ``[slots, C, K]``, as of
+        :func:`causal_conv1d_ragged`: the first W - 1 entries of a row are the state, the newest input last.
+      state_slots: ``[B]``, any integer dtype: the slot of the pool that holds the state of each sequence. A sequence
+        with a negative slot, or one beyond the pool, begins with zeros and its new state is not kept.
+      num_accepted: ``[B]``, any integer dtype, for speculative decoding with `state_slots`: how many of the inputs of
+        the previous call were accepted, and 1 in the first call after :func:`causal_conv1d_ragged`. Numbers are clipped
+        to 1 ... K - W + 2. Needs K >= W - 2 + T. The previous state begins at entry ``num_accepted - 1`` of its row.
+        The new row holds the last W - 2 inputs of that state, then all T inputs. Further entries keep their values.
+
+    Returns:
+      ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state holds the last K inputs, so the
+      oldest drop out. If `state` is donated (or carried by a loop), it is updated in place. In a pool, only the rows of
+      the slots are written. Each sequence begins with the state before the call. Of several sequences with the same
+      slot, the state of the last one is kept, in every run.
+
+    Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
+
+    Gradient: with respect to all four arrays, as in :func:`causal_conv1d_backward`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_baracuda as jb
+      >>> weight, state = jnp.array([[-1.0, 1.0]]), jnp.zeros((1, 1, 1))
+      >>> for number in (1.0, 4.0, 9.0):
+      ...     y, state = jb.causal_conv1d_update(jnp.array([[number]]), state, weight)
+      ...     print(y, state)
+      [[1.]] [[[1.]]]
+      [[3.]] [[[4.]]]
+      [[5.]] [[[9.]]]
+    """
+    name = "causal_conv1d_update"
+    x = as_array(name, "x", x)
+    time = -2 if channels_last else -1
+    is_single = x.ndim == 2
+    x = jnp.expand_dims(x, time) if is_single else x
+    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None)
+    arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
+    state = with_dtype_of_x(name, "state", state, arrays["x"])
+    if state_slots is None:
+        if num_accepted is not None:
+            raise ValueError(f"{name}: num_accepted needs state_slots; jnp.arange(B) are those of a state [B, C, K]")
+        y, new_state = _update(params, state=_checked_state(name, state, arrays), **arrays)
+    else:
+        y, new_state = _update_of_pool(name, params, arrays, state, state_slots, num_accepted)
+    return jnp.squeeze(y, time) if is_single else y, new_state
+
+
+def _checked_state(name: str, state: Array, arrays: Mapping[str, Any]) -> Array:
+    examples, channels, state_length = state_shape(arrays["x"], arrays["weight"])
+    if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < state_length:
+        raise ValueError(
+            f"{name}: state must have shape [B, C, K] = ({examples}, {channels}, K) with K >= W - 1 = "
+            f"{state_length} to fit x and weight, got {state.shape}"
+        )
+    return state
+
+
+def _update_of_pool(
+    name: str, params: Params, arrays: dict[str, Any], pool: Array, state_slots: Any, num_accepted: Any
+) -> tuple[Array, Array]:
+    x, weight, channels_last = arrays["x"], arrays["weight"], params["channels_last"]
+    num_inputs = x.shape[time_axis(channels_last)]
+    if num_accepted is not None:
+        num_accepted = numbers_of_sequences(name, "num_accepted", num_accepted, x.shape[0])
+    pool = checked_pool(
+        name, "state", pool, x, weight, _num_written(weight.shape[1], num_inputs, num_accepted is not None)
+    )
+    slots = numbers_of_sequences(name, "state_slots", state_slots, x.shape[0])
+    pool = reshard_as(pool, x, (None, 2 if channels_last else 1, None))
+    if num_accepted is not None:
+        latest = min(pool.shape[2] - weight.shape[1] + 2, np.iinfo(np.int32).max)
+        if num_accepted.dtype.itemsize >= 4:
+            num_accepted = jnp.clip(num_accepted, 1, latest)
+        num_accepted = num_accepted.astype(jnp.int32)
+    y, new_pool = _pool_update(params, states=pool, slots=slots_as_int32(slots), num_accepted=num_accepted, **arrays)
+    return y, new_pool
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# References in plain JAX.
+
+
+def _reference_update(
+    x: Array, state: Array, weight: Array, bias: Array | None, *, channels_last: bool, silu: bool
+) -> tuple[Array, Array]:
+    time = time_axis(channels_last)
+    recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
+    inputs, *others = widened(x, x, weight, bias, recent)
+    if x.shape[time] == 1:
+        z = jnp.expand_dims(one_step(jnp.squeeze(inputs, time), *others), time)
+        y = z * jax.nn.sigmoid(z) if silu else z
+    else:
+        y = plain_convolution(inputs, *others, channels_last=channels_last, silu=silu)
+    new_state = jnp.concatenate([state, in_layout(x, channels_last)], axis=-1)
+    return y.astype(x.dtype), new_state[..., new_state.shape[-1] - state.shape[-1] :]
+
+
+# The states of a pool that sequences read and write.
+
+
+def of_slots(pool: Array, slots: Array, entries: Array) -> Array:
+    """Entries ``[N, K]`` of the rows of slots, as ``[N, C, K]``; zeros for slots outside of the pool."""
+    if pool.shape[0] == 0:
+        return jnp.zeros((slots.shape[0], pool.shape[1], entries.shape[1]), pool.dtype)
+    rows = jnp.clip(slots, 0, pool.shape[0] - 1)
+    taken = pool.at[rows[:, None], :, entries].get(mode="promise_in_bounds")
+    return jnp.where(_is_slot(pool, slots)[:, None, None], jnp.swapaxes(taken, 1, 2), 0)
+
+
+def _is_slot(pool: Array, slots: Array) -> Array:
+    return (slots >= 0) & (slots < pool.shape[0])
+
+
+def of_writers(pool: Array, slots: Array, has_inputs: Array | None = None) -> Array:
+    """The slots of the sequences that write their states: the last ones of their slots. The others have slot -1.
+
+    `has_inputs` says which sequences are not empty. Default: all.
+    """
+    writes = _is_slot(pool, slots) if has_inputs is None else _is_slot(pool, slots) & has_inputs
+    slots, order = jnp.where(writes, slots, -1), jnp.arange(slots.shape[0])
+    is_later = (slots[None, :] == slots[:, None]) & (order[None, :] > order[:, None])
+    return jnp.where(jnp.any(is_later, axis=1), -1, slots)
+
+
+def with_states(pool: Array, writers: Array, states: Array) -> Array:
+    """The pool with states ``[N, C, K]`` in the first K entries of the rows of their slots."""
+    rows = jnp.where(writers >= 0, writers, pool.shape[0] + jnp.arange(writers.shape[0]))
+    with not_redirected():
+        return pool.at[rows, :, : states.shape[2]].set(states, mode="drop", unique_indices=True)
+
+
+def with_added_states(pool: Array, slots: Array, entries: Array, states: Array) -> Array:
+    """The pool with ``[N, C, K]`` added to these entries ``[N, K]`` of the rows of slots."""
+    rows = jnp.where(_is_slot(pool, slots), slots, pool.shape[0])
+    with not_redirected():
+        return pool.at[rows[:, None], :, entries].add(jnp.swapaxes(states, 1, 2).astype(pool.dtype), mode="drop")
+
+
+def _num_written(width: int, num_inputs: int, has_num_accepted: bool) -> int:
+    """The number of entries of a row that an update of a pool writes."""
+    return 0 if width == 1 else width - 2 + num_inputs if has_num_accepted else width - 1
+
+
+def _entries(pool: Array, width: int, num_sequences: int, num_accepted: Array | None) -> Array:
+    """The entries ``[N, W - 1]`` of the rows that are the states before an update."""
+    first = jnp.zeros(num_sequences, jnp.int32)
+    if num_accepted is not None:
+        first = jnp.clip(num_accepted, 1, pool.shape[2] - width + 2) - 1
+    return first[:, None] + jnp.arange(width - 1)
+
+
+def _reference_pool_update(
+    x: Array,
+    states: Array,
+    weight: Array,
+    slots: Array,
+    bias: Array | None,
+    num_accepted: Array | None,
+    *,
+    channels_last: bool,
+    silu: bool,
+) -> tuple[Array, Array]:
+    width, num_inputs = weight.shape[1], x.shape[time_axis(channels_last)]
+    if 0 in x.shape:
+        return jnp.zeros_like(x), states
+    history = of_slots(states, slots, _entries(states, width, x.shape[0], num_accepted))
+    [y] = reference_convolution(x, weight, bias, history, None, channels_last=channels_last, silu=silu)
+    inputs = jnp.concatenate([history, in_layout(x, channels_last)], axis=2)
+    num_written = _num_written(width, num_inputs, num_accepted is not None)
+    return y, with_states(states, of_writers(states, slots), inputs[..., inputs.shape[2] - num_written :])
+
+
+def _pool_update_backward(
+    convolution_backward: Callable[..., Sequence[Array]],
+    x: Array,
+    states: Array,
+    weight: Array,
+    slots: Array,
+    d_output: Array,
+    d_states: Array,
+    bias: Array | None,
+    num_accepted: Array | None,
+    *,
+    channels_last: bool,
+    silu: bool,
+) -> list[Array]:
+    """The gradients of x, states, weight and bias, with the gradient of a convolution of sequences with states."""
+    width, num_inputs = weight.shape[1], x.shape[time_axis(channels_last)]
+    wide = accumulation_dtype(x.dtype)
+    if 0 in x.shape:
+        return [jnp.zeros_like(x), d_states, *(jnp.zeros(shape, wide) for shape in (weight.shape, weight.shape[:1]))]
+    entries = _entries(states, width, x.shape[0], num_accepted)
+    writers = of_writers(states, slots)
+    num_written = _num_written(width, num_inputs, num_accepted is not None)
+    first = jnp.broadcast_to(jnp.arange(num_written), (x.shape[0], num_written))
+    d_written = of_slots(d_states, writers, first)
+    history = of_slots(states, slots, entries) if width > 1 else None
+    dx, dweight, dbias, *d_history = convolution_backward(
+        x, weight, d_output, bias, history, None, None, channels_last=channels_last, silu=silu
+    )
+    d_inputs = jnp.pad(d_written, [(0, 0), (0, 0), (width - 1 + num_inputs - num_written, 0)])
+    dx = dx + in_layout(d_inputs[..., width - 1 :], channels_last)
+    d_states = with_states(d_states, writers, jnp.zeros_like(d_written))
+    if width > 1:
+        d_states = with_added_states(d_states, slots, entries, d_history[0] + d_inputs[..., : width - 1])
+    return [dx, d_states, dweight, dbias]
+
+
+def _reference_pool_update_backward(
+    x: Array, states: Array, weight: Array, slots: Array, d_output: Array, d_states: Array, *others: Any, **params: Any
+) -> list[Array]:
+    x_wide, states_wide, d_output, d_states = widened(x, x, states, d_output, d_states)
+    operands = x_wide, states_wide, weight, slots, d_output, d_states, *others
+    dx, d_states, dweight, dbias = _pool_update_backward(reference_backward, *operands, **params)
+    return [dx.astype(x.dtype), d_states.astype(states.dtype), dweight, dbias]
+
+
+def _program_pool_update_backward(*operands: Any, **params: Any) -> list[Array]:
+    return _pool_update_backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, **params)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops: one per native kernel.
+
+
+CAUSAL_CONV1D_UPDATE = Op(
+    name="causal_conv1d_update",
+    operands=lambda *, channels_last: dimensions_of(("x", "state", "weight", "bias"), channels_last),
+    optional=optional_operands("bias"),
+    results=lambda *, channels_last: dimensions_of(["y", "new_state"], channels_last),
+    reference=_reference_update,
+    plan_parameters=lambda x, state, *others, **params: (
+        plan_parameters(x, *others, **params) | {"state_length": state.shape[2]}
+    ),
+    limit=lambda x, state, *others: limit_of_width(x, *others),
+    xla_rules=(on_gpu("XLA fuses a step with its neighbours", fused),),
+    replicated_dims=("time", "tap", "state"),
+    in_place={1: 1},
+    **OF_ALL,
+)
+
+
+def pool_dimensions(*names: str) -> NamedDimensions:
+    return dict.fromkeys(names, ("slot", "channel", "state"))
+
+
+def _pool_operands(*more: str, channels_last: bool) -> NamedDimensions:
+    signals = dimensions_of(("x", "weight", "d_output", "bias"), channels_last)
+    signals |= {"slots": ("example",), "num_accepted": ("example",), **pool_dimensions("states", "d_states")}
+    return {name: signals[name] for name in ("x", "states", "weight", "slots", *more, "bias", "num_accepted")}
+
+
+of_pools: Any = OF_ALL | {"independent_dims": ("channel",), "in_place": {1: 1}}
+_of_pool_updates: Any = of_pools | {
+    "attributes": ("channels_last", "silu", "has_bias", "has_num_accepted"),
+    "optional": optional_operands("bias", "num_accepted"),
+    "limit": lambda x, states, weight, *others: limit_of_width(x, weight),
+    "replicated_dims": ("example", "time", "slot", "state", "tap"),
+}
+
+CAUSAL_CONV1D_UPDATE_POOL = Op(
+    name="causal_conv1d_update_pool",
+    operands=lambda *, channels_last: _pool_operands(channels_last=channels_last),
+    results=lambda *, channels_last: dimensions_of(["y"], channels_last) | pool_dimensions("new_states"),
+    reference=_reference_pool_update,
+    plan_parameters=lambda x, states, weight, *others, has_num_accepted, **params: (
+        plan_parameters(x, weight, **params) | {"state_length": states.shape[2], "has_num_accepted": has_num_accepted}
+    ),
+    **_of_pool_updates,
+)
+
+# Its in-place operand is the cotangent of the pool.
+CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
+    name="causal_conv1d_update_pool_backward",
+    operands=lambda *, channels_last: _pool_operands("d_output", "d_states", channels_last=channels_last),
+    results=lambda *, channels_last: {
+        **dimensions_of(["dx"], channels_last),
+        **pool_dimensions("d_old_states"),
+        **dimensions_of(["dweight", "dbias"], channels_last),
+    },
+    result_dtypes=lambda x, *_: [x.dtype, x.dtype, *[accumulation_dtype(x.dtype)] * 2],
+    reference=_reference_pool_update_backward,
+    program=_program_pool_update_backward,
+    **_of_pool_updates | {"in_place": {5: 1}},
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _update_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
+    y, new_state = call_op(CAUSAL_CONV1D_UPDATE, params, arrays)
+    return (y, new_state), arrays
+
+
+def _update_backward(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
+    """The last W - 1 inputs of the new state are the convolution's final state; the others are older inputs."""
+    x, state, weight = arrays["x"], arrays["state"], arrays["weight"]
+    d_output, d_new_state = cotangents
+    # Replicated along time, because slices of a state need not divide evenly over the devices.
+    state, d_new_state = reshard_as(state, state, (0, 1, None)), reshard_as(d_new_state, d_new_state, (0, 1, None))
+    state_length = weight.shape[1] - 1
+    num_older = state.shape[2] - state_length
+    recent = {
+        "x": x,
+        "weight": weight,
+        "bias": arrays["bias"],
+        "initial_state": state[..., num_older:] if state_length > 0 else None,
+    }
+    gradients = gradients_of(params, recent, d_output, d_new_state[..., num_older:])
+    dx = gradients["x"]
+    d_state = gradients.get("initial_state", jnp.zeros((*state.shape[:2], 0), state.dtype))
+    if num_older > 0:
+        time = time_axis(params["channels_last"])
+        # The cotangents of the new state's older inputs, at their places in the concatenation of state and new inputs.
+        nothing = [(0, 0)] * 2
+        d_inputs = jnp.pad(d_new_state[..., :num_older], [*nothing, (x.shape[time], state_length)])
+        d_state = reshard_like(jnp.pad(d_state, [*nothing, (num_older, 0)]), jax.typeof(state))
+        d_state += reshard_like(d_inputs[..., : state.shape[2]], jax.typeof(state))
+        older = in_layout(d_inputs[..., state.shape[2] :], params["channels_last"])
+        dx = reshard_like(dx, jax.typeof(x)) + reshard_like(older, jax.typeof(x))
+    return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
+
+
+_update = KernelVjp("causal_conv1d_update", _update_forward, _update_backward)
+
+
+def _pool_update_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
+    y, new_states = call_op(CAUSAL_CONV1D_UPDATE_POOL, params, arrays)
+    return (y, new_states), arrays
+
+
+def _pool_update_vjp(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
+    d_output, d_states = cotangents
+    arrays = {**arrays, "d_output": d_output, "d_states": d_states}
+    gradients = call_op(CAUSAL_CONV1D_UPDATE_POOL_BACKWARD, params, arrays)
+    return dict(zip(("x", "states", "weight", "bias"), gradients, strict=True))
+
+
+_pool_update = KernelVjp("causal_conv1d_update", _pool_update_forward, _pool_update_vjp)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Canonicalisation of the arguments of pools.
+
+
+def checked_pool(name: str, argument: str, pool: Array, x: Array, weight: Array, num_written: int) -> Array:
+    """A pool of states for signals `x` whose rows have room for `num_written` inputs."""
+    channels, width = weight.shape
+    at_least = max(width - 1, num_written)
+    if pool.ndim != 3 or pool.shape[1] != channels or pool.shape[2] < at_least:
+        why = "W - 1" if at_least == width - 1 else "W - 2 + T"
+        raise ValueError(
+            f"{name}: {argument} must have shape [slots, C, K] = (slots, {channels}, K) with K >= {why} = {at_least} "
+            f"to fit x and weight, got {pool.shape}"
+        )
+    return pool
+
+
+def numbers_of_sequences(name: str, argument: str, value: ArrayLike, count: int, what: str = "[B]") -> Array:
+    numbers = as_array(name, argument, value)
+    if not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise TypeError(f"{name}: {argument} must have an integer dtype, got {numbers.dtype}")
+    if numbers.shape != (count,):
+        raise ValueError(f"{name}: {argument} must have shape {what} = ({count},), got {numbers.shape}")
+    return numbers
