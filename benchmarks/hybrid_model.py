@@ -98,14 +98,13 @@ class Ours:
     def convolve_prompts(
         self, x: Array, states: Array, weight: Array, bias: Array, prompts: Prompts, slots: Array
     ) -> Pair:
-        [y] = jb.causal_conv1d(
-            x[None], weight, bias, activation="silu", channels_last=True, segment_ids=prompts.of_tokens[None]
-        )
-        return y, jb.write_rows(states, final_windows(x, weight.shape[1], prompts), slots)
+        return jb.causal_conv1d_ragged(
+            x, states, weight, bias, activation="silu", cu_seqlens=prompts.cu_seqlens, state_slots=slots,
+            has_state=jnp.zeros(slots.shape, bool),
+        )  # fmt: skip
 
     def convolve_tokens(self, x: Array, states: Array, weight: Array, bias: Array, slots: Array) -> Pair:
-        y, windows = jb.causal_conv1d_update(x, states[slots], weight, bias, activation="silu")
-        return y, jb.write_rows(states, windows, slots)
+        return jb.causal_conv1d_update(x, states, weight, bias, activation="silu", state_slots=slots)
 
     def write(self, pool: Array, rows: Array, slots: Array) -> Array:
         return jb.write_rows(pool, rows, slots)
@@ -129,7 +128,10 @@ class Plain:
         for k in range(taps):
             is_of_prompt = prompts.positions >= taps - 1 - k
             y += weight[:, k] * jnp.where(is_of_prompt[:, None], inputs[k : k + x.shape[0]], 0).astype(jnp.float32)
-        return jax.nn.silu(y).astype(x.dtype), self.write(states, final_windows(x, taps, prompts), slots)
+        back = jnp.arange(taps - 1, 0, -1)  # the state: the last inputs of each prompt, and zeros before its first one
+        windows = x[prompts.cu_seqlens[1:, None] - back]
+        windows = jnp.where((prompts.lengths[:, None] >= back)[:, :, None], windows, 0)
+        return jax.nn.silu(y).astype(x.dtype), self.write(states, windows.swapaxes(1, 2), slots)
 
     def convolve_tokens(self, x: Array, states: Array, weight: Array, bias: Array, slots: Array) -> Pair:
         windows = jnp.concatenate([states[slots], x[:, :, None]], axis=-1)
@@ -139,13 +141,6 @@ class Plain:
     def write(self, pool: Array, rows: Array, slots: Array) -> Array:
         slots = jnp.where(slots < 0, pool.shape[0], slots)  # JAX counts negative indices from the end
         return pool.at[slots].set(rows, mode="drop")
-
-
-def final_windows(x: Array, taps: int, prompts: Prompts) -> Array:
-    """The last inputs of each prompt, ``[prompt, channel, taps - 1]``, and zeros before its first one."""
-    back = jnp.arange(taps - 1, 0, -1)
-    windows = x[prompts.cu_seqlens[1:, None] - back]
-    return jnp.where((prompts.lengths[:, None] >= back)[:, :, None], windows, 0).swapaxes(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
