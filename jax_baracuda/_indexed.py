@@ -22,7 +22,14 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.dispatch import Decision, Site, decide
 from jax_baracuda._core.lowering import is_ascending, lower_without_mesh, may_be_computed, site_of, splat_of
 from jax_baracuda._core.op import Op, OpCall
-from jax_baracuda._core.selection import KERNEL_IF_ANY, current_selection, not_redirected, selecting
+from jax_baracuda._core.selection import (
+    KERNEL_IF_ANY,
+    SCOPE_NAME,
+    Scope,
+    current_selection,
+    not_redirected,
+    selecting,
+)
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, identity_of
 from jax_baracuda.ops.segment.ids import clamped_ids, signed_ids
 from jax_baracuda.ops.segment.product import SEGMENT_PROD
@@ -74,10 +81,11 @@ class _Rows(NamedTuple):
 
     def ids(self, indices: Array, clips: bool) -> Array:
         """The numbers of the rows, ``[batch, num_rows]``; out of range where an index is, unless `clips`."""
-        indices = indices.reshape(*self.leading_of_ids, self.num_rows, len(self.indexed))
+        shape = (*self.leading_of_ids, self.num_rows)
         if len(self.indexed) == 1:
-            [size], ids = self.indexed, indices[..., 0]
+            [size], ids = self.indexed, jax.lax.reshape(indices, shape)
             return signed_ids(clamped_ids(ids, size) if clips and size else ids, size)
+        indices = jax.lax.reshape(indices, (*shape, len(self.indexed)))
         ids, is_in_range = jnp.int32(0), jnp.bool_(True)
         for axis, size in enumerate(self.indexed):
             own = indices[..., axis]
@@ -108,11 +116,13 @@ def _rows_of(operand: Any, indices: Any, updates: Any, numbers: Any) -> _Rows:
     ids_axes, batch_axes = scattered[len(of_operand) :], scattered[: len(of_operand)]
     batch_axes = batch_axes or [in_updates[d] for d in range(first)]
     rows_axes = [in_updates[d] for d in range(first + len(indexed), len(shape))]
+    sizes = tuple(shape[d] for d in indexed)
+    _require(len(sizes) == 1 or math.prod(sizes) < 2**31, "its indexed axes have 2^31 elements or more")
     _require([*batch_axes, *ids_axes, *rows_axes] == list(range(len(updates.shape))), "its rows would be transposed")
     return _Rows(
         batch=math.prod(shape[:first]) if first else None,
         shares_ids=not of_operand,
-        indexed=tuple(shape[d] for d in indexed),
+        indexed=sizes,
         num_rows=math.prod(updates.shape[d] for d in ids_axes),
         has_flat_ids=len(ids_axes) == 1,
         row_shape=tuple(updates.shape[d] for d in rows_axes),
@@ -121,6 +131,10 @@ def _rows_of(operand: Any, indices: Any, updates: Any, numbers: Any) -> _Rows:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Scatters.
+
+_Run = Callable[..., Sequence[Array]]
+"""Runs an op: its kernel, or the op split over devices."""
+
 
 
 class _Reduction(NamedTuple):
@@ -192,10 +206,11 @@ def _scatter(
         jax.ShapeDtypeStruct((*rows.leading_of_ids, rows.num_rows), np.int32),
     )
 
-    def program(operand: Array, indices: Array, updates: Array) -> Array:
-        data = updates.reshape(types[0].shape).astype(types[0].dtype)
-        [reduced] = op(data, rows.ids(indices, clips), **of_op, **of_batch)
-        reduced = reduced.astype(dtype).reshape(operand.shape)
+    def program(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
+        data = jax.lax.reshape(updates, types[0].shape)
+        data = data.astype(types[0].dtype) if is_narrow else data
+        [reduced] = run(data, rows.ids(indices, clips), **of_op, **of_batch)
+        reduced = jax.lax.reshape(reduced.astype(dtype) if is_narrow else reduced, operand.shape)
         return reduced if replaces else reduction.join(operand, reduced)
 
     call = _call(ctx, op, types, {**of_op, **of_batch})
@@ -219,10 +234,10 @@ def _write(
         jax.ShapeDtypeStruct((rows.num_rows,), np.int32),
     )
 
-    def program(operand: Array, indices: Array, updates: Array) -> Array:
+    def program(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
         slots = jnp.clip(rows.ids(indices, clips), -1, rows.num_segments).astype(jnp.int32)
-        [written] = WRITE_ROWS(operand.reshape(types[0].shape), updates.reshape(types[1].shape), slots, **params)
-        return written.reshape(operand.shape)
+        pool, own = (jax.lax.reshape(x, of.shape) for x, of in zip((operand, updates), types, strict=False))
+        return jax.lax.reshape(run(pool, own, slots, **params)[0], operand.shape)
 
     call = _call(ctx, WRITE_ROWS, types, params)
     return _lowered(call, _site(call, ctx, [0, 2, 1], [operand, indices, updates]), ctx, program, operand, indices, updates)
@@ -264,6 +279,7 @@ def _lowered(call: OpCall, site: Site, ctx: Any, program: Callable[..., Array], 
     decision = decide(call, site)
     if decision.implementation == "xla":
         return decision, None
-    with not_redirected(), selecting("kernel" if call.selection == "kernel" else KERNEL_IF_ANY):
-        [result] = lower_without_mesh(lambda *arrays: [program(*arrays)], ctx, operands)
+    run = call.op if site.is_split else call.op.kernel
+    with not_redirected(), Scope(SCOPE_NAME, None), selecting("kernel" if call.selection == "kernel" else KERNEL_IF_ANY):
+        [result] = lower_without_mesh(lambda *arrays: [program(run, *arrays)], ctx, operands)
     return decision, jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])

@@ -20,14 +20,15 @@ from jax import Array
 from jax_baracuda import _indexed, forward_mode
 from jax_baracuda._core import jax_versions, lowering
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts
-from jax_baracuda._core.autodiff import in_named_scope
 from jax_baracuda._core.dispatch import Decision, Site, decide
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import (
     REDIRECTION,
+    SCOPE_NAME,
     Kinds,
     Scope,
     current_selection,
+    in_named_scope,
     not_redirected,
     process_scope,
     redirected,
@@ -62,6 +63,7 @@ _UPDATES = {
     "scatter": "x.at[ids].set",
 }
 _LINE_WIDTH = 80
+_NO_CALLS = "no calls (a program that was compiled before is not lowered again)"
 
 
 class RedirectReport:
@@ -102,7 +104,7 @@ class RedirectReport:
             f"{count} x {name}: {ran[implementation]}, {reason}"
             for (name, implementation, reason), count in sorted(self.calls.items())
         ]
-        return "\n".join(textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ") for line in lines) or "no calls"
+        return "\n".join(textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ") for line in lines) or _NO_CALLS
 
 
 class _Unserved(Exception):
@@ -287,7 +289,7 @@ def _wrap_slice_update(own: Callable[..., Array]) -> Callable[..., Array]:
 
 def _scope_of(ctx: Any) -> tuple[str, str] | None:
     """The redirected call in whose scope an operation stands: its name in reports, and its kind."""
-    scopes = str(ctx.name_stack)
+    scopes = f"{SCOPE_NAME.value or ''}/{ctx.name_stack}"
     name = max(_KIND_OF_NAME, key=scopes.rfind)
     if name not in scopes:
         return None
@@ -311,7 +313,8 @@ def _wrap_lowering(primitive: str, own: Callable[..., Any]) -> Callable[..., Any
 
 def _count_op(call: OpCall, decision: Decision, ctx: Any) -> None:
     """Counts a call of an op that stands in the place of JAX's function."""
-    if redirected() and (scope := _scope_of(ctx)) is not None:
+    # Outside of ``jax.jit``, JAX lowers within the call, which is not redirected again.
+    if (redirected() or SCOPE_NAME.value) and (scope := _scope_of(ctx)) is not None:
         _count(scope[0], decision)
 
 
@@ -322,7 +325,7 @@ lowering.listeners.append(_count_op)
 def _redirected_scatters() -> Iterator[None]:
     with (
         jax_versions.wrapped_in_scatter("_segment_update", _wrap_segments),  # all jax.ops.segment_* call it
-        jax_versions.named_transpose_of_gather(_OF_GATHER),
+        jax_versions.wrapped_transpose_of_gather(lambda: in_named_scope(_OF_GATHER)),
         jax_versions.wrapped_lowering(_indexed.SCATTERS, _wrap_lowering),
     ):
         yield

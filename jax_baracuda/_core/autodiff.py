@@ -18,7 +18,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.docstrings import extend_section
 from jax_baracuda._core.functions import jvp_of_nonzero
-from jax_baracuda._core.selection import Selection, current_selection, selecting
+from jax_baracuda._core.selection import SCOPE_NAME, Selection, current_selection, selecting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,7 +50,7 @@ class _Call:
     params: Hashable
     selection: Selection
     scope: str | None
-    """See :func:`in_named_scope`."""
+    """See :func:`jax_baracuda._core.selection.in_named_scope`."""
 
 
 class KernelVjp:
@@ -106,7 +106,7 @@ class KernelVjp:
         if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
             return self._primal(params, **arrays)
         function = self._in_both_modes if is_in_both_modes() else self._in_reverse_mode
-        return function(_Call(params, current_selection(), getattr(_mode, "scope", None)), arrays)
+        return function(_Call(params, current_selection(), SCOPE_NAME.value), arrays)
 
     def _forward_with_types(self, call: _Call, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
         leaves, structure = jax.tree.flatten(primals)
@@ -213,21 +213,6 @@ def both_modes() -> Iterator[None]:
         yield
     finally:
         _mode.is_both = previous
-
-
-@contextlib.contextmanager
-def in_named_scope(name: str) -> Iterator[None]:
-    """Context in which the operations of calls have this name scope, also if JAX lowers the call in its own function.
-
-    In a plain ``jax.named_scope``, such a function does not know where it is called.
-    """
-    previous = getattr(_mode, "scope", None)
-    _mode.scope = name
-    try:
-        with jax.named_scope(name):
-            yield
-    finally:
-        _mode.scope = previous
 
 
 def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:

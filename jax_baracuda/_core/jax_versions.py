@@ -383,8 +383,10 @@ def wrapped_in_scatter(name: str, wrap: Wrap) -> contextlib.AbstractContextManag
 
 
 @contextlib.contextmanager
-def named_transpose_of_gather(name: str) -> Iterator[None]:
-    """Context in which the operations of a gather's transpose have this name scope.
+def wrapped_transpose_of_gather(
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Iterator[None]:
+    """Context in which JAX transposes gathers inside ``context()``.
 
     Raises:
       ImportError, AttributeError, KeyError: this JAX keeps the rule elsewhere.
@@ -396,7 +398,7 @@ def named_transpose_of_gather(name: str) -> Iterator[None]:
     own_rule = rules[gather_p]
 
     def rule(*args: Any, **params: Any) -> Any:
-        with jax.named_scope(name):
+        with context():
             return own_rule(*args, **params)
 
     rules[gather_p] = rule

@@ -428,22 +428,33 @@ def _known_ids(ctx: Any, ids: ir.Value[Any]) -> np.ndarray | None:
     """The ids of a constant array, also behind JAX's treatment of negative ids if there are none."""
     operation: Any = ids.owner
     if operation.name == "stablehlo.select":
-        origin = _origin(ctx, operation.operands[2], _VIEWS)
-        known = None if isinstance(origin.owner, ir.Block) else _known_ids(ctx, origin)
-        return known if known is not None and known.min(initial=0) >= 0 and _is_below_zero(ctx, operation) else None
-    if operation.name != "stablehlo.constant" or math.prod(ir.RankedTensorType(ids.type).shape) > _MAX_KNOWN_IDS:
+        known = _known(_origin(ctx, operation.operands[2], _VIEWS))
+        return known if known is not None and known.min(initial=0) >= 0 and _tests_sign(ctx, operation) else None
+    return _known(ids)
+
+
+def _known(value: ir.Value[Any]) -> np.ndarray | None:
+    """The elements of a constant array of integers or bool."""
+    operation: Any = value.owner
+    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
+        return None
+    if math.prod(ir.RankedTensorType(value.type).shape) > _MAX_KNOWN_IDS:
         return None
     known = np.asarray(ir.DenseElementsAttr(operation.attributes["value"]))
-    return known if known.dtype.kind in "iu" else None
+    return known if known.dtype.kind in "iub" else None
 
 
-def _is_below_zero(ctx: Any, select: Any) -> bool:
-    """Whether a select takes its first choice where its second is negative."""
-    comparison: Any = _origin(ctx, select.operands[0], _VIEWS).owner
-    return bool(
-        not isinstance(comparison, ir.Block)
-        and comparison.name == "stablehlo.compare"
-        and "LT" in str(comparison.attributes["comparison_direction"])
-        and comparison.operands[0] == select.operands[2]
-        and splat_of(ctx, comparison.operands[1]) == 0
-    )
+def _tests_sign(ctx: Any, select: Any) -> bool:
+    """Whether a select takes its first choice at most where its second is negative."""
+    predicate = _origin(ctx, select.operands[0], _VIEWS)
+    comparison: Any = predicate.owner
+    if isinstance(comparison, ir.Block):
+        return False
+    if comparison.name == "stablehlo.compare":
+        return bool(
+            "LT" in str(comparison.attributes["comparison_direction"])
+            and comparison.operands[0] == select.operands[2]
+            and splat_of(ctx, comparison.operands[1]) == 0
+        )
+    known = _known(predicate)
+    return known is not None and not known.any()

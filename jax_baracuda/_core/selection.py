@@ -215,3 +215,18 @@ def redirected() -> Kinds:
 def not_redirected() -> contextlib.AbstractContextManager[Any]:
     """Context in which nothing is redirected in this thread."""
     return Scope(REDIRECTION, frozenset()) if redirected() else contextlib.nullcontext()
+
+
+SCOPE_NAME: ScopedValue[str | None] = ScopedValue("redirect", jax.make_user_context(None))
+"""The name scope of the redirected call that is traced; None outside of these."""
+
+
+@contextlib.contextmanager
+def in_named_scope(name: str) -> Iterator[None]:
+    """Context in which operations have this name scope.
+
+    A plain ``jax.named_scope`` is lost where JAX compiles an operation or a function by itself. There, the name is the
+    value of :data:`SCOPE_NAME`.
+    """
+    with Scope(SCOPE_NAME, name), jax.named_scope(name):
+        yield

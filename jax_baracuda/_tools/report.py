@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import itertools
 import os
 import platform as python_platform
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jaxlib.version
@@ -20,6 +22,7 @@ from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda._tools.command_line import parser_of
 from jax_baracuda._tools.platforms import BackendError, default_devices, devices_by_platform
+from jax_baracuda._tools.program_report import report_of
 from jax_baracuda._tools.table import format_table
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -28,9 +31,21 @@ VARIABLES = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "CUDA_VISIBLE_DEVIC
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the report; returns 0, or 1 if JAX has no device to report on."""
+    """Prints the report; returns 0, or 1 if JAX has no device to report on. With ``--of``: the status of the script."""
     statuses = {0: "JAX has a device that there are kernels for", 1: "it has none, or cannot start"}
-    parser_of("jax_baracuda report", __doc__, statuses).parse_args(arguments)
+    parser = parser_of("jax_baracuda report", __doc__, statuses)
+    parser.add_argument(
+        "--of",
+        nargs=argparse.REMAINDER,
+        metavar="script.py [argument ...]",
+        help="instead, run this script inside jax_baracuda.redirect, and report what ran for its calls of jax.ops, its "
+        "gathers' gradients, indexed updates and slice updates, and why; the exit status is that of the script",
+    )
+    options = parser.parse_args(arguments)
+    if options.of is not None:
+        if not options.of or not Path(options.of[0]).is_file():
+            parser.error(f"--of needs a script, got {' '.join(options.of) or 'nothing'}")
+        return report_of(options.of[0], options.of[1:])
     # First what needs no device: it may show why JAX cannot start.
     print("\n\n".join(filter(None, (_versions(), _variables(), _modules()))), flush=True)
     try:
