@@ -117,6 +117,7 @@ bench bench-multi: $(VENV)/installed
 clients:
 	$(MAKE) .venv-clients/tests-installed VENV=.venv-clients OLDEST_PYTHON=12 MAKECMDGOALS=clients
 	.venv-clients/bin/pip install --quiet --requirement tests/programs/requirements.txt
+	.venv-clients/bin/pip install --quiet --no-deps --requirement tests/programs/requirements_alone.txt
 	JAX_BARACUDA_POISON=0 XLA_FLAGS="--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false" \
 	  .venv-clients/bin/pytest tests/programs
 

@@ -29,10 +29,15 @@ MODULES = ("fennol", "mlip", "jax_pme", "energnn", "tunix", "mjx")
 ``SMALL``, a size for tests, and ``SIZE_OF``, what a size is."""
 
 
+def of_package(module: str) -> Any:
+    """The module of a package, which must be installed."""
+    return importlib.import_module(f"benchmarks.clients.of_{module}")
+
+
 def programs_of(module: str) -> Mapping[str, Callable[[int], Program]]:
-    """The programs of a package, which must be installed."""
     return of_package(module).PROGRAMS
 
 
-def of_package(module: str) -> Any:
-    return importlib.import_module(f"benchmarks.clients.of_{module}")
+def small_program(module: str, name: str) -> Program:
+    """The program in the size of the tests."""
+    return programs_of(module)[name](of_package(module).SMALL)

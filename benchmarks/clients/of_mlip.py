@@ -1,4 +1,4 @@
-"""mlip: energies and forces of MACE, NequIP and ViSNet, training on both, and the mode with the same bits in every run."""
+"""mlip: energies and forces of MACE, NequIP and ViSNet, training on both, and the deterministic mode of ViSNet."""
 
 from __future__ import annotations
 
