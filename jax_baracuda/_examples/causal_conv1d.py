@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import ROUNDED_ONCE, Example, Operand, Sizes, Tolerance
+from jax_baracuda._examples.example import ROUNDED_ONCE, Example, Operand, Sizes, Tolerance, flags, integers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plain JAX
@@ -105,6 +105,78 @@ def causal_conv1d_update(
     return z if activation is None else jax.nn.silu(z), jnp.concatenate([state[:, :, 1:], x[:, :, None]], axis=2)
 
 
+def causal_conv1d_ragged(
+    x: Array,
+    states: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    cu_seqlens: Array,
+    state_slots: Array,
+    has_state: Array,
+    activation: str | None = None,
+) -> tuple[Array, Array]:
+    """For slots that are all different, and a pool of rows of the filter's length minus one."""
+    width, tokens, count = weight.shape[1], x.shape[0], state_slots.shape[0]
+    kept, time = width - 1, jnp.arange(x.shape[0])
+    sequence = jnp.sum(cu_seqlens[None, 1:] <= time[:, None], axis=1)  # the number of sequences that ended before
+    own = jnp.minimum(sequence, count - 1)
+    position = time - cu_seqlens[own]
+    is_slot = (state_slots >= 0) & (state_slots < states.shape[0])
+    old = jnp.where((is_slot & has_state)[:, None, None], states[jnp.clip(state_slots, 0, states.shape[0] - 1)], 0)
+
+    def before(position: Array, own: Array, at: Array) -> Array:
+        """The inputs ``[.., C]`` at a position of a sequence; negative positions are entries of the state."""
+        of_state = old[own, :, jnp.clip(kept + position, 0, kept - 1)]
+        return jnp.where((position < 0)[..., None], of_state, x[jnp.clip(at, 0, tokens - 1)])
+
+    z = jnp.zeros((), x.dtype) if bias is None else bias
+    for steps in range(width):
+        z = z + weight[:, kept - steps] * before(position - steps, own, time - steps)
+    y = jnp.where((sequence < count)[:, None], z if activation is None else jax.nn.silu(z), 0)
+    back = jnp.arange(kept) - kept
+    new = before(
+        (cu_seqlens[1:] - cu_seqlens[:-1])[:, None] + back, jnp.arange(count)[:, None], cu_seqlens[1:, None] + back
+    )
+    writes = is_slot & (cu_seqlens[1:] > cu_seqlens[:-1])
+    slots = jnp.where(writes, state_slots, states.shape[0])
+    return y, states.at[slots].set(jnp.swapaxes(new, 1, 2), mode="drop")
+
+
+def update_of_pool(
+    function: Callable[..., Any],
+    x: Array,
+    pool: Array,
+    weight: Array,
+    bias: Array,
+    state_slots: Array,
+    **options: Any,
+) -> Any:
+    return function(x, pool, weight, bias, state_slots=state_slots, **options)
+
+
+def causal_conv1d_update_pool(
+    x: Array,
+    pool: Array,
+    weight: Array,
+    bias: Array,
+    *,
+    state_slots: Array,
+    num_accepted: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """For slots that are all different."""
+    kept, is_slot = weight.shape[1] - 1, (state_slots >= 0) & (state_slots < pool.shape[0])
+    first = jnp.zeros_like(state_slots) if num_accepted is None else num_accepted - 1
+    rows, entries = jnp.clip(state_slots, 0, pool.shape[0] - 1), first[:, None] + jnp.arange(kept)
+    old = jnp.where(is_slot[:, None, None], jnp.swapaxes(pool[rows[:, None], :, entries], 1, 2), 0)
+    y, state = causal_conv1d_update(x, old, weight, bias, **options)
+    if num_accepted is not None:
+        state = jnp.concatenate([old[:, :, 1:], jnp.swapaxes(x, 1, 2) if options.get("channels_last") else x], axis=2)
+    slots = jnp.where(is_slot, state_slots, pool.shape[0])
+    return y, pool.at[slots, :, : state.shape[2]].set(state, mode="drop")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The table
 
@@ -114,9 +186,35 @@ def packed(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, si
     return np.cumsum(rng.random(shape) < 4 / shape[-1], axis=-1).astype(dtype)
 
 
+def starts(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    """The first tokens of sequences, and the end of the last one. Some are empty, and some tokens are padding."""
+    return np.sort(np.append(rng.integers(0, sizes["token"] + 1, shape[0] - 1), 0)).astype(dtype)
+
+
+def distinct_slots(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    """Slots without duplicates. Some sequences have none."""
+    return np.where(rng.random(shape) < 0.2, -1, rng.permutation(sizes["slot"])[: shape[0]]).astype(dtype)
+
+
 CHECKED = {
     "small": {"example": 2, "channel": 5, "time": 11, "tap": 4, "state": 3},
     "check": {"example": 2, "channel": 33, "time": 1027, "tap": 4, "state": 3},
+}
+SERVED = {
+    "small": {"token": 23, "sequence": 4, "start": 5, "slot": 9, "channel": 5, "tap": 4, "state": 3},
+    "check": {"token": 3001, "sequence": 41, "start": 42, "slot": 67, "channel": 33, "tap": 4, "state": 3},
+}
+PREFILLED = {
+    "cpu": {"token": 2048, "sequence": 8, "start": 9, "slot": 64, "channel": 1024, "tap": 4, "state": 3},
+    "cuda": {"token": 65_536, "sequence": 64, "start": 65, "slot": 512, "channel": 4096, "tap": 4, "state": 3},
+}
+POOLED = {
+    "small": {"example": 3, "channel": 5, "draft": 2, "slot": 9, "tap": 4, "state": 3, "long_state": 4},
+    "check": {"example": 17, "channel": 33, "draft": 3, "slot": 67, "tap": 4, "state": 3, "long_state": 5},
+}
+DECODED_POOLS = {
+    "cpu": {"example": 16, "channel": 8192, "slot": 64, "tap": 4, "state": 3},
+    "cuda": {"example": 256, "channel": 8192, "slot": 4096, "tap": 4, "state": 3},
 }
 TIMED = {
     "cpu": {"example": 2, "channel": 1024, "time": 2048, "tap": 4},
@@ -135,6 +233,8 @@ X = {False: Operand(("example", "channel", "time")), True: Operand(("example", "
 WEIGHT, BIAS = Operand(("channel", "tap")), Operand(("channel",))
 STATE = Operand(("example", "channel", "state"))
 IDS = Operand(("example", "time"), packed, "int32")
+POOL, LONG_POOL = Operand(("slot", "channel", "state")), Operand(("slot", "channel", "long_state"))
+DRAFTS, ACCEPTED = Operand(("example", "draft", "channel")), Operand(("example",), integers(1, 3), "int32")
 
 
 SILU, LAST = {"activation": "silu"}, {"channels_last": True}
@@ -180,5 +280,36 @@ EXAMPLES = [
             ("several inputs", X[False], PARAMETERS, {}, {}),
             ("several inputs, channels last", X[True], {"weight": WEIGHT}, LAST, {}),
         )
+    ),
+    *(
+        Example(
+            jb.causal_conv1d_update,
+            causal_conv1d_update_pool,
+            {"x": x, "pool": pool, **PARAMETERS, "state_slots": Operand(("example",), distinct_slots, "int32"), **more},
+            {**POOLED, **timed},
+            variant,
+            options,
+            update_of_pool,
+            tolerance=TOLERANCE,
+        )
+        for variant, x, pool, more, options, timed in (
+            ("a pool", Operand(("example", "channel")), POOL, {}, SILU, DECODED_POOLS),
+            ("a pool, drafts", DRAFTS, LONG_POOL, {"num_accepted": ACCEPTED}, SILU | LAST, {}),
+        )
+    ),
+    Example(
+        jb.causal_conv1d_ragged,
+        causal_conv1d_ragged,
+        {
+            "x": Operand(("token", "channel")),
+            "states": POOL,
+            **PARAMETERS,
+            "cu_seqlens": Operand(("start",), starts, "int32"),
+            "state_slots": Operand(("sequence",), distinct_slots, "int32"),
+            "has_state": Operand(("sequence",), flags, "bool"),
+        },
+        {**SERVED, **PREFILLED},
+        options=SILU,
+        tolerance=TOLERANCE,
     ),
 ]

@@ -247,7 +247,63 @@ declare(
 )
 
 
+def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    """Updates of states in a pool."""
+    wide, has_accepted = _wide(dtype, options), options["slots"] == "accepted"
+    is_single, kept = options["inputs"] == "one", sizes["tap"] - 1
+    signal = ("example", "channel") if is_single else _signal(options)
+    num_inputs = 1 if is_single else sizes["time"]
+    operands = [
+        Operand("x", signal, finite_numbers),
+        Operand("pool", ("slot", "channel", "entry"), finite_numbers),
+        Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
+        *([Operand("bias", ("channel",), finite_numbers, dtype=wide)] if options["bias"] else []),
+        Operand("state_slots", ("example",), slots(sizes["slot"]), dtype="int32"),
+        *([Operand("num_accepted", ("example",), slots(num_inputs), dtype="int32")] if has_accepted else []),
+    ]
+    names = tuple(operand.name for operand in operands)
+
+    def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arrays: Any) -> Any:
+            given = dict(zip(names, arrays, strict=True))
+            x = given["x"][:, :, None] if is_single else _swapped(given["x"], options["channels_last"])
+            pool, own_slots = given["pool"], given["state_slots"]
+            rows = _old_states(pool, own_slots, _is_slot(pool, own_slots))
+            first = jnp.zeros(x.shape[0], jnp.int32)
+            if has_accepted:
+                first = jnp.clip(given["num_accepted"], 1, pool.shape[2] - kept + 1) - 1
+            entries = first[:, None] + jnp.arange(kept)
+            state = jnp.take_along_axis(rows, entries[:, None], axis=2)
+            y, _ = reference(activation, x, given["weight"], given.get("bias"), state, None)
+            y = y[:, :, 0] if is_single else _swapped(y, options["channels_last"])
+            written = 0 if kept == 0 else kept - 1 + num_inputs if has_accepted else kept
+            inputs = jnp.concatenate([state, x], axis=2)[:, :, kept + num_inputs - written :]
+            return y, _with_states(pool, own_slots, _is_slot(pool, own_slots) & (num_inputs > 0), inputs)
+
+        return call
+
+    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
+        given = dict(zip(names, arrays, strict=True))
+        return function(state=given.pop("pool"), **given, **passed(options, "activation", "channels_last"))
+
+    plain, majorant = _ACTIVATIONS[options["activation"]]
+    return Problem(
+        operands=tuple(operands),
+        apply=apply,
+        reference=bound(plain),
+        majorant=bound(majorant),
+        results=(signal, ("slot", "channel", "entry")),
+        gradient_roundings=2,
+        terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
+        draw_cotangents=finite_numbers,
+        free=("channel",),
+        carry=(1, 1),
+    )
+
+
 def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    if options["slots"] is not ABSENT:
+        return _pool_problem(dtype, options, sizes)
     wide = _wide(dtype, options)
     is_single = options["inputs"] == "one"
     signal = ("example", "channel") if is_single else _signal(options)
@@ -292,19 +348,192 @@ def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     )
 
 
+def _update_has(operand: str, slots: str | None) -> bool:
+    if operand == "num_accepted":
+        return slots == "accepted"
+    return operand not in ("state", "pool", "state_slots") or (operand == "state") == (slots is ABSENT)
+
+
+def _with_pool(sizes: Sizes) -> Sizes:
+    return {"slot": 5, "entry": sizes["tap"] - 1 + sizes["time"], **sizes}
+
+
 declare(
     Call(
         name="causal_conv1d_update",
         dtypes=FLOATING,
-        sizes=SIZES,
-        large_sizes={k: LARGE_SIZES[k] for k in ("many channels", "many examples")},
+        sizes={name: _with_pool(sizes) for name, sizes in SIZES.items()},
+        large_sizes={name: _with_pool(LARGE_SIZES[name]) for name in ("many channels", "many examples")},
         options={
             "inputs": ("one", "several"),
             "state": ("exact", "long"),
+            "slots": (ABSENT, "given", "accepted"),
             **{name: OPTIONS[name] for name in ("bias", "activation", "channels_last", "parameter_dtype")},
         },
         problem=_update_problem,
-        rules=(WIDER,),
+        rules=(
+            WIDER,
+            Rule("pools have rows of one length", lambda slots, state: slots is not ABSENT and state == "long"),
+            Rule(
+                "vmap maps an operand that the call has",
+                lambda batch, slots: batch.startswith("one:") and not _update_has(batch[4:], slots),
+            ),
+        ),
+        has_carry=True,
+    )
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pools of states.
+
+
+def starts(length: int) -> Callable[..., np.ndarray]:
+    """The first tokens of sequences, some of them empty. Some tokens may be padding."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        picked = np.sort(rng.integers(0, length + 1, shape), axis=-1)
+        picked[..., 0] = 0
+        return picked.astype(dtype)
+
+    return draw
+
+
+def slots(size: int) -> Callable[..., np.ndarray]:
+    """Random slots, some of them equal or outside of the pool."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return rng.integers(0 if dtype.kind == "u" else -2, size + 3, shape).astype(dtype)
+
+    return draw
+
+
+def flags(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return rng.random(shape) < 0.5
+
+
+def _is_slot(pool: Any, slots: Any) -> Any:
+    return (slots >= 0) & (slots < pool.shape[0])
+
+
+def _old_states(pool: Any, slots: Any, is_read: Any) -> Any:
+    rows = jnp.take(pool, jnp.clip(slots, 0, max(pool.shape[0] - 1, 0)), axis=0, mode="clip")
+    return jnp.where(is_read[:, None, None], rows, 0)
+
+
+def _with_states(pool: Any, slots: Any, is_written: Any, states: Any) -> Any:
+    """Each slot gets the state of the last sequence that writes it."""
+    size, count = pool.shape[0], slots.shape[0]
+    if count == 0:
+        return pool
+    places = jnp.where(is_written, slots, size)
+    last = jnp.full(size + 1, -1).at[places].max(jnp.arange(count))[:size]
+    new = jnp.take(states, jnp.maximum(last, 0), axis=0)
+    written = states.shape[2]
+    return pool.at[:, :, :written].set(jnp.where((last >= 0)[:, None, None], new, pool[:, :, :written]))
+
+
+def ragged_reference(activation: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    x, pool, weight = arrays["x"], arrays["states"], arrays["weight"]
+    own_starts, own_slots = (arrays[name].astype(jnp.int64) for name in ("cu_seqlens", "state_slots"))
+    kept, tokens, count = weight.shape[1] - 1, x.shape[0], own_slots.shape[0]
+    begins, ends = own_starts[:-1], own_starts[1:]
+    if tokens == 0 or count == 0:
+        return jnp.zeros(x.shape), pool
+    old = _old_states(pool, own_slots, _is_slot(pool, own_slots) & arrays["has_state"])[:, :, :kept]
+    time = jnp.arange(tokens)
+    is_member = (time[:, None] >= begins) & (time[:, None] < ends)
+    sequence = jnp.argmax(is_member, axis=1)
+
+    def inputs_at(sequence: Any, position: Any) -> Any:
+        """Of a sequence at a position, which is negative for entries of its state."""
+        of_tokens = jnp.take(x, jnp.clip(begins[sequence] + position, 0, tokens - 1), axis=0)
+        if kept == 0:
+            return of_tokens
+        of_state = old[sequence, :, jnp.clip(kept + position, 0, kept - 1)]
+        return jnp.where((position < 0)[..., None], of_state, of_tokens)
+
+    position = time - begins[sequence]
+    z = arrays.get("bias", 0.0)
+    for tap in range(kept + 1):
+        z = z + weight[:, tap] * inputs_at(sequence, position - kept + tap)
+    is_token = jnp.any(is_member, axis=1)[:, None]
+    y = jnp.where(is_token, activation(jnp.where(is_token, jnp.broadcast_to(z, x.shape), 1)), 0)
+    back = jnp.arange(kept) - kept
+    new = inputs_at(jnp.arange(count)[:, None], (ends - begins)[:, None] + back)
+    writes = _is_slot(pool, own_slots) & (ends > begins)
+    return y, _with_states(pool, own_slots, writes, jnp.swapaxes(new, 1, 2))
+
+
+RAGGED_SIZES: dict[str, Sizes] = {
+    "small": {"token": 16, "sequence": 4, "start": 5, "slot": 4, "channel": 4, "tap": 4},
+    "odd": {"token": 13, "sequence": 3, "start": 4, "slot": 7, "channel": 5, "tap": 3},
+    "one": {"token": 1, "sequence": 1, "start": 2, "slot": 1, "channel": 1, "tap": 1},
+    "wide filter": {"token": 40, "sequence": 4, "start": 5, "slot": 5, "channel": 2, "tap": 8},
+    "wider than kernels": {"token": 30, "sequence": 3, "start": 4, "slot": 4, "channel": 4, "tap": 11},
+    "many sequences": {"token": 64, "sequence": 40, "start": 41, "slot": 50, "channel": 8, "tap": 4},
+    "no tokens": {"token": 0, "sequence": 2, "start": 3, "slot": 3, "channel": 4, "tap": 4},
+    "no sequences": {"token": 6, "sequence": 0, "start": 1, "slot": 3, "channel": 4, "tap": 2},
+}
+LARGE_RAGGED_SIZES: dict[str, Sizes] = {
+    "long": {"token": 8192, "sequence": 9, "start": 10, "slot": 20, "channel": 64, "tap": 4},
+    "many channels": {"token": 300, "sequence": 7, "start": 8, "slot": 9, "channel": 2050, "tap": 3},
+}
+
+
+def _ragged_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
+    wide = _wide(dtype, options)
+    pool = ("slot", "channel", "old" if options["states"] == "long" else "state")
+    operands = [
+        Operand("x", ("token", "channel"), finite_numbers),
+        Operand("states", pool, finite_numbers),
+        Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
+        *([Operand("bias", ("channel",), finite_numbers, dtype=wide)] if options["bias"] else []),
+        Operand("cu_seqlens", ("start",), starts(sizes["token"]), dtype=options["integers"]),
+        Operand("state_slots", ("sequence",), slots(sizes["slot"]), dtype=options["integers"]),
+        Operand("has_state", ("sequence",), flags, dtype="bool"),
+    ]
+    names = tuple(operand.name for operand in operands)
+
+    def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arrays: ragged_reference(activation, dict(zip(names, arrays, strict=True)))
+
+    plain, majorant = _ACTIVATIONS[options["activation"]]
+    return Problem(
+        operands=tuple(operands),
+        apply=lambda function, *arrays: function(
+            **dict(zip(names, arrays, strict=True)), **passed(options, "activation")
+        ),
+        reference=bound(plain),
+        majorant=bound(majorant),
+        results=(("token", "channel"), pool),
+        gradient_roundings=2,
+        terms=sizes["tap"] * max(1, sizes["token"]),
+        draw_cotangents=finite_numbers,
+        free=("channel",),
+        carry=(1, 1),
+    )
+
+
+declare(
+    Call(
+        name="causal_conv1d_ragged",
+        dtypes=FLOATING,
+        sizes=RAGGED_SIZES,
+        large_sizes=LARGE_RAGGED_SIZES,
+        options={
+            "states": ("exact", "long"),
+            "integers": ("int32", "int64", "uint8"),
+            **{name: OPTIONS[name] for name in ("bias", "activation", "parameter_dtype")},
+        },
+        problem=_ragged_problem,
+        rules=(
+            WIDER,
+            Rule(
+                "small integers hold few tokens",
+                lambda integers, size: integers == "uint8" and size in LARGE_RAGGED_SIZES,
+            ),
+        ),
         has_carry=True,
     )
 )
