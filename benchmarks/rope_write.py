@@ -46,7 +46,7 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
             what=FORWARD,
             floor_bytes=pools.step_bytes + of_queries,
             make_contenders=functools.partial(contenders, pools),
-            tolerance=0.1,
+            tolerance=0.15,
             effort=BRIEF,
         )
 

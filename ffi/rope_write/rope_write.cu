@@ -331,7 +331,6 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
 }  // namespace
 
 Strategy Choose(const rope::Problem& problem, int64_t value_features, int64_t element_bytes, bool are_aligned) {
-  if (problem.batch == 0 || problem.length == 0) return Strategy::kNothing;
   const int64_t elements = kVectorBytes / element_bytes;
   const bool fits = problem.features % elements == 0 && problem.first_rotated % elements == 0 &&
                     (problem.interleaved ? 2 : 1) * problem.pairs % elements == 0 && value_features % elements == 0;
@@ -340,6 +339,7 @@ Strategy Choose(const rope::Problem& problem, int64_t value_features, int64_t el
 
 CudaStatus Launch(const Call& call, cudaStream_t stream) {
   JB_RETURN_IF_CUDA_ERROR(write_rows::CopyPools(call.write.copies, stream));
+  if (call.problem.batch == 0 || call.problem.length == 0) return {};
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
   bool are_aligned = AreAligned(kVectorBytes, call.queries.x, call.queries.y);
@@ -349,7 +349,6 @@ CudaStatus Launch(const Call& call, cudaStream_t stream) {
     if (pool.number != kKeys) value_features = pool.row_elements() / HeadsOf(pool);
   }
   const Strategy strategy = Choose(call.problem, value_features, ElementBytes(call.type), are_aligned);
-  if (strategy == Strategy::kNothing) return {};
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

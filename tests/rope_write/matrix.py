@@ -27,16 +27,16 @@ from write_rows.matrix import slots
 Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
-    "small": {"layer": 2, "slot": 12, "row": 8, "q_head": 4, "head": 2, "feature": 8, "value": 8},
-    "odd": {"layer": 3, "slot": 13, "row": 7, "q_head": 3, "head": 1, "feature": 6, "value": 5},
-    "one": {"layer": 1, "slot": 1, "row": 1, "q_head": 1, "head": 1, "feature": 4, "value": 1},
-    "many duplicates": {"layer": 2, "slot": 3, "row": 40, "q_head": 2, "head": 2, "feature": 4, "value": 4},
-    "empty": {"layer": 2, "slot": 6, "row": 0, "q_head": 2, "head": 2, "feature": 4, "value": 4},
+    "small": {"section": 2, "layer": 2, "slot": 12, "token": 8, "q_head": 4, "head": 2, "feature": 8},
+    "odd": {"section": 2, "layer": 3, "slot": 13, "token": 7, "q_head": 3, "head": 1, "feature": 6},
+    "one": {"section": 2, "layer": 1, "slot": 1, "token": 1, "q_head": 1, "head": 1, "feature": 4},
+    "many duplicates": {"section": 2, "layer": 2, "slot": 3, "token": 40, "q_head": 2, "head": 2, "feature": 4},
+    "empty": {"section": 2, "layer": 2, "slot": 6, "token": 0, "q_head": 2, "head": 2, "feature": 4},
 }
 LARGE_SIZES: dict[str, Sizes] = {
-    "prefill": {"layer": 2, "slot": 20_000, "row": 4096, "q_head": 8, "head": 2, "feature": 128, "value": 128},
-    "decode": {"layer": 4, "slot": 40_000, "row": 64, "q_head": 32, "head": 8, "feature": 128, "value": 64},
-    "sorted first": {"layer": 1, "slot": 100_000, "row": 140_000, "q_head": 1, "head": 1, "feature": 4, "value": 2},
+    "prefill": {"section": 2, "layer": 2, "slot": 20_000, "token": 4096, "q_head": 8, "head": 2, "feature": 128},
+    "decode": {"section": 2, "layer": 4, "slot": 40_000, "token": 64, "q_head": 32, "head": 8, "feature": 128},
+    "sorted first": {"section": 2, "layer": 1, "slot": 100_000, "token": 140_000, "q_head": 1, "head": 1, "feature": 4},
 }
 
 OPTIONS = {
@@ -89,20 +89,20 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             chosen["layer"] = arrays[7]
         return function(*arrays[:7], sections=sections, **chosen)
 
-    def cache(feature: str) -> tuple[str, ...]:
-        dims = ["head", feature]
+    def cache() -> tuple[str, ...]:
+        dims = ["head", "feature"]
         dims.insert(axis, "slot")
         return (*(("layer",) if has_layer else ()), *dims)
 
-    rows = {"q": ("row", "q_head", "feature"), "k": ("row", "head", "feature"), "v": ("row", "head", "value")}
-    caches = {"key_cache": cache("feature"), "value_cache": cache("value")}
-    positions = ("row",) if sections is None else ("two", "row")
+    rows = {"q": ("token", "q_head", "feature"), "k": ("token", "head", "feature"), "v": ("token", "head", "feature")}
+    caches = {"key_cache": cache(), "value_cache": cache()}
+    positions = ("token",) if sections is None else ("section", "token")
     of_layer = Operand("layer", (), slots(sizes["layer"]), dtype=options["layer"])
     return Problem(
         operands=(
             *(Operand(name, dims, numbers) for name, dims in (rows | caches).items()),
             Operand("positions", positions, integers(-1000, 1000), dtype="int32"),
-            Operand("slots", ("row",), slots(sizes["slot"]), dtype=options["slots"]),
+            Operand("slots", ("token",), slots(sizes["slot"]), dtype=options["slots"]),
             *((of_layer,) if has_layer else ()),
         ),
         apply=apply,
