@@ -26,10 +26,11 @@ using write_rows::Format;
 using write_rows::kThreads;
 using write_rows::RowBits;
 
-inline constexpr int kUnitsInFlight = 2;            // per thread
+inline constexpr int kUnitsInFlight = 4;            // per thread
 inline constexpr int kBlocksPerMultiprocessor = 3;  // minimum resident blocks, which caps the registers
-inline constexpr int kMaxUnitsOfThread = 4;         // for queries; keys and values have larger tiles, to save lookups
-inline constexpr int64_t kMaxTableBytes = 32768;    // of sines and cosines
+inline constexpr int kMaxUnitsOfThread = 4;         // of queries; tiles of keys and values may be larger
+inline constexpr int64_t kSlotTilesPerMultiprocessor = 4;
+inline constexpr int64_t kMaxTableBytes = 32768;  // of sines and cosines
 
 // Keys and values come first, because their blocks take longer than those of queries.
 enum PartNumber { kKeyPart, kValuePart, kQueryPart, kParts };
@@ -277,8 +278,10 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
   const auto scale = static_cast<rope::AngleType<T>>(call.scale);
   a.scale = {scale, scale};
 
-  // A tile of each part for each multiprocessor, if there are enough rows.
-  const int64_t wanted_rows = CeilDivide(problem.batch * problem.length, multiprocessors);
+  // Larger tiles share more sines and cosines, or lookups of slots, but have to fill the GPU.
+  const int64_t rows_of_all = problem.batch * problem.length;
+  const int64_t wanted_queries = CeilDivide(rows_of_all, multiprocessors);
+  const int64_t wanted_rows = CeilDivide(rows_of_all, kSlotTilesPerMultiprocessor * multiprocessors);
   int64_t blocks = 0, rows_of_table = 0;
   if (call.queries.heads > 0) {
     Part<T>& part = a.parts[kQueryPart];
@@ -289,7 +292,7 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
     part.head_stride = problem.features;
     part.row_stride = part.heads * problem.features;
     part.layer_stride = problem.length * part.row_stride;
-    SetTiling<UnitOfRow>(call, problem, wanted_rows, &part);
+    SetTiling<UnitOfRow>(call, problem, wanted_queries, &part);
     rows_of_table = part.rows_of_tile;
     blocks += part.num_tiles;
   }
@@ -328,7 +331,6 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
 }  // namespace
 
 Strategy Choose(const rope::Problem& problem, int64_t value_features, int64_t element_bytes, bool are_aligned) {
-  if (problem.batch == 0 || problem.length == 0) return Strategy::kNothing;
   const int64_t elements = kVectorBytes / element_bytes;
   const bool fits = problem.features % elements == 0 && problem.first_rotated % elements == 0 &&
                     (problem.interleaved ? 2 : 1) * problem.pairs % elements == 0 && value_features % elements == 0;
@@ -337,6 +339,7 @@ Strategy Choose(const rope::Problem& problem, int64_t value_features, int64_t el
 
 CudaStatus Launch(const Call& call, cudaStream_t stream) {
   JB_RETURN_IF_CUDA_ERROR(write_rows::CopyPools(call.write.copies, stream));
+  if (call.problem.batch == 0 || call.problem.length == 0) return {};
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
   bool are_aligned = AreAligned(kVectorBytes, call.queries.x, call.queries.y);
@@ -346,7 +349,6 @@ CudaStatus Launch(const Call& call, cudaStream_t stream) {
     if (pool.number != kKeys) value_features = pool.row_elements() / HeadsOf(pool);
   }
   const Strategy strategy = Choose(call.problem, value_features, ElementBytes(call.type), are_aligned);
-  if (strategy == Strategy::kNothing) return {};
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;

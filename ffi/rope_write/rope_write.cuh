@@ -11,12 +11,11 @@
 namespace jax_baracuda::rope_write {
 
 enum class Strategy {
-  kNothing,
   kByVector,
   kByElement,  // for rows that vectors do not fit
 };
 
-inline constexpr const char* kStrategyNames[] = {"nothing", "by_vector", "by_element"};
+inline constexpr const char* kStrategyNames[] = {"by_vector", "by_element"};
 
 // `value_features`: the number of neighbouring features of values. `are_aligned`: whether all arrays are aligned to
 // vectors.

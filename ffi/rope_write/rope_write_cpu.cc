@@ -19,9 +19,7 @@
 namespace jax_baracuda::rope_write {
 namespace {
 
-enum class Strategy { kNothing, kRows };
-
-constexpr const char* kStrategyNames[] = {"nothing", "rows"};
+constexpr const char* kStrategyNames[] = {"rows"};
 
 template <typename T>
 class Rows {
@@ -110,7 +108,7 @@ bool RotateAndWrite(ffi::ThreadPool& threads, const Call& call) {
       for (int64_t row = 0; row < call.problem.length; ++row) {
         const int64_t slot = slots[row];
         const bool is_written = has_layer && slot >= 0 && slot < write.slots;
-        if ((is_written ? slot : row) % chunks != chunk) continue;
+        if (!write_rows::IsOfChunk(is_written ? slot : row, chunks, chunk)) continue;
         rows.RotateQueries(batch, row);
         if (is_written) rows.Write(batch, row, layer, slot);
       }
@@ -127,10 +125,7 @@ ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
   return MemoryStatus(kOp, has_memory);
 }
 
-Plan PlanRopeWrite(const PlanParameters& parameters) {
-  const bool has_work = parameters.at("batch") != 0 && parameters.at("rows") != 0;
-  return Plan{NameOf(kStrategyNames, has_work ? Strategy::kRows : Strategy::kNothing)};
-}
+Plan PlanRopeWrite(const PlanParameters&) { return Plan{kStrategyNames[0]}; }
 
 JB_CPU_TARGET("rope_write", (HandleRopeWrite<ffi::ThreadPool, Run>), BindRopeWrite<ffi::ThreadPool>(), PlanRopeWrite,
               JB_NAMES(kStrategyNames));

@@ -13,9 +13,6 @@ ffi::Error Run(cudaStream_t stream, const Call& call) { return ToError(kOp, Laun
 
 Plan PlanRopeWrite(const PlanParameters& parameters) {
   rope::Problem problem{};
-  problem.batch = parameters.at("batch");
-  problem.examples = 1;
-  problem.length = parameters.at("rows");
   problem.features = parameters.at("features");
   problem.pairs = parameters.at("rotary_dim") / 2;
   problem.first_rotated = parameters.at("rotary_offset");

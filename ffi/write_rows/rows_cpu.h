@@ -89,6 +89,11 @@ inline void WriteRow(const Call& call, const Pool& pool, const char* row, int64_
   }
 }
 
+// Whether a chunk of several has the rows with this number, a slot or another one.
+inline bool IsOfChunk(int64_t number, int64_t chunks, int64_t chunk) {
+  return chunks == 1 || number % chunks == chunk;  // a division takes as long as a short row
+}
+
 // The bytes that are read and written.
 inline int64_t BytesOfRows(const Call& call) {
   int64_t bytes = 0;

@@ -23,7 +23,7 @@ ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
       if (layer < 0 || layer >= call.layers) continue;
       for (int64_t row = 0; row < call.rows; ++row) {
         const int64_t slot = slots[row];
-        if (slot < 0 || slot >= call.slots || slot % chunks != chunk) continue;
+        if (slot < 0 || slot >= call.slots || !IsOfChunk(slot, chunks, chunk)) continue;
         for (const Pool& pool : call.pools) {
           WriteRow(call, pool, RowOf(call, pool, batch, row), batch, batch * call.layers + layer, slot);
         }

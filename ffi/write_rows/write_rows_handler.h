@@ -154,14 +154,12 @@ class Decoder {
     const ffi::AnyBuffer rows = *operands_.get<ffi::AnyBuffer>(operand);
     const auto view = batch_.View(rows, /*may_be_shared=*/true);
     bool fits = view && view->dims.size() == dims_.size() - first_pool_axis_ && view->dims[0] == call.rows;
-    std::string expected = std::to_string(call.rows);
     for (size_t axis = first_pool_axis_, own = 1; axis < dims_.size(); ++axis) {
       if (axis == slot_axis_) continue;
-      expected += "," + std::to_string(dims_[axis]);
       fits = fits && view->dims[own] == dims_[axis];
       ++own;
     }
-    if (!fits) return batch_.WrongShape(name.c_str(), rows, /*may_be_shared=*/true, expected);
+    if (!fits) return batch_.WrongShape(name.c_str(), rows, /*may_be_shared=*/true, ShapeOfRows(call.rows));
     pool->rows = view->data;
     pool->rows_are_shared = view->is_shared;
     const ffi::DataType type = rows.element_type(), pool_type = operands_.get<ffi::AnyBuffer>(i)->element_type();
@@ -189,6 +187,15 @@ class Decoder {
     pool->scales_are_shared = of_scale->is_shared;
     pool->num_scales = heads;
     return ffi::Error::Success();
+  }
+
+  // The shape of the rows of the current pool, as text.
+  std::string ShapeOfRows(int64_t rows) const {
+    std::string shape = std::to_string(rows);
+    for (size_t axis = first_pool_axis_; axis < dims_.size(); ++axis) {
+      if (axis != slot_axis_) shape += "," + std::to_string(dims_[axis]);
+    }
+    return shape;
   }
 
   static constexpr const char* kTrailing = "layers if there are some, and the slots of the first pool on the same axis";

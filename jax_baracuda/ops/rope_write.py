@@ -218,7 +218,6 @@ def _plan_parameters(
     *written, q, _, _ = operands
     own = WriteOperands.of(written, has_layer, scales)
     return {
-        "rows": q.shape[0],
         "features": q.shape[2],
         "value_features": own.rows[1].shape[2],
         "rotary_dim": rotary_dim,
