@@ -7,14 +7,26 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from benchmarks import causal_conv1d, decoding, graph, grid, programs, rope, segment, where, write_rows, write_slice
+from benchmarks import (
+    causal_conv1d,
+    decoding,
+    graph,
+    grid,
+    programs,
+    rope,
+    segment,
+    state_pools,
+    where,
+    write_rows,
+    write_slice,
+)
 from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, measure, summary_of
 from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
 from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, run
 from jax_baracuda._tools.platforms import default_devices, require_kernels
 from jax_baracuda._tools.progress import Progress
 
-FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, write_rows, programs, decoding)
+FAMILIES = (segment, graph, causal_conv1d, state_pools, rope, where, write_slice, write_rows, programs, decoding)
 """Modules with a function ``cases(backend, quick)`` that yields :class:`Case`."""
 
 

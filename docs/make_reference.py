@@ -29,6 +29,12 @@ TITLES = {
     "general": "For all functions",
 }
 """The titles of the pages, in their order. The page of another op family comes last, with its module's name."""
+FAMILY_OF = {
+    "causal_conv1d_ragged": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d",
+    "rope_frequencies": "rope",
+}
+"""The families of modules that are not named like theirs."""
 INDEX = "index"
 
 
@@ -46,7 +52,7 @@ def page_of(name: str) -> str:
         return "message_passing" if is_of_edges else "segment_reductions"
     if module[0] in ("", "jax_baracuda", "typing", "types", "builtins"):
         return "general"
-    return "rope" if module[0] == "rope_frequencies" else module[0]
+    return FAMILY_OF.get(module[0], module[0])
 
 
 TYPES = {
