@@ -111,16 +111,19 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def contenders(problem: Prefill | Decode) -> Iterator[Contender]:
+    for library, module in ((OURS, jax_baracuda), (XLA, plain_jax)):
+        call: Callable[..., Any] = functools.partial(_loop, functools.partial(problem.call, module), problem)
+        yield InPlaceContender(library, "", call, *operands_of(problem), repetitions=problem.steps)
+
+
+def operands_of(problem: Prefill | Decode) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     weight, bias = rng.standard_normal((problem.channels, WIDTH)) * 0.3, rng.standard_normal(problem.channels)
     parameters = jnp.asarray(weight, jnp.float32), jnp.asarray(bias, jnp.float32)
     states = jnp.zeros((problem.slots, problem.channels, WIDTH - 1), problem.dtype)
     slots = jnp.asarray(rng.permutation(problem.slots)[: problem.sequences], jnp.int32)
     x, *others = problem.operands(rng)
-    operands = (states, x), parameters, slots, *others
-    for library, module in ((OURS, jax_baracuda), (XLA, plain_jax)):
-        call: Callable[..., Any] = functools.partial(_loop, functools.partial(problem.call, module), problem)
-        yield InPlaceContender(library, "", call, *operands, repetitions=problem.steps)
+    return (states, x), parameters, slots, *others
 
 
 def _loop(
