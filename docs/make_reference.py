@@ -29,6 +29,13 @@ TITLES = {
     "general": "For all functions",
 }
 """The titles of the pages, in their order. The page of another op family comes last, with its module's name."""
+FAMILY_OF = {
+    "causal_conv1d_ragged": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d",
+    "rope_frequencies": "rope",
+    "rope_write": "rope",
+}
+"""The families of modules that are not named like theirs."""
 INDEX = "index"
 
 
@@ -46,7 +53,7 @@ def page_of(name: str) -> str:
         return "message_passing" if is_of_edges else "segment_reductions"
     if module[0] in ("", "jax_baracuda", "typing", "types", "builtins"):
         return "general"
-    return "rope" if module[0] in ("rope_frequencies", "rope_write") else module[0]
+    return FAMILY_OF.get(module[0], module[0])
 
 
 TYPES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,6 +144,10 @@ def causal_conv1d_ragged(
     return y, states.at[slots].set(jnp.swapaxes(new, 1, 2), mode="drop")
 
 
+def of_ragged_batch(function: Callable[..., Any], ends: Array, **others: Any) -> Any:
+    return function(cu_seqlens=jnp.concatenate([jnp.zeros(1, ends.dtype), ends]), **others)
+
+
 def update_of_pool(
     function: Callable[..., Any],
     x: Array,
@@ -186,14 +191,15 @@ def packed(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, si
     return np.cumsum(rng.random(shape) < 4 / shape[-1], axis=-1).astype(dtype)
 
 
-def starts(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    """The first tokens of sequences, and the end of the last one. Some are empty, and some tokens are padding."""
-    return np.sort(np.append(rng.integers(0, sizes["token"] + 1, shape[0] - 1), 0)).astype(dtype)
+def ends_of_sequences(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    """The ends of sequences that follow each other. Some are empty, and some tokens are padding."""
+    return np.sort(rng.integers(0, sizes["token"] + 1, shape), axis=-1).astype(dtype)
 
 
 def distinct_slots(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
     """Slots without duplicates. Some sequences have none."""
-    return np.where(rng.random(shape) < 0.2, -1, rng.permutation(sizes["slot"])[: shape[0]]).astype(dtype)
+    slots = [rng.permutation(sizes["slot"])[: shape[-1]] for _ in range(math.prod(shape[:-1]))]
+    return np.where(rng.random(shape) < 0.2, -1, np.reshape(slots, shape)).astype(dtype)
 
 
 CHECKED = {
@@ -201,12 +207,12 @@ CHECKED = {
     "check": {"example": 2, "channel": 33, "time": 1027, "tap": 4, "state": 3},
 }
 SERVED = {
-    "small": {"token": 23, "sequence": 4, "start": 5, "slot": 9, "channel": 5, "tap": 4, "state": 3},
-    "check": {"token": 3001, "sequence": 41, "start": 42, "slot": 67, "channel": 33, "tap": 4, "state": 3},
+    "small": {"token": 23, "sequence": 4, "slot": 9, "channel": 5, "tap": 4, "state": 3},
+    "check": {"token": 3001, "sequence": 41, "slot": 67, "channel": 33, "tap": 4, "state": 3},
 }
 PREFILLED = {
-    "cpu": {"token": 2048, "sequence": 8, "start": 9, "slot": 64, "channel": 1024, "tap": 4, "state": 3},
-    "cuda": {"token": 65_536, "sequence": 64, "start": 65, "slot": 512, "channel": 4096, "tap": 4, "state": 3},
+    "cpu": {"token": 2048, "sequence": 8, "slot": 64, "channel": 1024, "tap": 4, "state": 3},
+    "cuda": {"token": 65_536, "sequence": 64, "slot": 512, "channel": 4096, "tap": 4, "state": 3},
 }
 POOLED = {
     "small": {"example": 3, "channel": 5, "draft": 2, "slot": 9, "tap": 4, "state": 3, "long_state": 4},
@@ -304,12 +310,14 @@ EXAMPLES = [
             "x": Operand(("token", "channel")),
             "states": POOL,
             **PARAMETERS,
-            "cu_seqlens": Operand(("start",), starts, "int32"),
+            "ends": Operand(("sequence",), ends_of_sequences, "int32"),
             "state_slots": Operand(("sequence",), distinct_slots, "int32"),
             "has_state": Operand(("sequence",), flags, "bool"),
         },
         {**SERVED, **PREFILLED},
-        options=SILU,
+        "",
+        SILU,
+        of_ragged_batch,
         tolerance=TOLERANCE,
     ),
 ]

@@ -388,13 +388,11 @@ declare(
 # Pools of states.
 
 
-def starts(length: int) -> Callable[..., np.ndarray]:
-    """The first tokens of sequences, some of them empty. Some tokens may be padding."""
+def ends_of_sequences(length: int) -> Callable[..., np.ndarray]:
+    """The ends of sequences that follow each other, some of them empty. Some tokens may be padding."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        picked = np.sort(rng.integers(0, length + 1, shape), axis=-1)
-        picked[..., 0] = 0
-        return picked.astype(dtype)
+        return np.sort(rng.integers(0, length + 1, shape), axis=-1).astype(dtype)
 
     return draw
 
@@ -435,9 +433,9 @@ def _with_states(pool: Any, slots: Any, is_written: Any, states: Any) -> Any:
 
 def ragged_reference(activation: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, Any]:
     x, pool, weight = arrays["x"], arrays["states"], arrays["weight"]
-    own_starts, own_slots = (arrays[name].astype(jnp.int64) for name in ("cu_seqlens", "state_slots"))
+    ends, own_slots = (arrays[name].astype(jnp.int64) for name in ("ends", "state_slots"))
     kept, tokens, count = weight.shape[1] - 1, x.shape[0], own_slots.shape[0]
-    begins, ends = own_starts[:-1], own_starts[1:]
+    begins = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])[:-1]
     if tokens == 0 or count == 0:
         return jnp.zeros(x.shape), pool
     old = _old_states(pool, own_slots, _is_slot(pool, own_slots) & arrays["has_state"])[:, :, :kept]
@@ -466,18 +464,18 @@ def ragged_reference(activation: Callable[..., Any], arrays: Mapping[str, Any]) 
 
 
 RAGGED_SIZES: dict[str, Sizes] = {
-    "small": {"token": 16, "sequence": 4, "start": 5, "slot": 4, "channel": 4, "tap": 4},
-    "odd": {"token": 13, "sequence": 3, "start": 4, "slot": 7, "channel": 5, "tap": 3},
-    "one": {"token": 1, "sequence": 1, "start": 2, "slot": 1, "channel": 1, "tap": 1},
-    "wide filter": {"token": 40, "sequence": 4, "start": 5, "slot": 5, "channel": 2, "tap": 8},
-    "wider than kernels": {"token": 30, "sequence": 3, "start": 4, "slot": 4, "channel": 4, "tap": 11},
-    "many sequences": {"token": 64, "sequence": 40, "start": 41, "slot": 50, "channel": 8, "tap": 4},
-    "no tokens": {"token": 0, "sequence": 2, "start": 3, "slot": 3, "channel": 4, "tap": 4},
-    "no sequences": {"token": 6, "sequence": 0, "start": 1, "slot": 3, "channel": 4, "tap": 2},
+    "small": {"token": 16, "sequence": 4, "slot": 4, "channel": 4, "tap": 4},
+    "odd": {"token": 13, "sequence": 3, "slot": 7, "channel": 5, "tap": 3},
+    "one": {"token": 1, "sequence": 1, "slot": 1, "channel": 1, "tap": 1},
+    "wide filter": {"token": 40, "sequence": 4, "slot": 5, "channel": 2, "tap": 8},
+    "wider than kernels": {"token": 30, "sequence": 3, "slot": 4, "channel": 4, "tap": 11},
+    "many sequences": {"token": 64, "sequence": 40, "slot": 50, "channel": 8, "tap": 4},
+    "no tokens": {"token": 0, "sequence": 2, "slot": 3, "channel": 4, "tap": 4},
+    "no sequences": {"token": 6, "sequence": 0, "slot": 3, "channel": 4, "tap": 2},
 }
 LARGE_RAGGED_SIZES: dict[str, Sizes] = {
-    "long": {"token": 8192, "sequence": 9, "start": 10, "slot": 20, "channel": 64, "tap": 4},
-    "many channels": {"token": 300, "sequence": 7, "start": 8, "slot": 9, "channel": 2050, "tap": 3},
+    "long": {"token": 8192, "sequence": 9, "slot": 20, "channel": 64, "tap": 4},
+    "many channels": {"token": 300, "sequence": 7, "slot": 9, "channel": 2050, "tap": 3},
 }
 
 
@@ -489,7 +487,7 @@ def _ragged_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         Operand("states", pool, finite_numbers),
         Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
         *([Operand("bias", ("channel",), finite_numbers, dtype=wide)] if options["bias"] else []),
-        Operand("cu_seqlens", ("start",), starts(sizes["token"]), dtype=options["integers"]),
+        Operand("ends", ("sequence",), ends_of_sequences(sizes["token"]), dtype=options["integers"]),
         Operand("state_slots", ("sequence",), slots(sizes["slot"]), dtype=options["integers"]),
         Operand("has_state", ("sequence",), flags, dtype="bool"),
     ]
@@ -498,12 +496,16 @@ def _ragged_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arrays: ragged_reference(activation, dict(zip(names, arrays, strict=True)))
 
+    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
+        given = dict(zip(names, arrays, strict=True))
+        ends = given.pop("ends")
+        cu_seqlens = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
+        return function(**given, cu_seqlens=cu_seqlens, **passed(options, "activation"))
+
     plain, majorant = _ACTIVATIONS[options["activation"]]
     return Problem(
         operands=tuple(operands),
-        apply=lambda function, *arrays: function(
-            **dict(zip(names, arrays, strict=True)), **passed(options, "activation")
-        ),
+        apply=apply,
         reference=bound(plain),
         majorant=bound(majorant),
         results=(("token", "channel"), pool),
