@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.dispatch import Decision, Site, decide
+from jax_baracuda._core.dispatch import Decision, Rule, Site, at_least, decide, mostly_empty_segments, on_cpu, on_gpu
 from jax_baracuda._core.lowering import is_ascending, lower_without_mesh, may_be_computed, site_of, splat_of
 from jax_baracuda._core.op import Op, OpCall
 from jax_baracuda._core.selection import (
@@ -137,6 +137,15 @@ _Run = Callable[..., Sequence[Array]]
 
 
 
+# A kernel reads and writes the whole array, where XLA may write a few rows in place.
+_FEW_ROWS = "few rows of an array are updated, which XLA may do in place"
+_RULES_OF_JOIN = (on_cpu(_FEW_ROWS, mostly_empty_segments), on_gpu(_FEW_ROWS, mostly_empty_segments))
+
+# Two cores, time of plain JAX / kernel: 0.7 to 1.0 for up to 1,000 rows of 64 to 1024 numbers, in loops 0.7 to 1.2; 0.02
+# to 0.2 for 20,000 to 100,000 narrow rows. XLA copies float8 arrays in every step.
+_RULES_OF_WRITE = (on_cpu("XLA writes rows in place in as little time", at_least(element_bits=16)),)
+
+
 class _Reduction(NamedTuple):
     """What serves a scatter that reduces the updates of a row."""
 
@@ -215,9 +224,7 @@ def _scatter(
 
     call = _call(ctx, op, types, {**of_op, **of_batch})
     site = _site(call, ctx, [2, 1], [operand, indices, updates])
-    if not replaces and call.selection is None:
-        _require(rows.num_rows >= rows.num_segments, "it updates few rows of an array, which XLA does in place")
-    return _lowered(call, site, ctx, program, operand, indices, updates)
+    return _lowered(call, site, () if replaces else _RULES_OF_JOIN, ctx, program, operand, indices, updates)
 
 
 def _write(
@@ -240,7 +247,8 @@ def _write(
         return jax.lax.reshape(run(pool, own, slots, **params)[0], operand.shape)
 
     call = _call(ctx, WRITE_ROWS, types, params)
-    return _lowered(call, _site(call, ctx, [0, 2, 1], [operand, indices, updates]), ctx, program, operand, indices, updates)
+    site = _site(call, ctx, [0, 2, 1], [operand, indices, updates])
+    return _lowered(call, site, _RULES_OF_WRITE, ctx, program, operand, indices, updates)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,8 +283,10 @@ def _site(call: OpCall, ctx: Any, order: Sequence[int], operands: Sequence[Any])
     return site
 
 
-def _lowered(call: OpCall, site: Site, ctx: Any, program: Callable[..., Array], *operands: Any) -> tuple[Decision, Any]:
-    decision = decide(call, site)
+def _lowered(
+    call: OpCall, site: Site, rules: Sequence[Rule], ctx: Any, program: Callable[..., Array], *operands: Any
+) -> tuple[Decision, Any]:
+    decision = decide(call, site, rules)
     if decision.implementation == "xla":
         return decision, None
     run = call.op if site.is_split else call.op.kernel
