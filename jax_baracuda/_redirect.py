@@ -406,28 +406,28 @@ def _count(name: str, decision: Decision) -> None:
 class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 (used as a function)
     """Redirects calls of JAX's functions to the functions of this package, in unchanged code.
 
-    A context manager, a decorator and, with :meth:`install`, a setting of the process. These calls are redirected if
-    our functions serve them, and are left to JAX otherwise:
+    A context manager, a decorator and, with :meth:`install`, a setting of the process. These calls are redirected:
 
     - `segments`: ``jax.ops.segment_sum``, ``segment_max``, ``segment_min`` and ``segment_prod``, however they were
       imported.
-    - `gather_gradients`: the gradient of gathering rows by an array of ids, as in ``x[ids]`` or
+    - `gather_gradients`: the gradient of gathering by arrays of ids, as in ``x[ids]``, ``x[..., ids]``, ``x[i, j]`` or
       ``jnp.take(x, ids, axis=0)``. It runs the kernel of :func:`segment_sum`. The gather itself stays XLA's.
-    - `indexed_updates`: ``x.at[ids].add`` and ``.multiply`` of rows by a vector of ids, for integers also ``.max`` and
-      ``.min``. A kernel reduces the updates of each row; the result is then joined with the row. Also ``.set``, which
-      runs :func:`write_rows`: of several updates of a row, the last one is written.
+    - `indexed_updates`: ``x.at[ids].add``, ``.multiply``, ``.max`` and ``.min``, also by several arrays of ids or along
+      other axes. A kernel reduces the updates of each row; the result is then joined with the row. Also ``.set``, which
+      runs the kernel of :func:`write_rows`: of several updates of a row, the last one is written.
     - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
       ``dynamic_update_index_in_dim``, for example to write caches in loops. They run :func:`write_slice`. Under
       ``jax.vmap``, it writes the windows of a whole batch at once.
 
-    On GPUs, reductions of 32 and 64 bits are left to XLA if the rules of the op say that XLA is faster when it fuses
-    the computation of the rows: mostly sums of wide rows, and small calls.
+    For each call, a kernel or plain JAX is picked when the program is lowered, by the rules of the op. Calls that no
+    kernel serves run as plain JAX. The report says what runs for each call, and why. Where plain JAX is picked for a
+    gather or an update, the program is the same as without the context.
 
-    Forward and reverse mode apply, as to :mod:`jax_baracuda.forward_mode`. The context applies to code traced inside:
-    ``jax.jit`` keeps one trace for each context, so programs that were traced outside are traced again inside, and vice
-    versa. The context applies to the thread that enters it. An inner context overrides an outer one and an installed
-    setting. As in other contexts of JAX, code that the thread runs at a ``yield`` or ``await`` is inside. Contexts can
-    be left in any order. JAX's functions are replaced while a context needs it, and then restored.
+    Both modes of differentiation apply. The context applies to code traced and lowered inside: ``jax.jit`` keeps one
+    trace for each context, so programs that were traced outside are traced again inside, and vice versa. The context
+    applies to the thread that enters it. An inner context overrides an outer one and an installed setting. As in other
+    contexts of JAX, code that the thread runs at a ``yield`` or ``await`` is inside. Contexts can be left in any order.
+    JAX's functions are replaced while a context needs it, and then restored.
 
     Args:
       segments: whether calls of ``jax.ops`` are redirected.
@@ -444,10 +444,10 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
         after the call.
       RuntimeError: the context is left more often than it was entered in the thread.
 
-    Wrong arguments raise JAX's own errors: calls that our functions do not serve are left to JAX before our functions
-    run.
+    Wrong arguments raise JAX's own errors.
 
-    Numerical guarantees: as for the functions of this package. Sums of 16 bits are added in float32.
+    Numerical guarantees: where a kernel runs, as for the functions of this package: sums of 16 bits are added in
+    float32.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
@@ -457,7 +457,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
       ...     print(mean_of_two(jnp.array([1.0, 2.0, 3.0]), jnp.array([0, 1, 1])))
       [0.5 2.5]
       >>> print(report)
-      1 x jax.ops.segment_sum: redirected
+      1 x jax.ops.segment_sum: plain JAX, the call of a kernel takes longer than the
+          sum
     """
 
     def __init__(

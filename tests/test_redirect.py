@@ -95,7 +95,8 @@ def test_arguments_of_jax_ops(rng: np.random.Generator, name: str, arguments: di
     expected = call()
     with redirect() as report:
         np.testing.assert_array_equal(call(), expected)
-    assert report.redirected == {f"jax.ops.{name}": 1}
+    assert report.redirected.keys() == {f"jax.ops.{name}"}  # buckets may be reduced by another call
+    assert not report.kept
 
 
 UFUNCS = {"add": np.add, "multiply": np.multiply, "max": np.maximum, "min": np.minimum}
@@ -900,7 +901,9 @@ def test_sorted_ids_are_found(rng: np.random.Generator, kind: str) -> None:
         own = jnp.sort(ids) if kind == "sorted" else ids
         return [jax.ops.segment_sum(rows, own, 7, indices_are_sorted=kind == "promised")]
 
-    operands = [rows] if kind not in ("sorted", "promised") else [rows, rng.permutation(ids) if kind == "sorted" else ids]
+    operands = (
+        [rows] if kind not in ("sorted", "promised") else [rows, rng.permutation(ids) if kind == "sorted" else ids]
+    )
     function = constant if len(operands) == 1 else argument
     expected = function(*operands)
     with redirect(indexed_updates=True):

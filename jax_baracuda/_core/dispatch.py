@@ -44,8 +44,11 @@ class Decision(NamedTuple):
     reason: str
 
 
-def decide(call: OpCall, site: Site) -> Decision:
+def decide(call: OpCall, site: Site, rules: Sequence[Rule] = ()) -> Decision:
     """Chooses the implementation of a call at a place in a program.
+
+    Args:
+      rules: where plain JAX is faster besides the rules of the op, for example because the call needs more than the op.
 
     Raises:
       ValueError: a kernel is asked for, and there is none. Or plain JAX and ``deterministic=True`` are asked for on a
@@ -75,7 +78,7 @@ def decide(call: OpCall, site: Site) -> Decision:
     if is_deterministic:
         return Decision("kernel", "deterministic=True is asked for")
     if call.selection != KERNEL_IF_ANY:
-        for rule in rules_of(call.op):
+        for rule in (*rules_of(call.op), *rules):
             if rule.holds_for(call, site):
                 return Decision("xla", rule.reason)
     return Decision("kernel", "no rule of the op says that plain JAX is faster")
