@@ -48,13 +48,21 @@ def program(dtype: Any, buses: int) -> Program:
     )
     graph, weights, others = nnx.split(model, nnx.Param, ...)
 
-    def loss(weights: Any, context: Any, solution: jax.Array) -> jax.Array:
-        decision, _ = nnx.merge(graph, weights, others).forward_batch(graph=context)
-        return jnp.nanmean((decision.feature_flat_array - solution) ** 2)
+    def step(weights: Any, others: Any, context: Any, solution: jax.Array) -> tuple[jax.Array, Any]:
+        """As in energnn's trainer: the normaliser's state, too, is an argument of what is differentiated."""
+
+        def decide(weights: Any, others: Any) -> tuple[jax.Array, Any]:
+            model = nnx.merge(graph, weights, others)
+            decision, _ = model.forward_batch(graph=context)
+            return decision.feature_flat_array, nnx.split(model, nnx.Param, ...)[2]
+
+        decision, pull_back, _ = jax.vjp(decide, weights, others, has_aux=True)
+        errors = jnp.nan_to_num(decision - solution)
+        return jnp.mean(errors**2), pull_back(errors.astype(decision.dtype))[0]
 
     return Program(
-        jax.value_and_grad(loss),
-        (weights, batch.context, batch.oracle.feature_flat_array),
+        step,
+        (weights, others, batch.context, batch.oracle.feature_flat_array),
         rtol=1e-3 if dtype is None else 0.05,
         atol=1e-4 if dtype is None else 0.02,
         edit=with_our_functions,

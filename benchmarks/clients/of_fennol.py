@@ -61,7 +61,7 @@ def model_and_data(name: str, count: int) -> tuple[FENNIX, Any]:
     }
     _, *rest = model.preprocessing.layers
     for layer in rest:
-        data = layer(layer.init(), data)
+        _, data = layer(layer.init(), data)
     return model, jax.tree.map(jax.numpy.asarray, data)
 
 

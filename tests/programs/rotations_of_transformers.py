@@ -66,7 +66,7 @@ class Model:
         queries, keys = (torch.tensor(x).to(getattr(torch, dtype)) for x in (q, k))
         embedding = getattr(code, f"{self.name}RotaryEmbedding")(config)
         cos, sin = embedding(queries, torch.tensor(positions))
-        size = max(cos.shape[-1], 0)
+        size = cos.shape[-1]
         if self.module in ("glm", "glm4", "gpt_neox"):  # their function passes the other features through
             rotated = code.apply_rotary_pos_emb(queries, keys, cos, sin)
         else:
