@@ -14,6 +14,7 @@ from benchmarks import (
     grid,
     programs,
     rope,
+    rope_write,
     segment,
     serving,
     where,
@@ -26,7 +27,19 @@ from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of
 from jax_baracuda._tools.platforms import default_devices, require_kernels
 from jax_baracuda._tools.progress import Progress
 
-FAMILIES = (segment, graph, causal_conv1d, rope, where, write_slice, write_rows, programs, decoding, serving)
+FAMILIES = (
+    segment,
+    graph,
+    causal_conv1d,
+    rope,
+    where,
+    write_slice,
+    write_rows,
+    rope_write,
+    programs,
+    decoding,
+    serving,
+)
 """Modules with a function ``cases(backend, quick)`` that yields :class:`Case`."""
 
 

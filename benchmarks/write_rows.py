@@ -101,10 +101,10 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def contenders(pools: Pools) -> Iterator[Contender]:
-    unique = functools.partial(_scatter, pools, unique_indices=True)
+    unique = functools.partial(scatter, pools, unique_indices=True)
     for library, name, write in (
         (OURS, "", functools.partial(_write, pools)),
-        (XLA, ".at[slots].set", functools.partial(_scatter, pools)),
+        (XLA, ".at[slots].set", functools.partial(scatter, pools)),
         (XLA, ".at[slots].set, unique_indices", unique),
     ):
         yield InPlaceContender(library, name, functools.partial(_loop, write, pools), *_operands(pools),
@@ -132,7 +132,7 @@ def _write(pools: Pools, dests: Any, rows: Any, slots: jax.Array, layer: jax.Arr
     return jax_baracuda.write_rows(dests, rows, slots, axis=pools.axis, layer=layer if pools.layers else None)
 
 
-def _scatter(
+def scatter(
     pools: Pools, dests: Any, rows: Any, slots: jax.Array, layer: jax.Array, unique_indices: bool = False
 ) -> list[jax.Array]:
     def write(dest: jax.Array, new: jax.Array) -> jax.Array:

@@ -46,7 +46,7 @@ def page_of(name: str) -> str:
         return "message_passing" if is_of_edges else "segment_reductions"
     if module[0] in ("", "jax_baracuda", "typing", "types", "builtins"):
         return "general"
-    return "rope" if module[0] == "rope_frequencies" else module[0]
+    return "rope" if module[0] in ("rope_frequencies", "rope_write") else module[0]
 
 
 TYPES = {

@@ -26,10 +26,11 @@ using write_rows::Format;
 using write_rows::kThreads;
 using write_rows::RowBits;
 
-inline constexpr int kUnitsInFlight = 2;            // per thread
+inline constexpr int kUnitsInFlight = 4;            // per thread
 inline constexpr int kBlocksPerMultiprocessor = 3;  // minimum resident blocks, which caps the registers
-inline constexpr int kMaxUnitsOfThread = 4;         // for queries; keys and values have larger tiles, to save lookups
-inline constexpr int64_t kMaxTableBytes = 32768;    // of sines and cosines
+inline constexpr int kMaxUnitsOfThread = 4;         // of queries; tiles of keys and values may be larger
+inline constexpr int64_t kSlotTilesPerMultiprocessor = 4;
+inline constexpr int64_t kMaxTableBytes = 32768;  // of sines and cosines
 
 // Keys and values come first, because their blocks take longer than those of queries.
 enum PartNumber { kKeyPart, kValuePart, kQueryPart, kParts };
@@ -277,8 +278,10 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
   const auto scale = static_cast<rope::AngleType<T>>(call.scale);
   a.scale = {scale, scale};
 
-  // A tile of each part for each multiprocessor, if there are enough rows.
-  const int64_t wanted_rows = CeilDivide(problem.batch * problem.length, multiprocessors);
+  // Larger tiles share more sines and cosines, or lookups of slots, but have to fill the GPU.
+  const int64_t rows_of_all = problem.batch * problem.length;
+  const int64_t wanted_queries = CeilDivide(rows_of_all, multiprocessors);
+  const int64_t wanted_rows = CeilDivide(rows_of_all, kSlotTilesPerMultiprocessor * multiprocessors);
   int64_t blocks = 0, rows_of_table = 0;
   if (call.queries.heads > 0) {
     Part<T>& part = a.parts[kQueryPart];
@@ -289,7 +292,7 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
     part.head_stride = problem.features;
     part.row_stride = part.heads * problem.features;
     part.layer_stride = problem.length * part.row_stride;
-    SetTiling<UnitOfRow>(call, problem, wanted_rows, &part);
+    SetTiling<UnitOfRow>(call, problem, wanted_queries, &part);
     rows_of_table = part.rows_of_tile;
     blocks += part.num_tiles;
   }

@@ -77,7 +77,7 @@ struct CopiedWords {
 // so that nothing waits for their loads before.
 template <int kLanes, int kBytes>
 struct ConvertedWords {
-  static constexpr int kCount = 4;
+  static constexpr int kCount = kBytes == 4 ? 2 : 4;  // as many as registers hold
   using Raw = Vector<std::conditional_t<kBytes == 4, uint32_t, uint16_t>, kLanes>;
 
   Raw words[kCount];

@@ -61,8 +61,7 @@ def rope_frequencies(
     `original_max_position_embeddings` if the scheme does not need it, "finetuned", "llama_4_scaling_beta" (a scale of
     queries), and "mrope_section", "mrope_interleaved", "interleaved" and "xdrope_section". The last four belong to
     multimodal models, where each token has several positions (time, height, width) and the keys say which of them
-    rotates a pair. ``rope`` takes one position per token, which equals M-RoPE for text, where all positions of a token
-    are equal, but not for images.
+    rotates a pair: pass them to ``rope`` as `sections` and `sections_interleaved`.
 
     Args:
       dim: the size of the head, even.

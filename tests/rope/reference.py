@@ -165,9 +165,7 @@ class Rotation:
         angles = direction * angles
         scale = np.longdouble(self.scale)
         cos, sin = scale * np.cos(angles), scale * np.sin(angles)
-        first, second = np.moveaxis(
-            _in_pairs(features[..., begin:end].astype(np.longdouble), self.interleaved), -1, 0
-        )
+        first, second = np.moveaxis(_in_pairs(features[..., begin:end].astype(np.longdouble), self.interleaved), -1, 0)
         with np.errstate(invalid="ignore"):
             rotated = np.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
             lengths = np.repeat(np.abs(scale) * np.hypot(first, second)[..., None], 2, axis=-1)

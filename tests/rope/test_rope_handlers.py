@@ -72,3 +72,20 @@ def test_bad_rotary_dims_are_refused(target: str, rotary_dim: int) -> None:
 def test_other_rotary_dims_are_refused(target: str, rotary_dim: int) -> None:
     """A rotary_dim is refused if it does not fit the frequencies."""
     assert_refused(good_call(target, rotary_dim=rotary_dim), f"rotary_dim {rotary_dim}", "frequencies")
+
+
+@each_target
+def test_bad_sections_and_offsets_are_refused(target: str) -> None:
+    """Sections must be few, not negative, and sum to the number of pairs. Rotated features lie within the features."""
+    good = good_call(target)
+    for changes in (
+        {"rotary_offset": np.int64(-1)}, {"rotary_offset": np.int64(5)}, {"rotary_offset": np.int64(2**63 - 8)},
+        {"sections": np.array([1, 2], np.int64)}, {"sections": np.array([-1, 5], np.int64)},
+        {"sections": np.array([1, 1, 1, 1, 0], np.int64)}, {"sections": np.array([2**62, 2**62], np.int64)},
+    ):  # fmt: skip
+        [name] = changes
+        call = dataclasses.replace(good, attributes={**good.attributes, **changes})
+        assert_refused(call, str(changes), name)
+    # Positions have no rows for sections.
+    call = dataclasses.replace(good, attributes={**good.attributes, "sections": np.array([1, 3], np.int64)})
+    assert_refused(call, "positions without sections", "positions")
