@@ -162,6 +162,8 @@ class HybridModel:
     vocabulary: int
     dtype: str
     page_size: int
+    chunk: int
+    """The tokens of a chunk of the scan. It divides the number of tokens of a prefill step."""
     taps: int = 4
 
     @property
@@ -287,13 +289,12 @@ class HybridModel:
             inputs, windows = functions.convolve_prompts(
                 inputs, own.windows, of_layer["taps"], of_layer["bias"], prompts, state_slots
             )
-            y, memories = self._scan_prompts(of_layer, inputs, steps, prompts)
+            y, memories = self._scan_prompts(of_layer, inputs, jnp.where(is_token[:, None], steps, 0), prompts)
             x = x + self._gated(y, gate) @ of_layer["out"]
             memories = functions.write(own.memories, memories, state_slots)
             q, k, v = self._queries_keys_values(of_layer, x)
             q, keys, values = functions.rotate_and_append(q, k, v, own.keys, own.values, prompts.positions, slots)
-            positions = prompts.padded(prompts.positions)
-            attended = self._attention(prompts.padded(q), keys, values, positions, page_table)
+            attended = self._attention_of_prompts(prompts.padded(q), keys, values, page_table)
             x = x + prompts.flat(attended) @ of_layer["o"]
             new_pools.append(Pools(keys, values, windows, memories))
         return new_pools, self._logits(table, x[cu_seqlens[1:] - 1])
@@ -327,23 +328,44 @@ class HybridModel:
     def _scan_prompts(self, weights: Weights, inputs: Array, steps: Array, prompts: Prompts) -> Pair:
         """The selective scan of each prompt, and the memories at their ends.
 
-        It is computed as attention whose weights decay with time. Steps of size 0, after the end, keep the memory.
+        As in Mamba-2, a chunk is computed as attention whose weights decay with time, and chunks pass on memories. A
+        chunk passes on that of its last prompt. Steps of padding are 0.
         """
-        x, write, read = self._of_scan(prompts.padded(inputs))
-        is_token = jnp.arange(x.shape[1]) < prompts.lengths[:, None]
-        steps = jnp.where(is_token[:, :, None], prompts.padded(steps), 0)
-        decayed = jnp.cumsum(-steps * jnp.exp(weights["log_decay"]), axis=1).swapaxes(1, 2)  # [prompt, head, token]
-        is_before = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-        decay = jnp.exp(jnp.where(is_before, decayed[:, :, :, None] - decayed[:, :, None, :], -jnp.inf))
-        scores = jnp.einsum("rin,rjn->rij", read, write, preferred_element_type=jnp.float32)
-        mixed = (scores[:, None] * decay).astype(x.dtype)
+        chunks = (-1, self.chunk)
+        x, write, read = (part.reshape(*chunks, *part.shape[1:]) for part in self._of_scan(inputs))
+        steps = steps.reshape(*chunks, self.inner_heads)
+        prompt = prompts.of_tokens.reshape(chunks)
+        decayed = jnp.cumsum(-steps * jnp.exp(weights["log_decay"]), axis=1)  # [chunk, token, head], since its start
         scaled = (steps[..., None] * x).astype(x.dtype)
-        y = jnp.einsum("rhij,rjhp->rihp", mixed, scaled) + weights["skip"][:, None] * x
-        until_end = jnp.exp(decayed[:, :, -1:] - decayed).swapaxes(1, 2)[..., None]
-        memories = jnp.einsum(
-            "rjhp,rjn->rhpn", (until_end * scaled).astype(x.dtype), write, preferred_element_type=jnp.float32
-        )
-        return prompts.flat(y).reshape(-1, self.inner), memories
+
+        # Within a chunk.
+        is_before = jnp.tril(prompt[:, :, None] == prompt[:, None, :])
+        scores = jnp.einsum("cin,cjn->cij", read, write, preferred_element_type=jnp.float32)
+        of_heads = decayed.swapaxes(1, 2)
+        between = of_heads[:, :, :, None] - of_heads[:, :, None, :]
+        mixed = (scores[:, None] * _decay(between, is_before[:, None])).astype(x.dtype)
+        y = jnp.einsum("chij,cjhp->cihp", mixed, scaled, preferred_element_type=jnp.float32)
+
+        # From chunk to chunk.
+        last = prompt[:, -1]
+        until_end = jnp.where((prompt == last[:, None])[..., None], jnp.exp(decayed[:, -1:] - decayed), 0)
+        added = _outer_sum(until_end, scaled, write)
+        is_same = jnp.tril(last[:, None] == last)
+        memories = jnp.einsum("hcd,dhpn->chpn", _decay(_sums_between(decayed[:, -1].T), is_same), added)
+        memories = jnp.concatenate([jnp.zeros_like(memories[:1]), memories[:-1]])  # those before each chunk
+        continues = prompt == jnp.concatenate([jnp.full(1, -1), last[:-1]])[:, None]
+        since_start = jnp.where(continues[..., None], jnp.exp(decayed), 0)
+        y += since_start[..., None] * jnp.einsum("cin,chpn->cihp", read, memories.astype(x.dtype))
+        y += weights["skip"][:, None] * x
+
+        # At the ends of prompts.
+        chunk, token = jnp.divmod(prompts.cu_seqlens[1:] - 1, self.chunk)
+        of_end = decayed[chunk, token][:, None]
+        is_own = (prompt[chunk] == jnp.arange(chunk.size)[:, None]) & (jnp.arange(self.chunk) <= token[:, None])
+        until_end = jnp.where(is_own[..., None], jnp.exp(of_end - decayed[chunk]), 0)
+        final = _outer_sum(until_end, scaled[chunk], write[chunk])
+        final += since_start[chunk, token][:, :, None, None] * memories[chunk]
+        return y.reshape(-1, self.inner).astype(x.dtype), final
 
     def _gated(self, y: Array, gate: Array) -> Array:
         return normalized(y.astype(gate.dtype) * jax.nn.silu(gate))
@@ -355,16 +377,43 @@ class HybridModel:
     def _attention(self, q: Array, keys: Array, values: Array, positions: Array, page_table: Array) -> Array:
         """Attention of each token of a request to the positions up to its own."""
         requests, tokens = positions.shape
-        of_pages = (-1, self.page_size, self.kv_heads, self.features)
-        keys, values = (
-            pool.reshape(of_pages)[page_table].reshape(requests, -1, self.kv_heads, self.features)
-            for pool in (keys, values)
-        )
+        keys, values = self._of_pages(keys, page_table), self._of_pages(values, page_table)
         q = q.reshape(requests, tokens, self.kv_heads, -1, self.features)
         scores = jnp.einsum("rtkgd,rskd->rkgts", q, keys, preferred_element_type=jnp.float32) * self.features**-0.5
         is_reached = jnp.arange(keys.shape[1]) <= positions[:, None, None, :, None]
         weights = jax.nn.softmax(jnp.where(is_reached, scores, -jnp.inf)).astype(values.dtype)
         return jnp.einsum("rkgts,rskd->rtkgd", weights, values).reshape(requests, tokens, -1)
 
+    def _attention_of_prompts(self, q: Array, keys: Array, values: Array, page_table: Array) -> Array:
+        """Causal attention in each prompt. GPUs have it as one kernel for 16 bits."""
+        keys, values = (self._of_pages(pool, page_table)[:, : q.shape[1]] for pool in (keys, values))
+        is_one_kernel = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+        attended = jax.nn.dot_product_attention(
+            q, keys, values, is_causal=True, implementation="cudnn" if is_one_kernel else "xla"
+        )
+        return attended.reshape(*q.shape[:2], -1)
+
+    def _of_pages(self, pool: Array, page_table: Array) -> Array:
+        """The pages of each request, ``[request, position, head, feature]``."""
+        pages = pool.reshape(-1, self.page_size, self.kv_heads, self.features)[page_table]
+        return pages.reshape(page_table.shape[0], -1, self.kv_heads, self.features)
+
     def _logits(self, table: Array, x: Array) -> Array:
         return jnp.matmul(normalized(x), table.T, preferred_element_type=jnp.float32)
+
+
+def _decay(exponents: Array, is_kept: Array) -> Array:
+    return jnp.exp(jnp.where(is_kept, exponents, -jnp.inf))
+
+
+def _sums_between(x: Array) -> Array:
+    """``sum(x[..., j + 1 : i + 1])`` as ``[..., i, j]`` for j <= i. Differences of longer sums would be less exact."""
+    size = x.shape[-1]
+    of_rows = jnp.where(jnp.tri(size, k=-1, dtype=bool), x[..., :, None], 0)
+    return jnp.cumsum(of_rows, axis=-2)
+
+
+def _outer_sum(decay: Array, x: Array, write: Array) -> Array:
+    """The sum over tokens of ``decay * x * write``, ``[..., head, feature, memory]``."""
+    weighted = (decay[..., None] * x).astype(x.dtype)
+    return jnp.einsum("cjhp,cjn->chpn", weighted, write, preferred_element_type=jnp.float32)

@@ -39,15 +39,15 @@ class Serving:
 
 GPU_MODEL = HybridModel(
     layers=4, width=1024, heads=16, kv_heads=4, features=128, inner=2048, inner_features=64, memory=16,
-    vocabulary=32_000, dtype="bfloat16", page_size=16,
+    vocabulary=32_000, dtype="bfloat16", page_size=16, chunk=64,
 )  # fmt: skip
 CPU_MODEL = HybridModel(
     layers=2, width=256, heads=8, kv_heads=2, features=32, inner=512, inner_features=32, memory=16, vocabulary=1000,
-    dtype="float32", page_size=16,
+    dtype="float32", page_size=16, chunk=32,
 )  # fmt: skip
 QUICK_MODEL = HybridModel(
     layers=1, width=32, heads=4, kv_heads=2, features=16, inner=64, inner_features=16, memory=8, vocabulary=50,
-    dtype="float32", page_size=4,
+    dtype="float32", page_size=4, chunk=4,
 )  # fmt: skip
 GPU_SERVINGS = tuple(
     Serving(

@@ -16,7 +16,7 @@ from benchmarks.hybrid_model import Functions, HybridModel
 
 MODEL = HybridModel(
     layers=2, width=32, heads=4, kv_heads=2, features=16, inner=64, inner_features=16, memory=8, vocabulary=50,
-    dtype="float32", page_size=4,
+    dtype="float32", page_size=4, chunk=4,
 )  # fmt: skip
 CAPACITY = Capacity(requests=3, pages=14, pages_per_request=6, prompts=2, prompt_tokens=20, longest=12)
 FUNCTIONS = {"ours": hybrid_model.Ours(), "plain JAX": hybrid_model.Plain()}

@@ -167,7 +167,7 @@ def decoding_program(decoder: Decoder, functions: decoding.Functions) -> dict[st
 
 SERVED = HybridModel(
     layers=2, width=32, heads=4, kv_heads=2, features=16, inner=64, inner_features=16, memory=8, vocabulary=50,
-    dtype="float32", page_size=8,
+    dtype="float32", page_size=8, chunk=8,
 )  # fmt: skip
 POOLS = SERVED.make_pools(pages=64, state_slots=40)
 SERVER_STEPS = ("decode", "prefill")
