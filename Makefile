@@ -188,10 +188,11 @@ $(VENV)/bin/pip:
 BUILD_LOG := $(VENV)/build.log
 $(VENV)/installed: $(VENV)/bin/pip $(SOURCES)
 	$(if $(filter cuda13,$(CUDA)),$(INSTALL_NVCC))
-	@echo "Installing JAX into $(VENV) and building the kernels: the CPU's take one to two minutes of two idle cores."
+	@echo "Installing JAX into $(VENV) and building the kernels. On two idle cores, those for the CPU take one to two minutes."
 	@echo "The whole log is $(BUILD_LOG)."
 	@set -o pipefail; $(BIN)/pip install --verbose $(JAX) --editable ".$(CUDA:%=[%])" 2>&1 | tee $(BUILD_LOG) | sed -unE \
-	  's/^ *(\[[0-9]+\/[0-9]+\]) /\1 /p; s/.*-- jax_baracuda: //p; s/^ *(Downloading .*[0-9]{2}\.[0-9] MB\)).*/\1/p' || \
+	  -e 's/^ *(\[[1-9][0-9]*\/[0-9]+\]) (Building .*\.dir\/(.*site-packages\/)?)?/\1 /p; s/.*-- jax_baracuda: //p' \
+	  -e 's/^ *(Downloading .*[0-9]{2}\.[0-9] MB\)).*/\1/p' || \
 	  { tail -n 50 $(BUILD_LOG); exit 1; }
 	@touch $@
 

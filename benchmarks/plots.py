@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes an SVG without background, whose texts and lines follow the colours of the page."""
+    """Writes an SVG of one line without background, whose texts and lines follow the colours of the page."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     rules = "".join(
@@ -284,7 +284,7 @@ def save(figure: Figure, path: Path) -> None:
         for name in ("fill", "stroke")
     )
     style = f"<style>@media (prefers-color-scheme: dark) {{{rules}}}</style>"
-    path.write_text(text.getvalue().replace("<defs>", f"{style}\n <defs>", 1))
+    path.write_text(" ".join(text.getvalue().replace("<defs>", f"{style} <defs>", 1).split()) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ if(JAX_BARACUDA_CUDA_COMPILER_FOUND)
 endif()
 cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
 math(EXPR here "(${minutes} + ${cores} - 1) / ${cores}")
-message(STATUS "jax_baracuda: building ${what}: about ${minutes} minutes of one core, ${here} with the ${cores} here")
+message(STATUS "jax_baracuda: building ${what}: about ${minutes} minutes on one core, ${here} on the ${cores} here")
 if(JAX_BARACUDA_CUDA_COMPILER_FOUND)
   message(STATUS
     "jax_baracuda: JAX_BARACUDA_CUDA=OFF builds no CUDA module; JAX_BARACUDA_CUDA_ARCHITECTURES names GPU "

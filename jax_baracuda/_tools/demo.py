@@ -289,14 +289,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return CANNOT_RUN
 
-    device = default_devices()[0]
-    graphs = {dtype: load_digits_graph(options.seed, dtype) for dtype in DTYPES}
-    graph = graphs["float32"]
     print(
         "The demo trains a graph network on images of handwritten digits, in float32\n"
         "and bfloat16, once with jax_baracuda and once with jax.ops, and compares them.\n"
         "It takes less than a minute on two cores."
     )
+    device = default_devices()[0]
+    graphs = {dtype: load_digits_graph(options.seed, dtype) for dtype in DTYPES}
+    graph = graphs["float32"]
     print(f"device:    {device.device_kind}")
     print(
         f"graph:     {len(graph.labels)} nodes, {len(graph.plan.edge_order)} edges; {int(graph.is_train.sum())} "
