@@ -301,7 +301,7 @@ ROPE_WRITE = Op(
         **other_dimensions(ranks, axis, has_layer, scales),
         **_queries("q"),
         "frequencies": ("part", "pair"),
-        "positions": (*(("section",) if sections else ()), "row"),
+        "positions": (*(("section",) if len(sections) > 0 else ()), "row"),
     },
     results=lambda *, ranks, axis, has_layer: {
         **pool_dimensions("result", ranks, axis, has_layer),
