@@ -93,7 +93,7 @@ def _rope_write(
 ) -> Any:
     own = layer if pools.layers else None
     q, *dests = jax_baracuda.rope_write(
-        q, *rows, *dests, positions, slots, interleaved=False, axis=pools.axis, layer=own
+        q, rows[0], rows[1], dests[0], dests[1], positions, slots, interleaved=False, axis=pools.axis, layer=own
     )
     return dests, q
 

@@ -230,8 +230,9 @@ def why_not(call: Call) -> str | None:
     Filter widths, windows and broadcasting are not checked.
     """
     op, attributes = OPS[call.target], dict(call.attributes)
-    if call.target.startswith("write_"):
+    if call.target.startswith("write_") or call.target == "rope_write":
         num_arrays = len(call.results) // (2 if call.target.endswith("_backward") else 1)
+        num_arrays -= call.target == "rope_write"  # the queries
         for dest, result in zip(call.operands, call.results[:num_arrays], strict=False):
             if (dest.shape, dest.dtype) != (result.shape, result.dtype):
                 return f"{dest} is not {result}"

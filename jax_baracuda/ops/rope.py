@@ -544,7 +544,7 @@ ROPE = Op(
     operands=lambda *, num_arrays, heads_first, sections: {
         **_features(num_arrays=num_arrays, heads_first=heads_first),
         "frequencies": ("part", "pair"),
-        "positions": (*(("section",) if sections else ()), "example", "sequence"),
+        "positions": (*(("section",) if len(sections) > 0 else ()), "example", "sequence"),
     },
     optional={"positions": "has_positions"},
     results=_features,

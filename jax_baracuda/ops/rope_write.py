@@ -18,7 +18,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_ar
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import at_least, on_gpu, param
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.guarantees import Guarantee, accumulated
+from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -289,9 +289,9 @@ def _transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array
     return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
 
 
-def _guarantee(dtype: str, platform: str) -> Guarantee:
-    """Rotations that are stored in other dtypes are computed in float32."""
-    return accumulated(dtype if dtype in FLOATING_DTYPES else "float32", platform)
+def _dtypes(*, scales: Sequence[int] | None = None) -> frozenset[str]:
+    """Those of queries, keys and values. In a call, whose params are known, also those of caches that convert."""
+    return FLOATING_DTYPES if scales is None else FLOATING_DTYPES | CONVERTIBLE_POOLS
 
 
 ROPE_WRITE = Op(
@@ -301,7 +301,7 @@ ROPE_WRITE = Op(
         **other_dimensions(ranks, axis, has_layer, scales),
         **_queries("q"),
         "frequencies": ("part", "pair"),
-        "positions": (*(("section",) if sections else ()), "row"),
+        "positions": (*(("section",) if len(sections) > 0 else ()), "row"),
     },
     results=lambda *, ranks, axis, has_layer: {
         **pool_dimensions("result", ranks, axis, has_layer),
@@ -309,8 +309,8 @@ ROPE_WRITE = Op(
     },
     result_dtypes=lambda *operands: [operands[0].dtype, operands[1].dtype, operands[-3].dtype],
     reference=_reference,
-    dtypes=FLOATING_DTYPES | CONVERTIBLE_POOLS,
-    guarantee=_guarantee,
+    dtypes=_dtypes,
+    guarantee=accumulated,
     attributes=(
         "axis",
         "has_layer",
