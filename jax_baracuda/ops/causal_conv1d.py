@@ -28,6 +28,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     in_automatic_mode,
     reshard_as,
+    whole_number,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import map_together
@@ -56,6 +57,7 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     return_final_state: Literal[False] = False,
     segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
     implementation: Implementation | None = None,
 ) -> Array: ...
 
@@ -71,6 +73,7 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     return_final_state: Literal[True],
     segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array]: ...
 
@@ -86,6 +89,7 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     return_final_state: bool = False,
     segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]: ...
 
@@ -102,6 +106,7 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     return_final_state: bool = False,
     segment_ids: ArrayLike | None = None,
+    num_segments: int | None = None,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
     """Depthwise causal convolution: each channel over its own past, as in Mamba (Gu and Dao, 2023).
@@ -122,12 +127,16 @@ def causal_conv1d(
       segment_ids: ``[B, L]``, any integer dtype: the sequence that each input belongs to. A tap contributes zero if its
         input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
         belongs to the sequence of the first id of its row.
-      return_final_state: whether to also return the state that continues the last sequence.
+      return_final_state: whether to also return the state that continues the last sequence, or each of them.
+      num_segments: with `segment_ids` and `return_final_state`, asks for the state of every sequence: of the ids 0 to
+        ``num_segments - 1``, whose number must be static.
 
     Returns:
       y with the shape and dtype of `x`, or ``(y, final_state)``. The final state, ``[B, C, W - 1]`` with the dtype of
       `x`, holds the last W - 1 inputs, including those of the initial state if L < W - 1. With `segment_ids`, it holds
-      zeros for inputs that do not belong to the last input's sequence.
+      zeros for inputs that do not belong to the last input's sequence. With `num_segments`, it is
+      ``[B, num_segments, C, W - 1]``: for each id the state after the last input of its sequence; zeros for an id that
+      the row does not have.
 
     Raises:
       TypeError: an argument is not an array or has an unsuitable dtype.
@@ -148,10 +157,15 @@ def causal_conv1d(
       >>> print(y, state)
       [[[1. 1. 1. 1.]]] [[[4.]]]
     """
-    params, arrays = canonicalize(
-        "causal_conv1d", x, weight, bias, activation, channels_last, initial_state, segment_ids
-    )
-    return _convolution(Params(params, returns_state=bool(return_final_state)), **arrays)
+    name = "causal_conv1d"
+    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, initial_state, segment_ids)
+    if num_segments is None:
+        return _convolution(Params(params, returns_state=bool(return_final_state)), **arrays)
+    num_segments = whole_number(name, "num_segments", num_segments, minimum=0)
+    if segment_ids is None or not return_final_state:
+        raise ValueError(f"{name}: num_segments needs segment_ids and return_final_state=True")
+    y = _convolution(Params(params, returns_state=False), **arrays)
+    return y, _states_of_segments(arrays, as_array(name, "segment_ids", segment_ids), num_segments, params)
 
 
 @selectable
@@ -291,6 +305,42 @@ def _final_state(
         return ((same_sequence[:, -1:] >> steps_back) & 1 == 1,)
 
     return jnp.where(_unsplit(is_kept, 1, same_sequence)[..., None, :], tail, 0)
+
+
+def _states_of_segments(arrays: Mapping[str, Any], segment_ids: Array, num_segments: int, params: Params) -> Array:
+    """The final state ``[B, S, C, W - 1]`` of each of the sequences 0 to S - 1 of packed signals."""
+    x, weight, initial_state = arrays["x"], arrays["weight"], arrays["initial_state"]
+    state_length, time = weight.shape[1] - 1, time_axis(params["channels_last"])
+    examples, channels, length = x.shape[0], weight.shape[0], x.shape[time]
+    shape = examples, num_segments, channels, state_length
+    if 0 in (*shape, length):
+        return jnp.zeros(shape, x.dtype)
+
+    def states(x: Array, ids: Array, *initial_state: Array) -> tuple[Array]:
+        segments = jnp.arange(num_segments)
+        is_id = (segments <= jnp.iinfo(ids.dtype).max) & (ids[:, :, None] == segments.astype(ids.dtype))
+        last = jnp.max(jnp.where(is_id, jnp.arange(length)[None, :, None], -1), axis=1)
+        positions = last[:, :, None] - (state_length - 1) + jnp.arange(state_length)
+        examples_of = jnp.arange(examples)[:, None, None]
+        inside = jnp.clip(positions, 0, length - 1)  # the inputs before time 0 are of the sequence of the first one
+        is_same = (last >= 0)[:, :, None] & is_id[examples_of, inside, segments[None, :, None]]
+        if params["channels_last"]:
+            inputs = jnp.swapaxes(x[examples_of, inside], 2, 3)
+        else:
+            inputs = jnp.moveaxis(x[examples_of, :, inside], 3, 2)
+        before = jnp.zeros((), x.dtype)
+        if initial_state:
+            entries = jnp.clip(state_length + positions, 0, state_length - 1)
+            before = jnp.moveaxis(initial_state[0][examples_of, :, entries], 3, 2)
+        inputs = jnp.where((positions < 0)[:, :, None], before, inputs)
+        return (jnp.where(is_same[:, :, None], inputs, 0),)
+
+    operands = [x, segment_ids, *([] if initial_state is None else [initial_state])]
+    spec = jax_versions.explicit_spec(jax.typeof(x))
+    if spec is not None:
+        channel_axis = 2 if params["channels_last"] else 1
+        states = in_automatic_mode(states, jax.typeof(x), (spec[0], None, spec[channel_axis], None))
+    return states(*operands)[0]
 
 
 def _unsplit(function: Callable[..., tuple[Array]], axis: int, *arrays: Array) -> Array:

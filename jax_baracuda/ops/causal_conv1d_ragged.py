@@ -74,7 +74,7 @@ def causal_conv1d_ragged(
       cu_seqlens: ``[N + 1]``, any integer dtype: the first token of each sequence, ascending, then the end of the last
         one. For fewer than N sequences, the last entries are equal: empty sequences leave the pool as it is. Tokens
         outside of all sequences are padding.
-      state_slots: ``[N]``, any integer dtype: the slot of each sequence. A sequence with a negative slot, or one beyond
+      state_slots: integers, one for each sequence: its slot in the pool. A sequence with a negative slot, or one beyond
         the pool, begins with zeros and its state is not kept.
       has_state: ``[N]``, bool: whether a sequence begins with the state in its slot. The others begin with zeros.
 

@@ -69,8 +69,8 @@ def causal_conv1d_update(
       state: ``[B, C, K]`` with any K >= W - 1 and the dtype of `x`: the last K inputs, the newest last; zeros at the
         start of a sequence. Or, with `state_slots`, a pool of states ``[slots, C, K]``, as of
         :func:`causal_conv1d_ragged`: the first W - 1 entries of a row are the state, the newest input last.
-      state_slots: ``[B]``, any integer dtype: the slot of the pool that holds the state of each sequence. A sequence
-        with a negative slot, or one beyond the pool, begins with zeros and its new state is not kept.
+      state_slots: integers, one for each sequence: its slot in the pool. A sequence with a negative slot, or one beyond
+        the pool, begins with zeros and its state is not kept.
       num_accepted: ``[B]``, any integer dtype, for speculative decoding with `state_slots`: how many of the inputs of
         the previous call were accepted, and 1 in the first call after :func:`causal_conv1d_ragged`. Numbers are clipped
         to 1 ... K - W + 2. Needs K >= W - 2 + T. The previous state begins at entry ``num_accepted - 1`` of its row.

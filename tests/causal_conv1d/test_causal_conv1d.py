@@ -327,6 +327,53 @@ def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> None:
 # States and decoding.
 
 
+@pytest.mark.parametrize("channels_last", LAYOUTS)
+@pytest.mark.parametrize("width", [1, 2, 4, 9])
+def test_states_of_every_packed_sequence(rng: np.random.Generator, width: int, channels_last: bool) -> None:
+    """Each is the final state of the signal cut off after the sequence; also if ids recur or are missing."""
+    num_segments, length = 6, 19
+    for has_state, ids_dtype in ((False, "int32"), (True, "int8"), (True, "uint16")):
+        problem = make_problem(rng, (3, 5, length), width, has_state=has_state and width > 1)
+        ids = (np.cumsum(rng.random((3, length)) < 0.3, axis=1) % 5).astype(ids_dtype)
+        ids[:, 0] = 5
+
+        def states_of(arrays: Any, ids: Any = ids, activation: Any = problem.activation) -> Any:
+            options = {"activation": activation, "channels_last": channels_last, "segment_ids": ids}
+            return causal_conv1d(**arrays, **options, return_final_state=True, num_segments=num_segments)
+
+        arrays = problem.operands(channels_last)
+        (y, states), pull = jax.vjp(jax.jit(states_of), arrays)
+        assert_same_bits(y, causal_conv1d(**arrays, activation=problem.activation, channels_last=channels_last,
+                                          segment_ids=ids))  # fmt: skip
+        assert states.shape == (3, num_segments, 5, width - 1)
+        d_states = rng.normal(size=states.shape).astype(np.float32)
+        gradients = pull((jnp.zeros_like(y), d_states))[0]
+        d_inputs = np.zeros((3, 5, width - 1 + length))
+        before = problem.arrays.get("initial_state", np.zeros((3, 5, width - 1), np.float32))
+        inputs = np.concatenate([before, problem.arrays["x"]], axis=2)
+        input_ids = np.concatenate([np.repeat(ids[:, :1], width - 1, axis=1), ids], axis=1)
+        for b, s in np.ndindex(3, num_segments):
+            places = np.flatnonzero(input_ids[b] == s)
+            expected = np.zeros((5, width - 1), np.float32)
+            if len(places) > 0:
+                own = slice(places[-1] + 2 - width, places[-1] + 1)
+                is_own = input_ids[b, own] == s
+                expected = np.where(is_own, inputs[b, :, own], 0)
+                d_inputs[b, :, own] += np.where(is_own, d_states[b, s], 0)
+            assert_same_bits(states[b, s], expected)
+        np.testing.assert_allclose(in_layout(gradients["x"], channels_last), d_inputs[:, :, width - 1 :], 1e-5, 1e-5)
+        if "initial_state" in gradients:
+            np.testing.assert_allclose(gradients["initial_state"], d_inputs[:, :, : width - 1], 1e-5, 1e-5)
+
+
+def test_number_of_segments_without_states_is_refused() -> None:
+    for options in ({"segment_ids": IDS}, {"return_final_state": True}):
+        with pytest.raises(ValueError, match="causal_conv1d: num_segments needs segment_ids and return_final_state"):
+            causal_conv1d(X, WEIGHT, num_segments=2, **options)
+    with pytest.raises(ValueError, match="causal_conv1d: num_segments must be 0 or more"):
+        causal_conv1d(X, WEIGHT, segment_ids=IDS, return_final_state=True, num_segments=-1)
+
+
 def test_state_of_a_filter_without_past(rng: np.random.Generator) -> None:
     """For width 1, states are empty, but still accepted and returned."""
     x, weight = rng.normal(size=(2, 3, 5)).astype(np.float32), np.ones((3, 1), np.float32)
