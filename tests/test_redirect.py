@@ -658,17 +658,13 @@ def test_contexts_inside_of_traced_functions_are_errors() -> None:
 
     own = places_in_jax()
     x = jnp.ones(3)
-    for function in (
-        jax.jit(entered),
-        jax.jit(jax.vmap(entered)),
-        jax.grad(jax.checkpoint(lambda x: entered(x).sum())),
-    ):
-        with pytest.raises(
-            RuntimeError, match=r"put it around the compiled function, as in redirect\(\)\(jax.jit\(f\)\)"
-        ):
-            function(jnp.ones((2, 3)) if "vmap" in str(function) else x)
-        with pytest.raises(RuntimeError, match="inside a function that JAX is tracing"):
-            jax.jit(redirect()(lambda x: x))(x)
+    advice = r"put it around the compiled function, as in redirect\(\)\(jax.jit\(f\)\)"
+    functions = jax.jit(entered), jax.jit(jax.vmap(entered)), jax.grad(jax.checkpoint(lambda x: entered(x[0]).sum()))
+    for function, operand in zip(functions, (x, jnp.ones((2, 3)), jnp.ones((2, 3))), strict=True):
+        with pytest.raises(RuntimeError, match=advice):
+            function(operand)
+    with pytest.raises(RuntimeError, match="inside a function that JAX is tracing"):
+        jax.jit(redirect()(lambda x: x))(x)
     assert jax.grad(lambda x: entered(x).sum())(x).shape == (3,)
     assert places_in_jax() == own
 
