@@ -169,8 +169,8 @@ def contenders(program: Program) -> Iterator[Contender]:
     yield of_jax(OURS, "plan", program, Ours(), weights, x, {"plan": plan})
     yield of_jax(OURS, "no plan", program, Ours(nodes), weights, x, ids)
     yield of_jax(XLA, "", program, Plain(nodes), weights, x, ids)
-    redirected = jb.redirect()(training_step(MODELS[program.model], Plain(nodes)))
-    yield of_step(OURS, "plain JAX, redirected", program, redirected, weights, x, ids)
+    step = training_step(MODELS[program.model], Plain(nodes))
+    yield of_step(OURS, "plain JAX, redirected", program, step, weights, x, ids, contender=RedirectedContender)
     if geometric is None or not torch.cuda.is_available():
         return
     torch.set_float32_matmul_precision("high")  # TF32, which is JAX's default.
@@ -189,6 +189,14 @@ def of_jax(
     return of_step(library, formulation, program, training_step(MODELS[program.model], ops), weights, *operands)
 
 
+class RedirectedContender(JaxContender):
+    """A function in plain JAX, compiled inside ``redirect``."""
+
+    def prepare(self) -> None:
+        with jb.redirect():
+            super().prepare()
+
+
 def of_step(
     library: str,
     formulation: str,
@@ -196,11 +204,12 @@ def of_step(
     step: Callable[..., Any],
     weights: list[jax.Array],
     *operands: Any,
+    contender: type[JaxContender] = JaxContender,
 ) -> JaxContender:
     is_short = jax.default_backend() == "gpu" and program.graph.edges < SMALL_EDGES
     steps = SMALL_STEPS if is_short else 1
     untyped: Any = weights
-    return JaxContender(library, formulation, repeated(step, steps), untyped, *operands, repetitions=steps)
+    return contender(library, formulation, repeated(step, steps), untyped, *operands, repetitions=steps)
 
 
 def repeated(step: Callable[..., Any], steps: int) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ _Run = Callable[..., Sequence[Array]]
 _FEW_ROWS = "few rows of an array are updated, which XLA may do in place"
 _RULES_OF_JOIN = (on_cpu(_FEW_ROWS, mostly_empty_segments), on_gpu(_FEW_ROWS, mostly_empty_segments))
 
-# Two busy cores, time of plain JAX / kernel: 0.7 to 1.0 for 1 to 8,000 rows of 64 to 1,024 numbers, 0.7 to 1.2 in loops,
+# Two busy cores, time of plain JAX / kernel: 0.7 to 1.0 for up to 8,000 rows of 64 to 1,024 numbers, in loops to 1.2,
 # 0.02 to 0.2 for 20,000 to 100,000 narrow rows. XLA copies float8 arrays in every step.
 _RULES_OF_WRITE = (on_cpu("XLA writes rows in place in as little time", at_least(element_bits=16)),)
 

@@ -442,7 +442,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
       NotImplementedError: such calls cannot be redirected in this version of JAX. Raised on entering.
       TypeError: the decorated function is a generator or coroutine function, asynchronous or not. Its body would run
         after the call.
-      RuntimeError: the context is left more often than it was entered in the thread.
+      RuntimeError: the context is entered inside a function that JAX is tracing, such as one in ``jax.jit``: put it
+        around the compiled function. Or it is left more often than it was entered in the thread.
 
     Wrong arguments raise JAX's own errors.
 
@@ -453,12 +454,11 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
       >>> import jax, jax.numpy as jnp, jax_baracuda as jb
       >>> def mean_of_two(data, ids):
       ...     return jax.ops.segment_sum(data, ids, num_segments=2) / 2
-      >>> with jb.redirect() as report:
+      >>> with jb.redirect() as report, jb.implementation("kernel"):
       ...     print(mean_of_two(jnp.array([1.0, 2.0, 3.0]), jnp.array([0, 1, 1])))
       [0.5 2.5]
       >>> print(report)
-      1 x jax.ops.segment_sum: plain JAX, the call of a kernel takes longer than the
-          sum
+      1 x jax.ops.segment_sum: a kernel, asked for
     """
 
     def __init__(
@@ -480,6 +480,12 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
         self.report = RedirectReport()
 
     def __enter__(self) -> RedirectReport:
+        if jax_versions.is_staging():
+            raise RuntimeError(
+                "redirect: the context is entered inside a function that JAX is tracing, but calls are redirected when "
+                "the program is compiled, after this function has returned; put it around the compiled function, as in "
+                "redirect()(jax.jit(f))"
+            )
         _use_places(self._kinds)
         super().__enter__()
         return self.report

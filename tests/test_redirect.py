@@ -649,6 +649,26 @@ def test_jax_is_as_it_was_after_tasks_and_threads(rng: np.random.Generator) -> N
     assert places_in_jax() == own
 
 
+def test_contexts_inside_of_traced_functions_are_errors() -> None:
+    """There they would do nothing: programs are lowered after the function has returned."""
+
+    def entered(x: jax.Array) -> jax.Array:
+        with redirect():
+            return x[jnp.asarray([0, 1])]
+
+    own = places_in_jax()
+    x = jnp.ones(3)
+    advice = r"put it around the compiled function, as in redirect\(\)\(jax.jit\(f\)\)"
+    functions = jax.jit(entered), jax.jit(jax.vmap(entered)), jax.grad(jax.checkpoint(lambda x: entered(x[0]).sum()))
+    for function, operand in zip(functions, (x, jnp.ones((2, 3)), jnp.ones((2, 3))), strict=True):
+        with pytest.raises(RuntimeError, match=advice):
+            function(operand)
+    with pytest.raises(RuntimeError, match="inside a function that JAX is tracing"):
+        jax.jit(redirect()(lambda x: x))(x)
+    assert jax.grad(lambda x: entered(x).sum())(x).shape == (3,)
+    assert places_in_jax() == own
+
+
 def test_decorator() -> None:
     context = redirect()
     assert context(is_redirected)()

@@ -67,6 +67,17 @@ def program_primitive(name: str, **rules: Callable[..., Any]) -> Primitive:
     return primitive_of(name, run, lambda *_, jaxpr, **__: jaxpr.out_avals, **rules)
 
 
+def is_staging() -> bool:
+    """Whether JAX traces a program here that it lowers later."""
+    from jax._src import core
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+
+    trace: Any = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
+
+
 def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     """A traced program as a function. ``jax.extend`` is imported here, for the reason above."""
     from jax.extend.core import jaxpr_as_fun

@@ -95,7 +95,7 @@ def compare_redirected(timings: Timings, require_calls: Callable[..., None]) -> 
     ) -> Any:
         jax.clear_caches()  # calls are counted while they are traced, in inner jits, too
         redirect = jb.redirect(indexed_updates=True, slice_updates=True)
-        plain, redirected = jax.jit(step), jax.jit(redirect(step))
+        plain, redirected = jax.jit(step), redirect(jax.jit(step))
         expected, results = plain(*arguments), redirected(*arguments)
         jax.tree.map(lambda a, b: assert_close(a, b, rtol, atol, name), results, expected)
         require_calls(redirect.report, calls)

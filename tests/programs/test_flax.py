@@ -66,7 +66,7 @@ def test_decoding_step_by_step(rng: np.random.Generator, decoder: Callable[[], t
     """Outputs and caches after each token are the same."""
     next_token, expected_state = decoder()
     redirect = jb.redirect(slice_updates=True)
-    plain, redirected = jax.jit(next_token), jax.jit(redirect(next_token), donate_argnums=0)
+    plain, redirected = jax.jit(next_token), redirect(jax.jit(next_token, donate_argnums=0))
     state = jax.tree.map(jnp.copy, expected_state)
     for x in tokens(rng):
         expected_state, expected = plain(expected_state, x)
