@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_baracuda as jb
 
@@ -164,6 +166,23 @@ def test_vmap(rng: np.random.Generator, mapped: str) -> None:
     for i in range(3):
         exact, magnitude = exact_sums(rows[i if axes[0] == 0 else 0], ids[i if axes[1] == 0 else 0], 4)
         assert_rounded_once(actual[i], exact, 200 * EPS_OF_FLOAT64 * magnitude, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_split_over_devices(rng: np.random.Generator, dtype: str) -> None:
+    """Each device's sum is rounded to float32, and these sums are added in float32."""
+    num_devices = 2
+    mesh = jax.make_mesh((num_devices,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
+    rows = cancelling_rows(rng, 40_000, 3, dtype)[:40_000]
+    ids = rng.integers(0, 5, len(rows)).astype(np.int32)
+    exact, magnitude = exact_sums(rows, ids, 5)
+    of_devices = [
+        exact_sums(*half, 5)[0] for half in zip(np.split(rows, num_devices), np.split(ids, num_devices), strict=True)
+    ]
+    in_float32 = 2.0**-23 * np.sum(np.abs(of_devices), axis=0)
+    operands = [jax.device_put(x, NamedSharding(mesh, P("rows"))) for x in (rows, ids)]
+    actual = sums_of(jb.segment_sum, *operands, 5, **IN_FLOAT64)
+    assert_rounded_once(actual, exact, in_float32 + 500 * EPS_OF_FLOAT64 * magnitude, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8"])

@@ -82,15 +82,16 @@ struct FloatingProduct {
 
   template <typename Number>
   JB_INLINE static void FoldNumbers(const Number* values, int64_t width, CellsOf<FloatingProduct> cells) {
-    // Almost all rows end here: neither the cells nor the products are shifted.
-    BitsOf<First> excess = 0;
-    JB_VECTORIZE
-    for (int64_t i = 0; i < width; ++i) {
-      const First cell = cells.first[i], product = cell * static_cast<First>(values[i]);
-      const BitsOf<First> larger = std::max(ExcessOverSmallest(cell), ExcessOverSmallest(product));
-      excess = std::max(excess, larger);
+    if (width > kMaxNarrowWidth) {
+      // Almost all wide rows end here: neither the cells nor the products are shifted.
+      BitsOf<First> excess = 0;
+      JB_VECTORIZE
+      for (int64_t i = 0; i < width; ++i) {
+        const First cell = cells.first[i], product = cell * static_cast<First>(values[i]);
+        excess = std::max(excess, std::max(ExcessOverSmallest(cell), ExcessOverSmallest(product)));
+      }
+      if (excess < kFirstShiftedExcess<First>) return Multiply(values, width, cells.first);
     }
-    if (excess < kFirstShiftedExcess<First>) return Multiply(values, width, cells.first);
     SignedBits<First> leaves = 0;
     JB_VECTORIZE
     for (int64_t i = 0; i < width; ++i) {
