@@ -41,9 +41,8 @@ COVERED_TESTS ?= tests
 demo: $(VENV)/installed
 	@$(BIN)/pip install --quiet $(call REQUIREMENTS,demo)
 	$(BIN)/python -m jax_baracuda demo
-	@echo
-	@echo "Next: source $(BIN)/activate puts this Python on the PATH."
-	@echo "      make test tells whether the installation is right."
+	@echo "           source $(BIN)/activate puts this Python on the PATH"
+	@echo "           make test tells whether the installation is right"
 
 # Whether an installation is right: at least one case of each test that is not thorough.
 test: export JAX_BARACUDA_TEST_STRIDE ?= 100
