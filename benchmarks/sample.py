@@ -133,7 +133,8 @@ def less_contended(sizes: dict[str, int], is_power_law: bool) -> dict[str, int]:
 def draw_sizes(rng: np.random.Generator, example: Example, platform: str) -> dict[str, int]:
     draw = sizes_of_rows if "row" in example.dims else scaled_sizes
     sizes = shrunk(example, draw(rng, example, platform), platform)
-    if "sequence" in sizes and sizes["sequence"] in (sizes["head"], sizes["q_head"], sizes["k_head"]):
+    heads = [size for name, size in sizes.items() if name in ("head", "q_head", "k_head")]
+    if sizes.get("sequence") in heads:
         sizes["sequence"] //= 2  # with equal sizes, rope would require a layout
     if "new" in example.dims:
         sizes["new"] = min(sizes["new"], sizes["time"])

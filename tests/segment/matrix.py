@@ -423,7 +423,8 @@ MIDDLE_SIZES: dict[str, Sizes] = {
 LARGE_SIZES: dict[str, Sizes] = {
     **MIDDLE_SIZES,
     "ordered": {"row": 100_000, "features": (32,), "segment": 5_000},
-    "ordered, narrow": {"row": 60_000, "features": (3,), "segment": 6_000},
+    "ordered, narrow": {"row": 70_000, "features": (3,), "segment": 6_000},
+    "few wide rows": {"row": 16_000, "features": (500,), "segment": 500},
     "ordered, odd": {"row": 300_001, "features": (33,), "segment": 20_001},
     "ordered, wide": {"row": 70_000, "features": (256,), "segment": 30_000},
     "ordered, few segments": {"row": 300_000, "features": (64,), "segment": 100},

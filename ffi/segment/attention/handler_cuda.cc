@@ -16,21 +16,21 @@ constexpr auto kPlanBySegment = CudaPlanOf<AttentionCallOf<AttentionBySegmentCal
 constexpr auto kPlanByRow = CudaPlanOf<AttentionCallOf<AttentionByRowCall>>;
 
 JB_CUDA_TARGET(kForwardName<kDot>, (HandleAttention<cudaStream_t, kDot, kRun>), BindAttention<Stream>(), kPlan,
-               kNothing, "fill", "tiles");
+               kNothing, "fill", "tiles", "small_tiles");
 JB_CUDA_TARGET(kForwardName<kAdditive>, (HandleAttention<cudaStream_t, kAdditive, kRun>), BindAttention<Stream>(),
-               kPlan, kNothing, "fill", "tiles");
+               kPlan, kNothing, "fill", "tiles", "small_tiles");
 JB_CUDA_TARGET(kForwardName<kGiven>, (HandleAttention<cudaStream_t, kGiven, kRun>), BindAttention<Stream>(), kPlan,
-               kNothing, "fill", "tiles");
+               kNothing, "fill", "tiles", "small_tiles");
 JB_CUDA_TARGET(kBySegmentName<kDot>, (HandleAttentionBySegment<cudaStream_t, kDot, kRunBySegment>),
-               BindAttentionBySegment<Stream>(), kPlanBySegment, kNothing, "fill", "tiles");
+               BindAttentionBySegment<Stream>(), kPlanBySegment, kNothing, "fill", "tiles", "small_tiles");
 JB_CUDA_TARGET(kBySegmentName<kAdditive>, (HandleAttentionBySegment<cudaStream_t, kAdditive, kRunBySegment>),
-               BindAttentionBySegment<Stream>(), kPlanBySegment, kNothing, "fill", "tiles");
+               BindAttentionBySegment<Stream>(), kPlanBySegment, kNothing, "fill", "tiles", "small_tiles");
 JB_CUDA_TARGET(kByRowName<kDot>, (HandleAttentionByRow<cudaStream_t, kDot, kRunByRow>), BindAttentionByRow<Stream>(),
-               kPlanByRow, kNothing, "fill", "tiles");
+               kPlanByRow, kNothing, "fill", "tiles", "small_tiles");
 JB_CUDA_TARGET(kByRowName<kAdditive>, (HandleAttentionByRow<cudaStream_t, kAdditive, kRunByRow>),
-               BindAttentionByRow<Stream>(), kPlanByRow, kNothing, "fill", "tiles");
+               BindAttentionByRow<Stream>(), kPlanByRow, kNothing, "fill", "tiles", "small_tiles");
 JB_CUDA_TARGET(kByRowName<kGiven>, (HandleAttentionByRow<cudaStream_t, kGiven, kRunByRow>),
-               BindAttentionByRow<Stream>(), kPlanByRow, kNothing, "fill", "tiles");
+               BindAttentionByRow<Stream>(), kPlanByRow, kNothing, "fill", "tiles", "small_tiles");
 
 }  // namespace
 }  // namespace jax_baracuda::segment
