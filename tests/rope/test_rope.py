@@ -714,6 +714,25 @@ COMMON_ERRORS: Errors = {
         {"positions": np.zeros((3, 9), np.int32)},
         r"ValueError: positions must have shape .*got \(3, 9\).*M-RoPE",
     ),
+    "sections of another sum": (
+        {"positions": np.zeros((3, 9), np.int32), "sections": (1, 1, 1)},
+        r"ValueError: sections must sum to rotary_dim / 2 = 4, the number of pairs, got \(1, 1, 1\)",
+    ),
+    "sections are negative": (
+        {"positions": np.zeros((2, 9), np.int32), "sections": (-1, 5)},
+        r"ValueError: sections\[0\] must be .*-1",
+    ),
+    "sections are a number": ({"sections": 4}, "TypeError: sections must be a sequence of integers, got int"),
+    "sections without positions": ({"sections": (1, 3)}, "ValueError: positions must be given with sections"),
+    "positions without sections": (
+        {"positions": POSITIONS, "sections": (1, 2, 1)},
+        r"ValueError: positions must have shape \[sections, S\] = \(3, 9\) or \[sections, B, S\] = \(3, 2, 9\)",
+    ),
+    "rotary_offset is negative": ({"rotary_offset": -1}, "ValueError: rotary_offset must be .*-1"),
+    "rotary_offset is too large": (
+        {"rotary_offset": 6, "rotary_dim": 4},
+        "ValueError: rotary_dim must be even and at most .* from rotary_offset = 6 on, 2, got 4",
+    ),
     "base is zero": ({"base": 0}, "ValueError: base must be finite and positive, got 0"),
     "base is negative": ({"base": -10.0}, "ValueError: base must be finite and positive, got -10.0"),
     "base is infinite": ({"base": np.inf}, "ValueError: base must be finite and positive, got inf"),
