@@ -41,8 +41,8 @@ namespace jax_baracuda::rope_write {
 
 inline constexpr const char* kOp = "rope_write";
 
-// Operands are those of write_rows, which are the pools of keys and values, keys, values, slots, and the layer and scales
-// if there are some. Then follow queries, frequencies and positions. Results are the pools and the queries.
+// Operands are those of write_rows: the pools of keys and values, keys, values, slots, and the layer and scales if
+// there are some. Then follow queries, frequencies and positions. Results are the pools and the queries.
 class Decoder {
  public:
   Decoder(ffi::RemainingArgs operands, ffi::RemainingRets results, const Attributes& attributes)

@@ -1,7 +1,7 @@
 // The CUDA kernel of write_rows. One launch writes the rows of all pools.
 //
-// A block writes a tile: some consecutive rows, or a part of one long row. While it finds out which of its rows to write,
-// their numbers are on their way, because these loads do not depend on slots.
+// A block writes a tile: some consecutive rows, or a part of one long row. While it finds out which of its rows to
+// write, their numbers are on their way, because these loads do not depend on slots.
 
 #include <algorithm>
 #include <cstdint>

@@ -156,7 +156,8 @@ def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, la
     with cases.x64_for(dtype), jb.implementation("xla"):
         for variant, interleaved in itertools.product(range(0, 12, 2), PAIRINGS):
             size = (2, 3, 17, 20)
-            rotation = dataclasses.replace(make_rotation(rng, variant, size, layout, interleaved), positions=None, sections=None)
+            rotation = make_rotation(rng, variant, size, layout, interleaved)
+            rotation = dataclasses.replace(rotation, positions=None, sections=None)
             shape = features_shape(layout, 2, 3, 17, 20)
             x, cotangent = (make_features(rng, shape, dtype) for _ in range(2))
             call = functools.partial(value_and_pullback, rope, rotation)
@@ -232,8 +233,18 @@ def test_many_rows(rng: np.random.Generator, dtype: str, layout: str) -> None:
     """The GPU's strategy for many rows is right: in vectors and in single pairs, with every kind of positions."""
     batch, length = Batch(), 3011 if cases.PLATFORM == "cuda" else 301
     for (kind, features), interleaved in itertools.product(enumerate((16, 14, 16, 14)), PAIRINGS):
-        positions = make_positions(rng, kind, 6, length)
-        rotation = Rotation(positions, interleaved=interleaved, layout=layout, rotary_dim=(8, 10)[kind % 2])
+        positions, sections = make_positions(rng, kind, 6, length), None
+        if kind == 2:
+            sections = (1, 2, 1)
+            positions = np.stack([make_positions(rng, kind, 6, length) for _ in sections])
+        rotation = Rotation(
+            positions,
+            interleaved=interleaved,
+            layout=layout,
+            rotary_dim=(8, 10)[kind % 2],
+            rotary_offset=(0, 3, 8, 4)[kind],
+            sections=sections,
+        )
         add_call(batch, rng, rotation, (6, 8, length, features), (8, 2)[: 1 + kind // 2], dtype)
     with cases.x64_for(dtype):
         batch.run()
@@ -291,6 +302,37 @@ def test_formulations_of_models(rng: np.random.Generator, interleaved: bool) -> 
     np.testing.assert_allclose(rope(x, positions, interleaved=interleaved), expected, rtol=0, atol=2e-6)
     in_other_layout = rope(x.swapaxes(1, 2), positions, interleaved=interleaved, layout="BSHD")
     np.testing.assert_allclose(in_other_layout, expected.swapaxes(1, 2), rtol=0, atol=2e-6)
+
+
+def test_formulations_of_multimodal_models(rng: np.random.Generator) -> None:
+    """M-RoPE splits the angles of three positions by contiguous sections, or by every third pair. MLA rotates the last
+    features, with neighbours as pairs."""
+    x = rng.normal(size=(2, 3, 9, 16)).astype(np.float32)
+    positions = rng.integers(0, 5000, (3, 2, 9))
+    angles = positions[..., None] / 10000.0 ** (np.arange(0, 16, 2) / 16)
+    contiguous = np.concatenate(
+        [
+            part[i % 3]
+            for i, part in enumerate(np.split(np.concatenate([angles] * 2, axis=-1), [2, 5, 8, 10, 13], axis=-1))
+        ],
+        axis=-1,
+    )
+    in_turns = angles[0].copy()
+    for axis, size in ((1, 2), (2, 2)):
+        in_turns[..., axis : 3 * size : 3] = angles[axis][..., axis : 3 * size : 3]
+    for sections, interleaved, expected in (
+        ((2, 3, 3), False, contiguous),
+        ((4, 2, 2), True, np.concatenate([in_turns] * 2, axis=-1)),
+    ):
+        swapped = np.concatenate([-x[..., 8:], x[..., :8]], axis=-1).astype(np.float64)
+        turned = x * np.cos(expected[:, None]) + swapped * np.sin(expected[:, None])
+        result = rope(x, positions, interleaved=False, sections=sections, sections_interleaved=interleaved)
+        np.testing.assert_allclose(result, turned, rtol=0, atol=2e-6)
+    nope, pe = np.split(x, [10], axis=-1)
+    result = rope(x, positions[0], rotary_offset=10)
+    np.testing.assert_array_equal(result[..., :10], nope)
+    expected = as_in_gpt_j(pe.astype(np.float64), positions[0], 10000.0)
+    np.testing.assert_allclose(result[..., 10:], expected, rtol=0, atol=2e-6)
 
 
 @each_layout
@@ -671,6 +713,25 @@ COMMON_ERRORS: Errors = {
     "positions of three axes, shared": (
         {"positions": np.zeros((3, 9), np.int32)},
         r"ValueError: positions must have shape .*got \(3, 9\).*M-RoPE",
+    ),
+    "sections of another sum": (
+        {"positions": np.zeros((3, 9), np.int32), "sections": (1, 1, 1)},
+        r"ValueError: sections must sum to rotary_dim / 2 = 4, the number of pairs, got \(1, 1, 1\)",
+    ),
+    "sections are negative": (
+        {"positions": np.zeros((2, 9), np.int32), "sections": (-1, 5)},
+        r"ValueError: sections\[0\] must be .*-1",
+    ),
+    "sections are a number": ({"sections": 4}, "TypeError: sections must be a sequence of integers, got int"),
+    "sections without positions": ({"sections": (1, 3)}, "ValueError: positions must be given with sections"),
+    "positions without sections": (
+        {"positions": POSITIONS, "sections": (1, 2, 1)},
+        r"ValueError: positions must have shape \[sections, S\] = \(3, 9\) or \[sections, B, S\] = \(3, 2, 9\)",
+    ),
+    "rotary_offset is negative": ({"rotary_offset": -1}, "ValueError: rotary_offset must be .*-1"),
+    "rotary_offset is too large": (
+        {"rotary_offset": 6, "rotary_dim": 4},
+        "ValueError: rotary_dim must be even and at most .* from rotary_offset = 6 on, 2, got 4",
     ),
     "base is zero": ({"base": 0}, "ValueError: base must be finite and positive, got 0"),
     "base is negative": ({"base": -10.0}, "ValueError: base must be finite and positive, got -10.0"),

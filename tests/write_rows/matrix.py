@@ -24,17 +24,17 @@ from support.matrix.calls import (
 Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
-    "small": {"layer": 2, "slot": 12, "row": 8, "head": 4, "feature": 8},
-    "odd": {"layer": 3, "slot": 13, "row": 7, "head": 3, "feature": 5},
-    "one": {"layer": 1, "slot": 1, "row": 1, "head": 1, "feature": 1},
-    "many duplicates": {"layer": 2, "slot": 3, "row": 40, "head": 2, "feature": 4},
-    "empty": {"layer": 2, "slot": 6, "row": 0, "head": 2, "feature": 4},
+    "small": {"layer": 2, "slot": 12, "token": 8, "head": 4, "feature": 8},
+    "odd": {"layer": 3, "slot": 13, "token": 7, "head": 3, "feature": 5},
+    "one": {"layer": 1, "slot": 1, "token": 1, "head": 1, "feature": 1},
+    "many duplicates": {"layer": 2, "slot": 3, "token": 40, "head": 2, "feature": 4},
+    "empty": {"layer": 2, "slot": 6, "token": 0, "head": 2, "feature": 4},
 }
 LARGE_SIZES: dict[str, Sizes] = {
-    "prefill": {"layer": 2, "slot": 20_000, "row": 8192, "head": 4, "feature": 64},
-    "decode": {"layer": 4, "slot": 40_000, "row": 64, "head": 8, "feature": 128},
-    "long odd rows": {"layer": 1, "slot": 40, "row": 30, "head": 3, "feature": 30_001},
-    "sorted first": {"layer": 1, "slot": 100_000, "row": 140_000, "head": 1, "feature": 2},
+    "prefill": {"layer": 2, "slot": 20_000, "token": 8192, "head": 4, "feature": 64},
+    "decode": {"layer": 4, "slot": 40_000, "token": 64, "head": 8, "feature": 128},
+    "long odd rows": {"layer": 1, "slot": 40, "token": 30, "head": 3, "feature": 30_001},
+    "sorted first": {"layer": 1, "slot": 100_000, "token": 140_000, "head": 1, "feature": 2},
 }
 
 
@@ -80,7 +80,7 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     draw = special if options["values"] == "special" and dtype in FLOATING else numbers
     heads = ["head", "feature"]
     heads.insert(axis, "slot")
-    pool, rows = (*(("layer",) if has_layer else ()), *heads), ("row", "head", "feature")
+    pool, rows = (*(("layer",) if has_layer else ()), *heads), ("token", "head", "feature")
 
     def split(arrays: Any) -> tuple[Any, Any, Any, Any]:
         return arrays[:num], arrays[num : 2 * num], arrays[2 * num], arrays[2 * num + 1] if has_layer else None
@@ -102,7 +102,7 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         operands=(
             *(Operand(name, pool, draw) for name, _ in names),
             *(Operand(name, rows, draw, dtype=row_dtype) for _, name in names),
-            Operand("slots", ("row",), slots(sizes["slot"]), dtype=options["slots"]),
+            Operand("slots", ("token",), slots(sizes["slot"]), dtype=options["slots"]),
             *((of_layer,) if has_layer else ()),
         ),
         apply=apply,
