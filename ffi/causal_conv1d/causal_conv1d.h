@@ -83,8 +83,8 @@ struct StatePool {
   const void* old_data = nullptr;  // copied to `data` first, unless XLA aliased the two
   int64_t bytes = 0;
   int64_t slots = 0;
-  int64_t length = 0;     // at least width - 1
-  int64_t sequences = 0;  // of a batch element
+  int64_t length = 0;          // at least width - 1
+  int64_t sequences = 0;       // of a batch element
   Operand slots_of_sequences;  // int32_t [batch, sequences]; a sequence with a slot outside of the pool has no state
 };
 

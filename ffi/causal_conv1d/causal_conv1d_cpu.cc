@@ -992,8 +992,8 @@ bool WriteStates(ffi::ThreadPool& threads, const ForwardCall& call, const StateP
                    const Sequence& own = writers[i];
                    const Place place{own.batch, own.example, 0, problem.channels};
                    const int64_t slot = OldStates<T>::SlotOf(pool, own.batch, own.index);
-                   T* row = static_cast<T*>(pool.data) +
-                            (own.batch * pool.slots + slot) * problem.channels * pool.length;
+                   T* row =
+                       static_cast<T*>(pool.data) + (own.batch * pool.slots + slot) * problem.channels * pool.length;
                    const T* old = old_states.At(own.batch, own.index, 0);
                    const T* x = convolution.At(call.x, place, own.begin);
                    const int64_t skipped = past + own.count - num_written;
@@ -1029,8 +1029,8 @@ bool Run(ffi::ThreadPool& threads, const RaggedCall& call, const Convolution<T>&
   constexpr int64_t kPadding = -1;
   std::vector<Sequence> sequences, all;
   for (int64_t batch = 0; batch < problem.batch; ++batch) {
-    const auto* const starts = static_cast<const int32_t*>(call.starts.data) +
-                               (call.starts.is_shared ? 0 : batch * (pool.sequences + 1));
+    const auto* const starts =
+        static_cast<const int32_t*>(call.starts.data) + (call.starts.is_shared ? 0 : batch * (pool.sequences + 1));
     int64_t time = 0;
     const auto pad = [&](int64_t end) {
       if (end > time) all.push_back({batch, kPadding, 0, time, end - time});
@@ -1065,8 +1065,8 @@ bool Run(ffi::ThreadPool& threads, const RaggedCall& call, const Convolution<T>&
       tiles_have_memory = false;
       return;
     }
-    size_t s = static_cast<size_t>(std::upper_bound(first_tiles.begin(), first_tiles.end(), begin) -
-                                   first_tiles.begin() - 1);
+    size_t s =
+        static_cast<size_t>(std::upper_bound(first_tiles.begin(), first_tiles.end(), begin) - first_tiles.begin() - 1);
     for (int64_t tile = begin; tile < end; ++tile) {
       while (tile >= first_tiles[s + 1]) ++s;
       const Sequence& own = all[s];
@@ -1081,8 +1081,8 @@ bool Run(ffi::ThreadPool& threads, const RaggedCall& call, const Convolution<T>&
         continue;
       }
       const T* const state = old_states.At(own.batch, own.index, channel);
-      const auto in = convolution.InputsOfSequence(place, own.begin, state, time - convolution.reach(), time + times,
-                                                   memory.get());
+      const auto in =
+          convolution.InputsOfSequence(place, own.begin, state, time - convolution.reach(), time + times, memory.get());
       WriteTile(call, convolution, place, in, time, times, memory.get() + window * tile_channels);
     }
   });

@@ -180,7 +180,7 @@ class Decoder {
     pool->old_data = old.data;
     pool->bytes = MultiplySizes(TrailingSize(states, 0), ElementBytes(call_.type));
     const auto of_slots = batch_.View(slots, /*may_be_shared=*/true);
-    pool->sequences = is_of_examples                          ? problem_.examples
+    pool->sequences = is_of_examples                           ? problem_.examples
                       : of_slots && of_slots->dims.size() == 1 ? of_slots->dims[0]
                                                                : -1;
     if (pool->sequences < 0) return batch_.WrongShape("slots", slots, /*may_be_shared=*/true, "sequences");
@@ -333,10 +333,8 @@ ffi::Error HandleRagged(Context context, ffi::AnyBuffer x, ffi::AnyBuffer states
   if (pool.sequences >= std::numeric_limits<int32_t>::max()) {
     return InvalidArgument(kRaggedName, "slots has " + std::to_string(pool.sequences) + " sequences, expected less");
   }
-  JB_RETURN_IF_ERROR(
-      decoder.OfSequences("starts", starts, ffi::DataType::S32, pool.sequences + 1, &call.starts));
-  JB_RETURN_IF_ERROR(
-      decoder.OfSequences("has_state", has_state, ffi::DataType::PRED, pool.sequences, &call.has_state));
+  JB_RETURN_IF_ERROR(decoder.OfSequences("starts", starts, ffi::DataType::S32, pool.sequences + 1, &call.starts));
+  JB_RETURN_IF_ERROR(decoder.OfSequences("has_state", has_state, ffi::DataType::PRED, pool.sequences, &call.has_state));
   OptionalOperands optional(kRaggedName, optional_operands);
   JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
   JB_RETURN_IF_ERROR(optional.End());

@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
   const T* x = at.In(a.x, geometry);
   T* y = a.y + at.Index(geometry, at.example);
   const uint8_t* same_sequence = nullptr;
-  if (kSequences == Sequences::kMasked && a.same_sequence.data != nullptr) same_sequence = at.Times(a.same_sequence, geometry);
+  if (kSequences == Sequences::kMasked && a.same_sequence.data != nullptr)
+    same_sequence = at.Times(a.same_sequence, geometry);
 
   const T* ahead = x;
   const Stages stages(shared);
@@ -138,9 +139,10 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
 CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   return DispatchType(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return LaunchOnGrid<T>(call, plan, ForwardArguments<T>(call), stream, [](auto width, auto channels, auto has_masks) {
-      return ForwardChannelsLast<T, width, channels, has_masks ? Sequences::kMasked : Sequences::kOne>;
-    });
+    return LaunchOnGrid<T>(
+        call, plan, ForwardArguments<T>(call), stream, [](auto width, auto channels, auto has_masks) {
+          return ForwardChannelsLast < T, width, channels, has_masks ? Sequences::kMasked : Sequences::kOne > ;
+        });
   });
 }
 

@@ -1,4 +1,6 @@
 // Kernels that update a pool of states: of decoder steps, and of the sequences of a ragged call.
+#include <algorithm>
+
 #include "ffi/causal_conv1d/state_pool.cuh"
 #include "ffi/causal_conv1d/tuning.h"
 
@@ -6,6 +8,10 @@ namespace jax_baracuda::causal_conv1d {
 namespace {
 
 inline constexpr int kThreads = 128;
+
+// Sequences of a block of UpdatePool, which loads weights once for all of them. More would leave too few blocks.
+inline constexpr int kMaxSequencesOfBlock = 4;
+inline constexpr int kUpdateBlocks = 8;  // resident per multiprocessor
 
 // ---- Decoder steps.
 
@@ -15,7 +21,8 @@ struct PoolUpdateArguments : ForwardArguments<T> {
   BatchRows<int32_t> num_accepted;  // without data, states begin at the first entry of a row
   int64_t num_written;
   bool channels_last;
-  Divider by_blocks_across;
+  int sequences_of_block;
+  Divider by_blocks_across, by_groups;  // a group is the sequences of a block
 
   PoolUpdateArguments(const PoolUpdateCall& call, int channels_of_block)
       : ForwardArguments<T>(call),
@@ -23,7 +30,13 @@ struct PoolUpdateArguments : ForwardArguments<T> {
         num_accepted(call.num_accepted, call.problem.examples),
         num_written(call.num_written()),
         channels_last(call.problem.channels_last),
-        by_blocks_across(CeilDivide(call.problem.channels, channels_of_block)) {}
+        by_blocks_across(CeilDivide(call.problem.channels, channels_of_block)) {
+    const int64_t examples = call.problem.examples, blocks_across = static_cast<int64_t>(by_blocks_across.divisor);
+    const int64_t at_once = Tuning::kMultiprocessors * int64_t{kUpdateBlocks};
+    const int64_t of_block = CeilDivide(call.problem.batch * examples * blocks_across, at_once);
+    sequences_of_block = static_cast<int>(std::min<int64_t>(of_block, kMaxSequencesOfBlock));
+    by_groups = Divider(CeilDivide(examples, sequences_of_block));
+  }
 };
 
 // The inputs of a thread's channels before a step, the newest last.
@@ -75,22 +88,26 @@ struct History {
   }
 };
 
-// A block has channels of one sequence. If several sequences have the same slot, the block of the last one steps all of
+// A block has channels of a few sequences. If several sequences have the same slot, the block of the last one steps all of
 // them, because their states must be read before one is written. With kVec > 1, rows of the pool have exactly kWidth - 1
 // entries, and channels are last or there is one input.
 template <typename T, int kWidth, int kVec>
-__global__ void __launch_bounds__(kThreads) UpdatePool(const __grid_constant__ PoolUpdateArguments<T> a) {
+__global__ void __launch_bounds__(kThreads, kUpdateBlocks)
+    UpdatePool(const __grid_constant__ PoolUpdateArguments<T> a) {
   using C = ComputeType<T>;
   constexpr int kPast = kWidth - 1;
+  // Bits 2 i and 2 i + 1: whether an earlier, or a later, sequence has the slot of the block's sequence i.
+  __shared__ uint32_t shared_flags;
+  if (threadIdx.x == 0) shared_flags = 0;
   const Geometry& geometry = a.geometry;
-  const int64_t example = a.by_blocks_across.Quotient(blockIdx.x);
-  const int64_t block_across = int64_t{blockIdx.x} - example * static_cast<int64_t>(a.by_blocks_across.divisor);
+  const int64_t band = a.by_blocks_across.Quotient(blockIdx.x);
+  const int64_t block_across = int64_t{blockIdx.x} - band * static_cast<int64_t>(a.by_blocks_across.divisor);
   const int64_t channel = (block_across * kThreads + threadIdx.x) * kVec;
-  const int64_t batch = geometry.examples_of_batch.Quotient(example), first = batch * a.pool.sequences;
-  const int64_t sequence = example - first;
+  const int64_t batch = a.by_groups.Quotient(band), first = batch * a.pool.sequences;
+  const int64_t begin = (band - batch * static_cast<int64_t>(a.by_groups.divisor)) * a.sequences_of_block;
+  const int count = static_cast<int>(min(a.pool.sequences - begin, int64_t{a.sequences_of_block}));
   const int32_t* const slots = a.pool.slots_of_sequences.Of(batch);
-  const int64_t slot = slots[sequence];
-  const bool has_state = a.pool.Has(slot), is_inside = channel < geometry.channels;
+  const bool is_inside = channel < geometry.channels;
   const int left_out = geometry.template LeftOut<kWidth>();
   const int64_t time_stride = a.channels_last ? geometry.channels : 1;
 
@@ -98,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) UpdatePool(const __grid_constant__ P
     return of_example * geometry.length * geometry.channels + (a.channels_last ? channel : channel * geometry.length);
   };
   const auto row_of = [&](int64_t of_sequence) {
-    const T* row = a.pool.Row(geometry, batch, slot, channel);
+    T* row = a.pool.Row(geometry, batch, slots[of_sequence], channel);
     if (kVec == 1 && a.num_accepted.data != nullptr) {
       const int64_t latest = a.pool.length - (geometry.width - 1);
       row += max(min(int64_t{a.num_accepted.Of(batch)[of_sequence]} - 1, latest), int64_t{0});
@@ -111,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) UpdatePool(const __grid_constant__ P
   const auto load = [&](int64_t of_sequence) {
     input = LoadPacked<kVec>(a.x.data + first_input(a.x.Example(geometry, first + of_sequence)));
     history.Clear();
-    if (has_state) history.Load(row_of(of_sequence), left_out);
+    if (a.pool.Has(slots[of_sequence])) history.Load(row_of(of_sequence), left_out);
   };
   // Replaces the history by that after the step.
   const auto step = [&](int64_t of_sequence) {
@@ -139,52 +156,61 @@ __global__ void __launch_bounds__(kThreads) UpdatePool(const __grid_constant__ P
     }
   };
 
-  // The loads do not wait for the search for sequences with the same slot.
+  // The first loads do not wait for the search for sequences with the same slots.
   if (is_inside) {
-    load(sequence);
-    a.weights.template Load<kVec, kWidth>(geometry, example, channel, weights, biases);
+    load(begin);
+    a.weights.template Load<kVec, kWidth>(geometry, first, channel, weights, biases);
   }
-  bool is_earlier = false, is_later = false;
-  if (has_state) {
-    for (int64_t i = threadIdx.x; i < a.pool.sequences; i += kThreads) {
-      if (slots[i] != slot) continue;
-      is_earlier = is_earlier || i < sequence;
-      is_later = is_later || i > sequence;
+  int32_t own_slots[kMaxSequencesOfBlock];
+#pragma unroll
+  for (int i = 0; i < kMaxSequencesOfBlock; ++i) own_slots[i] = i < count ? slots[begin + i] : -1;
+  uint32_t found = 0;
+  for (int64_t i = threadIdx.x; i < a.pool.sequences; i += kThreads) {
+    const int32_t slot = slots[i];
+    if (!a.pool.Has(slot)) continue;
+#pragma unroll
+    for (int own = 0; own < kMaxSequencesOfBlock; ++own) {
+      if (slot == own_slots[own] && i != begin + own) found |= (i < begin + own ? 1u : 2u) << (2 * own);
     }
   }
-  if (__syncthreads_or(is_later)) return;
-  is_earlier = __syncthreads_or(is_earlier);
+  __syncthreads();  // the flags are zero
+  if (found != 0) atomicOr(&shared_flags, found);
+  __syncthreads();
   if (!is_inside) return;
-  if (is_earlier) {
-    for (int64_t i = 0; i < sequence; ++i) {
-      if (slots[i] != slot) continue;
-      load(i);
-      step(i);
+  for (int own = 0; own < count; ++own) {
+    const uint32_t flags = shared_flags >> (2 * own);
+    if ((flags & 2u) != 0) continue;
+    const int64_t sequence = begin + own;
+    if ((flags & 1u) != 0) {
+      for (int64_t i = 0; i < sequence; ++i) {
+        if (slots[i] != slots[sequence]) continue;
+        load(i);
+        step(i);
+      }
     }
-    load(sequence);
-  }
-  // The states of several drafts also hold inputs that the last step has shifted out of the history.
-  const T* const old_row = has_state && kVec == 1 && a.num_accepted.data != nullptr ? row_of(sequence) : nullptr;
-  T oldest[kPast + 1];
+    if (own > 0 || (flags & 1u) != 0) load(sequence);
+    // The rows of drafts also hold inputs that the step shifts out of the history.
+    T oldest[kPast + 1];
 #pragma unroll
-  for (int k = 0; k < kPast; ++k) oldest[k] = history.inputs[k][0];
-  step(sequence);
-  if (!has_state) return;
-  T* const row = a.pool.Row(geometry, batch, slot, channel);
-  if constexpr (kVec > 1) {
-    history.Store(row);
-  } else if (old_row == nullptr) {
+    for (int k = 0; k < kPast; ++k) oldest[k] = history.inputs[k][0];
+    step(sequence);
+    if (!a.pool.Has(slots[sequence])) continue;
+    T* const row = a.pool.Row(geometry, batch, slots[sequence], channel);
+    if constexpr (kVec > 1) {
+      history.Store(row);
+    } else if (a.num_accepted.data == nullptr) {
 #pragma unroll
-    for (int k = 0; k < kPast; ++k) {
-      if (k >= left_out) row[k - left_out] = history.inputs[k][0];
+      for (int k = 0; k < kPast; ++k) {
+        if (k >= left_out) row[k - left_out] = history.inputs[k][0];
+      }
+    } else if (geometry.width > 1) {
+#pragma unroll
+      for (int k = 1; k < kPast; ++k) {
+        if (k > left_out) row[k - left_out - 1] = oldest[k];
+      }
+      const T* const x = a.x.data + first_input(a.x.Example(geometry, first + sequence));
+      for (int64_t time = 0; time < geometry.length; ++time) row[geometry.width - 2 + time] = x[time * time_stride];
     }
-  } else if (geometry.width > 1) {
-#pragma unroll
-    for (int k = 1; k < kPast; ++k) {
-      if (k > left_out) row[k - left_out - 1] = oldest[k];
-    }
-    const T* const x = a.x.data + first_input(a.x.Example(geometry, example));
-    for (int64_t time = 0; time < geometry.length; ++time) row[geometry.width - 2 + time] = x[time * time_stride];
   }
 }
 
@@ -238,8 +264,8 @@ CudaStatus Launch(const PoolUpdateCall& call, const ConvolutionPlan& plan, cudaS
     const Problem& problem = call.problem;
     const auto launch = [&](auto width, auto channels) -> CudaStatus {
       const PoolUpdateArguments<T> arguments(call, kThreads * channels);
-      const int64_t blocks =
-          problem.batch * problem.examples * static_cast<int64_t>(arguments.by_blocks_across.divisor);
+      const int64_t blocks = problem.batch * static_cast<int64_t>(arguments.by_groups.divisor) *
+                             static_cast<int64_t>(arguments.by_blocks_across.divisor);
       UpdatePool<T, width, channels><<<GridSize(blocks), kThreads, 0, stream>>>(arguments);
       return JB_LAUNCH_STATUS(UpdatePool);
     };
