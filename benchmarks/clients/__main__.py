@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import statistics
@@ -52,19 +53,20 @@ def disagreement(program: Program, results: Any, expected: Any) -> str:
 def row_of(program: Program, seconds: float) -> list[str]:
     """Times a program, and tells what is unexpected on the standard error."""
     redirect = jb.redirect(indexed_updates=True, slice_updates=True)
-    of_ours = [redirect(program.step)]
 
-    def trace(step: Callable[..., Any]) -> tuple[Any, float]:
+    def lower(context: contextlib.AbstractContextManager[Any]) -> tuple[jax.stages.Lowered, float]:
+        """The program, and how long its trace takes. It is lowered inside the context, too."""
         jax.clear_caches()
-        start = time.perf_counter()
-        return jax.jit(lambda *arguments: step(*arguments)).trace(*program.arguments), time.perf_counter() - start
+        with context:
+            start = time.perf_counter()
+            traced = jax.jit(lambda *arguments: program.step(*arguments)).trace(*program.arguments)
+            seconds_to_trace = time.perf_counter() - start
+            return traced.lower(), seconds_to_trace
 
-    trace(program.step)  # some packages compute tables on the way, once
-    traced = [trace(step) for step in (program.step, *of_ours)]
-    if program.edit is not None:
-        with program.edit():
-            traced.append(trace(program.step))
-    compiled = [functools.partial(program_.lower().compile(), *program.arguments) for program_, _ in traced]
+    lower(contextlib.nullcontext())  # some packages compute tables on the way, once
+    edits = [] if program.edit is None else [program.edit()]
+    lowered = [lower(context) for context in (contextlib.nullcontext(), redirect, *edits)]
+    compiled = [functools.partial(variant.compile(), *program.arguments) for variant, _ in lowered]
     expected, *results = [jax.block_until_ready(call()) for call in compiled]
     for name, result in zip(("redirected", "edited"), results, strict=False):
         if difference := disagreement(program, result, expected):
@@ -78,7 +80,7 @@ def row_of(program: Program, seconds: float) -> list[str]:
         f"{redirected * 1e3:.3g} ms",
         f"{plain / redirected:.2f}",
         *((f"{edited[0] * 1e3:.3g} ms", f"{plain / edited[0]:.2f}") if edited else ("", "")),
-        f"{traced[1][1] / traced[0][1]:.2f}",
+        f"{lowered[1][1] / lowered[0][1]:.2f}",
         share,
     ]
 
@@ -90,9 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--program", help="programs whose names start like this")
     parser.add_argument("--sizes", nargs="+", type=whole_number(1), help="instead of the sizes of the tests")
     parser.add_argument("--seconds", type=whole_number(1), default=2, help="how long each program is timed, at least")
-    parser.add_argument("--until", type=float, help="start no program this many seconds after the start")
     options = parser.parse_args(arguments)
-    start, rows, failures = time.monotonic(), [], 0
+    rows, failures = [], 0
     for module in options.only:
         try:
             package = of_package(module)
@@ -103,9 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size in options.sizes or [package.SMALL]:
             for name, make in package.PROGRAMS.items():
                 if not name.startswith(options.program or ""):
-                    continue
-                if options.until and time.monotonic() - start > options.until:
-                    print(f"{module}, {name}, {size}: no time", file=sys.stderr)
                     continue
                 print(f"{module}, {name}, {size} {package.SIZE_OF}", file=sys.stderr, flush=True)
                 try:

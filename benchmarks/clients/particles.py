@@ -50,8 +50,8 @@ def random_weights(init: Callable[..., Any], *arguments: Any) -> Any:
     rng = np.random.default_rng(1)
 
     def draw(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        inputs = shape.shape[-2] if len(shape.shape) > 1 else 1
-        return jnp.asarray(rng.normal(size=shape.shape) * max(inputs, 1) ** -0.5, shape.dtype)
+        inputs = max(shape.shape[-2], 1) if len(shape.shape) > 1 else 100  # biases and scales are small
+        return jnp.asarray(rng.normal(size=shape.shape) * inputs**-0.5, shape.dtype)
 
     return jax.tree.map(draw, jax.eval_shape(init, *arguments))
 

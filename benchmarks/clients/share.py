@@ -12,6 +12,11 @@ import jax
 SEGMENT_OPERATIONS = re.compile(r"= \S+ (?:scatter|gather|dynamic-update-slice|custom-call)\(")
 
 
+def as_kernel(name: str) -> str:
+    """The name of an instruction's GPU kernel."""
+    return re.sub(r"\W", "_", name)
+
+
 def share_of_segment_operations(program: Any, arguments: tuple[Any, ...], runs: int = 3) -> float:
     """The share of the instructions of a compiled program, fusions among them, that contain a segment operation."""
     text = program.as_text()
@@ -25,13 +30,14 @@ def share_of_segment_operations(program: Any, arguments: tuple[Any, ...], runs: 
                 jax.block_until_ready(program(*arguments))
         [file] = Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(file))
+    own = {as_kernel(name) for name in own}
     total = ours = 0.0
     for plane in profile.planes:
+        on_gpu = plane.name.startswith("/device:GPU")
         for line in plane.lines:
             for event in line.events:
-                name = dict(event.stats).get("hlo_op")
-                if name is None:
-                    continue
-                total += event.duration_ns
-                ours += event.duration_ns if name in own else 0
+                name = event.name if on_gpu and line.name.startswith("Stream") else dict(event.stats).get("hlo_op")
+                if name is not None and (on_gpu or jax.default_backend() == "cpu"):
+                    total += event.duration_ns
+                    ours += event.duration_ns if as_kernel(name) in own else 0
     return ours / total if total else float("nan")

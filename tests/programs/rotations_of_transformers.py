@@ -96,6 +96,8 @@ MODELS = {
     "glm": Model("glm", "Glm", PART, interleaved=True),
     "glm4": Model("glm4", "Glm4", PART, interleaved=True),
     "cohere": Model("cohere", "Cohere", interleaved=True),
+    "qwen2_vl": Model("qwen2_vl", "Qwen2VL", sections=(8, 12, 12), config="Qwen2VLTextConfig"),
+    "qwen3_vl": Model("qwen3_vl", "Qwen3VLText", sections=(12, 10, 10), sections_interleaved=True),
 }
 
 

@@ -33,8 +33,9 @@ def tolerance(x: np.ndarray, length: int, scale: float, dtype: Any) -> float:
 def test_rotation(rng: np.random.Generator, name: str, dtype: Any) -> None:
     model = MODELS[name]
     q, k = queries_and_keys(rng, dtype)
-    positions = rng.integers(0, model.length, (BATCH, LENGTH))
-    positions[0, 0] = model.length - 1  # some frequencies depend on the largest position
+    several = (len(model.sections),) if model.sections else ()
+    positions = rng.integers(0, model.length, (*several, BATCH, LENGTH))
+    positions[..., 0, 0] = model.length - 1  # some frequencies depend on the largest position
     expected = model.rotate(q, k, positions, jnp.dtype(dtype).name)
     inv_freq, scale = jb.rope_frequencies(
         SIZE, 10000.0, model.rope_parameters, seq_len=model.length, max_position_embeddings=TRAINED
@@ -48,6 +49,8 @@ def test_rotation(rng: np.random.Generator, name: str, dtype: Any) -> None:
         rotary_dim=2 * len(inv_freq),
         inv_freq=inv_freq,
         scale=scale,
+        sections=model.sections or None,
+        sections_interleaved=model.sections_interleaved,
     )
     for ours, theirs, x in zip(actual, expected, (q, k), strict=True):
         assert ours.dtype == dtype
