@@ -373,7 +373,7 @@ declare(
             "slots": (ABSENT, "given", "accepted"),
             **{name: OPTIONS[name] for name in ("bias", "activation", "channels_last", "parameter_dtype")},
         },
-        strategy_options=tuple({"slots": "given", "inputs": inputs} for inputs in ("one", "several")),
+        strategy_options=tuple({"slots": x, "inputs": y} for x in (ABSENT, "given") for y in ("one", "several")),
         problem=_update_problem,
         rules=(
             WIDER,
