@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
+from jax_baracuda._core.arrays import reshard_as
 from jax_baracuda._examples.example import ROUNDED_ONCE, Example, Operand, Sizes, Tolerance, flags, integers
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,7 +146,8 @@ def causal_conv1d_ragged(
 
 
 def of_ragged_batch(function: Callable[..., Any], ends: Array, **others: Any) -> Any:
-    return function(cu_seqlens=jnp.concatenate([jnp.zeros(1, ends.dtype), ends]), **others)
+    whole = reshard_as(ends, ends, (None,))
+    return function(cu_seqlens=jnp.concatenate([jnp.zeros(1, ends.dtype), whole]), **others)
 
 
 def update_of_pool(

@@ -21,6 +21,8 @@ from support.matrix.calls import (
     passed,
 )
 
+from jax_baracuda._core.arrays import reshard_as
+
 Sizes = Mapping[str, Any]
 
 
@@ -87,6 +89,7 @@ SIZES: dict[str, Sizes] = {
     "rows": {"example": 3, "channel": 24, "time": 100, "tap": 4},
     "vectors": {"example": 2, "channel": 64, "time": 64, "tap": 4},
 }
+SHORT_ROWS: dict[str, Sizes] = {"short rows": {"example": 2, "channel": 24, "time": 9, "tap": 4}}
 LARGE_SIZES: dict[str, Sizes] = {
     "long": {"example": 1, "channel": 24, "time": 20_003, "tap": 4},
     "long, aligned": {"example": 2, "channel": 64, "time": 8192, "tap": 4},
@@ -362,7 +365,7 @@ declare(
     Call(
         name="causal_conv1d_update",
         dtypes=FLOATING,
-        sizes={name: _with_pool(sizes) for name, sizes in SIZES.items()},
+        sizes={name: _with_pool(sizes) for name, sizes in (SIZES | SHORT_ROWS).items()},
         large_sizes={name: _with_pool(LARGE_SIZES[name]) for name in ("many channels", "many examples")},
         options={
             "inputs": ("one", "several"),
@@ -370,6 +373,7 @@ declare(
             "slots": (ABSENT, "given", "accepted"),
             **{name: OPTIONS[name] for name in ("bias", "activation", "channels_last", "parameter_dtype")},
         },
+        strategy_options=tuple({"slots": x, "inputs": y} for x in (ABSENT, "given") for y in ("one", "several")),
         problem=_update_problem,
         rules=(
             WIDER,
@@ -499,7 +503,7 @@ def _ragged_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     def apply(function: Callable[..., Any], *arrays: Any) -> Any:
         given = dict(zip(names, arrays, strict=True))
         ends = given.pop("ends")
-        cu_seqlens = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
+        cu_seqlens = jnp.concatenate([jnp.zeros(1, ends.dtype), reshard_as(ends, ends, (None,))])
         return function(**given, cu_seqlens=cu_seqlens, **passed(options, "activation"))
 
     plain, majorant = _ACTIVATIONS[options["activation"]]
