@@ -170,8 +170,9 @@ def _scaled(numbers: Array, scale: Array | None) -> Array:
     if scale is None:
         return numbers
     scale = scale.reshape(-1, *[1] * (numbers.ndim - 2)) if scale.ndim else scale
-    # The barrier keeps XLA from multiplying by the reciprocal of a scale that it broadcasts, which rounds otherwise.
-    return numbers.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.broadcast_to(scale, numbers.shape))
+    numbers = numbers.astype(jnp.float32)
+    # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
+    return numbers / jnp.where(numbers == numbers, scale, 1)
 
 
 def _converted(numbers: Array, dtype: Any) -> Array:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import cases
 
 import jax_baracuda as jb
 
@@ -168,6 +169,7 @@ def test_vmap(rng: np.random.Generator, mapped: str) -> None:
         assert_rounded_once(actual[i], exact, 200 * EPS_OF_FLOAT64 * magnitude, "float32")
 
 
+@cases.on_two_devices
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_split_over_devices(rng: np.random.Generator, dtype: str) -> None:
     """Each device's sum is rounded to float32, and these sums are added in float32."""
