@@ -100,7 +100,11 @@ def causal_conv1d_ragged(
       >>> x = jnp.array([[1.0], [2.0], [5.0], [9.0]])  # two tokens of one sequence, one of another, and padding
       >>> states, weight = jnp.array([[[4.0]], [[7.0]]]), jnp.array([[-1.0, 1.0]])
       >>> y, states = jb.causal_conv1d_ragged(
-      ...     x, states, weight, cu_seqlens=jnp.array([0, 2, 3]), state_slots=jnp.array([1, 0]),
+      ...     x,
+      ...     states,
+      ...     weight,
+      ...     cu_seqlens=jnp.array([0, 2, 3]),
+      ...     state_slots=jnp.array([1, 0]),
       ...     has_state=jnp.array([False, True]),
       ... )
       >>> print(y[:, 0], states[:, 0, 0])

@@ -84,8 +84,8 @@ def causal_conv1d_update(
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
 
-    Gradient: with respect to all four arrays, as in :func:`causal_conv1d_backward`. With a pool, gradients of inputs and
-    parameters are sums of rounded parts.
+    Gradient: with respect to all four arrays, as in :func:`causal_conv1d_backward`. With a pool, gradients of inputs
+    and parameters are sums of rounded parts.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb

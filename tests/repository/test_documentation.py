@@ -93,7 +93,7 @@ def test_commands_exist(command: tuple[str, ...], capsys: pytest.CaptureFixture[
         module, *options = arguments[1:]
         if module == "jax_baracuda":
             module = f"jax_baracuda._tools.{options.pop(0)}"
-        is_package = (ROOT / module / "__main__.py").exists()
+        is_package = (ROOT / module.replace(".", "/") / "__main__.py").exists()
         with pytest.raises(SystemExit) as stop:
             importlib.import_module(f"{module}.__main__" if is_package else module).main(["--help"])
         assert stop.value.code == 0
