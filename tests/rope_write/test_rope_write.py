@@ -15,7 +15,7 @@ import pytest
 from rope_write.reference import LAYERS, RopeWrite, make_call
 from segment.reference import Batch
 from support import cases
-from support.cases import FLOATING, assert_same_bits, assert_same_memory, assert_same_values
+from support.cases import FLOATING, assert_same_bits, assert_same_values
 from support.programs import small_integers
 
 from jax_baracuda import forward_mode, rope_write
@@ -77,7 +77,7 @@ def add_comparison(batch: Batch, call: RopeWrite) -> None:
 
     def check(*results: Any) -> None:
         for got, want in zip(results[:3], results[3:], strict=True):
-            assert_same_memory(got, np.asarray(want), str(call.rotation))
+            assert_same_bits(got, np.asarray(want), str(call.rotation))
 
     batch.add(lambda *x: (*call.run(*x, implementation="kernel"), *call.one_after_the_other(*x)), call.arrays, check)
 
@@ -160,7 +160,7 @@ def test_vmap(rng: np.random.Generator) -> None:
         for i in range(3):
             each = [x if axis is None else x[i] for x, axis in zip(operands, mapped, strict=True)]
             for got, want in zip(function(*operands), one(*each), strict=True):
-                assert_same_memory(got[i], np.asarray(want), str(shared))
+                assert_same_bits(got[i], np.asarray(want), str(shared))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_caches_are_written_in_place(rng: np.random.Generator, place: tuple[int,
     results = donated(caches, call.q, call.k, call.v)
     assert {x.unsafe_buffer_pointer() for x in results[1:]} == addresses
     for got, want in zip(results, expected, strict=True):
-        assert_same_memory(got, np.asarray(want))
+        assert_same_bits(got, np.asarray(want))
 
     def loop(caches: Any, q: Any, k: Any, v: Any) -> Any:
         return jax.lax.fori_loop(0, 3, lambda i, caches: list(step(caches, q, k, v)[1:]), caches)
@@ -272,7 +272,7 @@ def test_caches_are_written_in_place(rng: np.random.Generator, place: tuple[int,
     compiled = jax.jit(loop, donate_argnums=0).lower(caches, call.q, call.k, call.v).compile()
     assert not copies_of(call.key_cache, compiled.as_text())
     for got, want in zip(compiled(caches, call.q, call.k, call.v), expected[1:], strict=True):
-        assert_same_memory(got, np.asarray(want))
+        assert_same_bits(got, np.asarray(want))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

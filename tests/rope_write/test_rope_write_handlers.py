@@ -93,7 +93,7 @@ def test_shared_operands(rng: np.random.Generator, shared: tuple[str, ...]) -> N
             scale=0.75,
         )
         for name, expected in {"q_out": q, "result 0": caches[0], "result 1": caches[1]}.items():
-            cases.assert_same_memory(results[name][i], np.asarray(expected), name)
+            cases.assert_same_bits(results[name][i], np.asarray(expected), name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
