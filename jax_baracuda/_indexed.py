@@ -164,8 +164,13 @@ def _extremum(minimum: bool) -> _Reduction:
     return _Reduction(SEGMENT_EXTREMUM, params, identity, jnp.minimum if minimum else jnp.maximum, widens=False)
 
 
+def _added(x: Array, totals: Array) -> Array:
+    """The sums. Rows without updates keep a -0, to which a total of 0 would add up as 0."""
+    return jnp.where(totals == 0, x, x + totals)
+
+
 _REDUCTIONS = {
-    "scatter-add": _Reduction(SEGMENT_SUM, {"deterministic": False}, lambda _: 0, jnp.add, widens=True),
+    "scatter-add": _Reduction(SEGMENT_SUM, {"deterministic": False}, lambda _: 0, _added, widens=True),
     "scatter-mul": _Reduction(SEGMENT_PROD, {"has_residual": False}, lambda _: 1, jnp.multiply, widens=True),
     "scatter-max": _extremum(minimum=False),
     "scatter-min": _extremum(minimum=True),
@@ -203,10 +208,12 @@ def _scatter(
     rows = _rows_of(ctx.avals_in[0], ctx.avals_in[1], ctx.avals_in[2], numbers)
     clips = params["mode"] == jax.lax.GatherScatterMode.CLIP
     if primitive == WRITE:
+        _require(params["update_jaxpr"] is None, "a function is applied to rows")
         return _write(ctx, rows, clips, operand, indices, updates)
     reduction, dtype = _REDUCTIONS[primitive], ctx.avals_in[0].dtype
     op, is_narrow = reduction.op, reduction.widens and dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.integer)
-    replaces = splat_of(ctx, operand) == reduction.identity(dtype)
+    splat = splat_of(ctx, operand)
+    replaces = splat == reduction.identity(dtype) and not (splat == 0 and np.signbit(splat))
     is_sorted = len(rows.indexed) == 1 and (
         (params["indices_are_sorted"] and rows.has_flat_ids and rows.shares_ids) or is_ascending(ctx, indices)
     )

@@ -813,6 +813,47 @@ def test_small_maxima_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, backend: 
         assert called == ([] if is_left else ["segment_max"])
 
 
+def test_functions_applied_to_rows_are_left_to_jax() -> None:
+    """JAX lowers ``x.at[ids].apply`` as a write of zeros with a function of the rows."""
+    x, ids = np.arange(8, dtype=np.int8).reshape(4, 2), np.array([0, 2])
+    with EVERYTHING(), jax_baracuda.implementation("kernel"):
+        actual = jax.jit(lambda x: x.at[ids].apply(lambda row: 2 * row))(jnp.asarray(x))
+    np.testing.assert_array_equal(actual, [[0, 2], [2, 3], [8, 10], [6, 7]])
+
+
+def test_complex_numbers_are_left_to_jax(rng: np.random.Generator) -> None:
+    data, ids = problem(rng)
+    rows = data[:NUM_SEGMENTS] + 1j
+    with EVERYTHING() as report:
+        sums = jax.jit(lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS))(data + 1j)
+        gradient = jax.jit(jax.grad(lambda x: jnp.abs(x[ids % NUM_SEGMENTS]).sum()))(rows)
+    assert not report.redirected
+    is_member = (ids >= 0) & (ids < NUM_SEGMENTS)
+    expected = np.zeros((NUM_SEGMENTS, 3), complex)
+    np.add.at(expected, ids[is_member], data[is_member] + 1j)
+    np.testing.assert_allclose(sums, expected, rtol=1e-5)
+    counts = np.bincount(ids % NUM_SEGMENTS, minlength=NUM_SEGMENTS)[:, None]
+    np.testing.assert_allclose(gradient, counts * np.conj(rows) / np.abs(rows), rtol=1e-5)
+
+
+def test_programs_for_several_platforms(rng: np.random.Generator) -> None:
+    data, ids = problem(rng)
+    checks = jax_baracuda.DISABLE_JAX_EXPORT_CHECKS
+    for function in (lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS), lambda x: x.at[ids].add(1)):
+        expected = jax.jit(function)(data)
+        with EVERYTHING():
+            exported = jax.export.export(jax.jit(function), platforms=("cpu", "cuda"), disabled_checks=checks)(data)
+        np.testing.assert_allclose(exported.call(data), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_without_updates_keep_the_sign_of_zero() -> None:
+    ids = np.array([0, 2, 0])
+    for x in (jnp.full(4, -0.0), jnp.array([1.0, -0.0, 2.0, -0.0])):
+        with EVERYTHING(), jax_baracuda.implementation("kernel"):
+            actual = jax.jit(lambda x: x.at[ids].add(jnp.array([1.0, 1.0, 1.0])))(x)
+        np.testing.assert_array_equal(np.signbit(actual), [False, True, False, True])
+
+
 def test_updates_of_keys_and_weakly_typed_arrays_are_those_of_jax() -> None:
     keys, weak = jax.random.split(jax.random.key(0), 6), jnp.broadcast_to(jnp.asarray(2.0), (6,))
     ids = np.array([1, 4])

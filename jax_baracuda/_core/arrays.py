@@ -67,6 +67,20 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     return array
 
 
+def index_array(function: str, argument: str, value: ArrayLike) -> Array:
+    """Indices as an array. Integers of NumPy and Python that int32 does not hold become the nearest that it holds.
+
+    Without ``jax_enable_x64``, JAX would keep their lowest 32 bits, which name another slot.
+    """
+    info = np.iinfo(np.int32)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = np.int32(min(max(value, info.min), info.max))
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu" and value.dtype.itemsize == 8:
+        at_most = np.minimum(value, info.max)
+        value = (at_most if value.dtype.kind == "u" else np.maximum(at_most, info.min)).astype(np.int32)
+    return as_array(function, argument, value)
+
+
 def slots_as_int32(index: Array) -> Array:
     """Slots or a layer as int32. What int32 does not hold becomes its maximum, which is out of range."""
     if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:

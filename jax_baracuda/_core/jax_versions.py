@@ -449,9 +449,17 @@ def wrapped_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> Iterator[
             table[primitive] = type(entry)(wrap(primitive.name, entry.rule), entry.inline)
         else:
             table[primitive] = wrap(primitive.name, entry)
+    # For several platforms, JAX adds a list to these types, which are a tuple where a call is lowered in its place.
+    lower_per_platform = mlir.lower_per_platform
+
+    def with_list_of_types(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        return lower_per_platform(ctx.replace(avals_out=list(ctx.avals_out)), *args, **kwargs)
+
+    mlir.lower_per_platform = with_list_of_types
     try:
         yield
     finally:
+        mlir.lower_per_platform = lower_per_platform
         for table, primitive, entry in own:
             table[primitive] = entry
         for members, primitive in added:

@@ -359,10 +359,13 @@ def splat_of(ctx: Any, value: ir.Value[Any]) -> bool | int | float | None:
     operation: Any = _origin(ctx, value, _SPREADING).owner
     if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
         return None
-    elements = ir.DenseElementsAttr(operation.attributes["value"])
-    if not elements.is_splat:
+    try:
+        elements = ir.DenseElementsAttr(operation.attributes["value"])
+        number: Any = elements.get_splat_value() if elements.is_splat else None
+    except (TypeError, ValueError):  # complex
         return None
-    number: Any = elements.get_splat_value()
+    if number is None:
+        return None
     for kind in (ir.FloatAttr, ir.BoolAttr, ir.IntegerAttr):
         with contextlib.suppress(ValueError, TypeError):
             return kind(number).value

@@ -318,7 +318,9 @@ def _states_of_segments(arrays: Mapping[str, Any], segment_ids: Array, num_segme
 
     def states(x: Array, ids: Array, *initial_state: Array) -> tuple[Array]:
         segments = jnp.arange(num_segments)
-        is_id = (segments <= jnp.iinfo(ids.dtype).max) & (ids[:, :, None] == segments.astype(ids.dtype))
+        is_id = (segments <= min(jnp.iinfo(ids.dtype).max, jnp.iinfo(segments.dtype).max)) & (
+            ids[:, :, None] == segments.astype(ids.dtype)
+        )
         last = jnp.max(jnp.where(is_id, jnp.arange(length)[None, :, None], -1), axis=1)
         positions = last[:, :, None] - (state_length - 1) + jnp.arange(state_length)
         examples_of = jnp.arange(examples)[:, None, None]

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, reshard_as, slots_as_int32
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, index_array, reshard_as, slots_as_int32
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -89,8 +89,9 @@ def causal_conv1d_ragged(
       ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
         asked for and there is no kernel.
 
-    Numerical guarantees: y as in :func:`causal_conv1d`; the new states are exact. If `cu_seqlens` descends, results are
-    unspecified, but nothing outside of the arrays is read or written.
+    Numerical guarantees: y as in :func:`causal_conv1d`; the new states are exact. Entries of `cu_seqlens`
+    below 0 and beyond T count as 0 and T. If it descends, results are unspecified, but nothing outside of the arrays is
+    read or written.
 
     Gradient: with respect to `x`, `states`, `weight` and `bias`, as in :func:`causal_conv1d_backward`. dx of the first
     and last W - 1 tokens of a sequence with a state is a sum of rounded parts.
@@ -119,7 +120,7 @@ def causal_conv1d_ragged(
     states = with_dtype_of_x(name, "states", states, x)
     states = checked_pool(name, "states", states, arrays["x"], arrays["weight"], num_written=0)
     states = reshard_as(states, x, (None, 1, None))
-    slots = as_array(name, "state_slots", state_slots)
+    slots = index_array(name, "state_slots", state_slots)
     if slots.ndim != 1:
         raise ValueError(f"{name}: state_slots must have shape [N], got {slots.shape}")
     num_sequences = slots.shape[0]
@@ -133,7 +134,7 @@ def causal_conv1d_ragged(
     y, new_states = _ragged(
         Params(silu=params["silu"]),
         states=states,
-        starts=slots_as_int32(starts),
+        starts=jnp.clip(slots_as_int32(starts), 0, x.shape[0]),
         slots=slots_as_int32(slots),
         has_state=has_state,
         **arrays,

@@ -15,7 +15,14 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, reshard_as, reshard_like, slots_as_int32
+from jax_baracuda._core.arrays import (
+    accumulation_dtype,
+    as_array,
+    index_array,
+    reshard_as,
+    reshard_like,
+    slots_as_int32,
+)
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import fused, on_gpu
 from jax_baracuda._core.docstrings import described_like
@@ -437,7 +444,7 @@ def checked_pool(name: str, argument: str, pool: Array, x: Array, weight: Array,
 
 
 def numbers_of_sequences(name: str, argument: str, value: ArrayLike, count: int, what: str = "[B]") -> Array:
-    numbers = as_array(name, argument, value)
+    numbers = index_array(name, argument, value)
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise TypeError(f"{name}: {argument} must have an integer dtype, got {numbers.dtype}")
     if numbers.shape != (count,):

@@ -97,7 +97,8 @@ def rope_write(
       inv_freq: as in :func:`rope`.
       scale: a finite number that multiplies sine and cosine, as in :func:`rope`.
       axis: the axis of slots in the caches, without the layers: 0, or 1 for heads first.
-      layer: an integer, traced or not, if caches have a first dimension of layers. Only this layer is written.
+      layer: an integer, traced or not, if caches have a first dimension of layers. Only this layer is written; none
+        if it is out of range.
       k_scale: divides the rotated keys in float32 before they are converted: one number, or ``[K]``. A constant for
         derivatives.
       v_scale: the same for the values: one number, or ``[V]``.
@@ -114,8 +115,8 @@ def rope_write(
     In place: if caches are donated to ``jax.jit`` or carried by a loop, and not used afterwards, they are updated in
     their own memory. Otherwise, and outside of ``jax.jit``, XLA copies them first and the originals stay unchanged.
 
-    Numerical guarantees: those of :func:`rope_qk` and :func:`write_rows`, and the same bits as one after the other.
-    Bit-equal from run to run.
+    Numerical guarantees: those of :func:`rope_qk` and :func:`write_rows`; with kernels, the same bits as one after the
+    other. Bit-equal from run to run.
 
     Gradient: that of :func:`write_rows`, then the inverse rotation of the cotangents of queries and keys. No features
     are kept for the backward pass.

@@ -24,6 +24,7 @@ from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
     as_bits,
+    index_array,
     of_bits,
     slots_as_int32,
 )
@@ -539,7 +540,7 @@ def checked_write(
     name: str, names: Sequence[PoolNames], pools: Sequence[PoolWrite], slots: Any, axis: Any, layer: Any
 ) -> CheckedWrite:
     """The arguments of a write, of which the pools and rows are arrays already."""
-    slots = as_array(name, "slots", slots)
+    slots = index_array(name, "slots", slots)
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise TypeError(f"{name}: slots must have an integer dtype, got {slots.dtype}")
     if slots.ndim != 1:
@@ -547,7 +548,7 @@ def checked_write(
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
         raise TypeError(f"{name}: axis must be an integer, got {axis!r}")
     if layer is not None:
-        layer = as_array(name, "layer", layer)
+        layer = index_array(name, "layer", layer)
         if not jnp.issubdtype(layer.dtype, jnp.integer) or layer.ndim != 0:
             raise TypeError(f"{name}: layer must be an integer scalar, got {layer.dtype} of shape {layer.shape}")
     first = int(layer is not None)

@@ -514,3 +514,26 @@ def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -
 def test_errors_of_updates(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"causal_conv1d_update: {message}"):
         causal_conv1d_update(**GOOD_UPDATE | changes)
+
+
+@pytest.mark.parametrize("ends", [(0, 3, 100), (-5, 3, 8), (100, 200, 300), (-9, -5, -1)])
+def test_ends_out_of_range(ends: tuple[int, ...]) -> None:
+    """They count as the first token and the end of the tokens, with either implementation."""
+    x, states = np.arange(1, 9, dtype=np.float32)[:, None], np.full((2, 1, 3), 7, np.float32)
+    options = {"state_slots": np.arange(2), "has_state": np.ones(2, bool)}
+    weight = np.ones((1, 4), np.float32)
+    expected = causal_conv1d_ragged(x, states, weight, cu_seqlens=np.clip(ends, 0, 8), **options)
+    for implementation in ("kernel", "xla"):
+        cu_seqlens = np.array(ends)
+        results = causal_conv1d_ragged(
+            x, states, weight, cu_seqlens=cu_seqlens, implementation=implementation, **options
+        )
+        for got, want in zip(results, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_final_states_of_unsigned_ids() -> None:
+    ids = np.array([[0, 0, 1]], np.uint32)
+    options = {"segment_ids": ids, "num_segments": 2, "return_final_state": True}
+    _, states = causal_conv1d(np.array([[[1.0, 2.0, 5.0]]], np.float32), np.ones((1, 2), np.float32), **options)
+    np.testing.assert_array_equal(np.ravel(states), [2, 5])

@@ -135,6 +135,17 @@ def test_a_scale_divides_in_plain_jax(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(run(np.float32(3)), rows / np.float32(3))
 
 
+def test_indices_that_int32_does_not_hold() -> None:
+    """They are out of range, and name no other slot or layer."""
+    dest, rows = np.zeros((5, 1, 2), np.float32), np.ones((3, 1, 2), np.float32)
+    far = 2**32
+    written = write_rows(dest, rows, np.array([0, far + 1, -far + 3]))
+    np.testing.assert_array_equal(np.asarray(written)[:, 0, 0], [1, 0, 0, 0, 0])
+    assert not np.any(write_rows(dest, rows, np.array([2**63, far + 1, 2**64 - 1], np.uint64)))
+    for layer in (far, -far, np.int64(far)):
+        assert not np.any(write_rows(dest[None], rows, np.arange(3), layer=layer))
+
+
 def test_several_pools(rng: np.random.Generator) -> None:
     """Pools of several dtypes and shapes, each with a scale of its own, in one launch and in the structure given."""
     keys, values = random_numbers(rng, (9, 3, 8), "float8_e4m3fn"), random_numbers(rng, (9, 2), "bfloat16")
