@@ -7,12 +7,14 @@
 
 namespace jax_baracuda::segment {
 
-struct SumCall : SegmentCall {
+struct SumArguments : SegmentCall {
   bool is_mean = false;
   const void* data = nullptr;
   void* output = nullptr;
   int32_t* count = nullptr;  // with is_mean: [batch, segments]
+};
 
+struct SumCall : SumArguments {
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };

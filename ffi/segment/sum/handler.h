@@ -7,7 +7,7 @@
 namespace jax_baracuda::segment {
 
 inline ffi::Error DecodeSum(Decoder* decoder, const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids,
-                            const ffi::AnyBuffer& output, const SumOptions& options, SumCall* call) {
+                            const ffi::AnyBuffer& output, const SumOptions& options, SumArguments* call) {
   call->indices_are_sorted = options.indices_are_sorted;
   call->deterministic = options.deterministic;
   return decoder->Reduction(data, segment_ids, output, &call->data, &call->output);

@@ -6,7 +6,7 @@
 
 namespace jax_baracuda::segment {
 
-struct Float64SumCall : SumCall {
+struct Float64SumCall : SumArguments {
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
