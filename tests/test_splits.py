@@ -37,6 +37,9 @@ SIZES |= {"q_head": 32, "k_head": 56, "sequence": 40, "query": 56, "key": 72, "b
 TOO_SHORT = {"tap", "state", "section"}
 """Dimensions that are too short to split: a few taps of a filter, the positions of a token."""
 
+NEVER_SPLIT = {"ends"}
+"""Operands that stay whole: the N + 1 boundaries of a ragged batch are made from them and do not divide evenly."""
+
 
 def dims_of_heading(heading: str, example: Example) -> set[str]:
     """The dimensions of an example that a column is about."""
@@ -162,7 +165,7 @@ def mesh_of(**axes: int) -> Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
 
 
-def split_dim(mesh: Mesh, dims: tuple[str | int, ...], dim: str | int) -> NamedSharding:
+def split_dim(mesh: Mesh, dims: tuple[str | int, ...], dim: str | int | None) -> NamedSharding:
     return NamedSharding(mesh, P(*("x" if name == dim else None for name in dims)))
 
 
@@ -220,7 +223,10 @@ def compiled(function: Callable[..., Any], split: Split, mesh: Mesh, is_mapped: 
     """The compiled function of operands and cotangents. Every array that has the dimension is split."""
     example, _, operands, cotangents = program(split.key, is_mapped)
     front = () if example.mapped is None else (example.mapped,)
-    of_operands = {name: split_dim(mesh, (*front, *x.dims), split.dim) for name, x in example.operands.items()}
+    of_operands = {
+        name: split_dim(mesh, (*front, *x.dims), None if name in NEVER_SPLIT else split.dim)
+        for name, x in example.operands.items()
+    }
     size = example.sizes["split"][split.dim]
     of_cotangents, of_results = (
         jax.tree.map(lambda x: split_dim(mesh, x.shape, size), arrays)
