@@ -23,7 +23,7 @@ import jax_baracuda as jb
 from benchmarks.clients import Program
 from benchmarks.clients.particles import CUTOFF, ELEMENTS, Atoms, crystal, random_weights, training_step
 
-SIZE_OF, SIZES = "atoms", (64, 1000)
+SIZE_OF, SIZES = "atoms", (64, 256)
 
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "MACE": (Mace, {"num_channels": 32, "l_max": 2, "correlation": 2}),
