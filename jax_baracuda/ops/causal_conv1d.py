@@ -706,7 +706,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
 # Derivative rules.
 
 
-def call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
+def _call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
     return op.of_arrays(arrays, channels_last=params["channels_last"], silu=params["silu"])
 
 
@@ -719,12 +719,12 @@ def gradients_of(
     """
     d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
     arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
-    gradients = call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
+    gradients = _call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
     return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
 def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-    [y] = call_op(CAUSAL_CONV1D, params, arrays)
+    [y] = _call_op(CAUSAL_CONV1D, params, arrays)
     if not params["returns_state"]:
         return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]

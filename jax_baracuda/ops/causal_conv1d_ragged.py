@@ -14,13 +14,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import accumulation_dtype, as_array, index_array, reshard_as, slots_as_int32
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
 from jax_baracuda.ops.causal_conv1d import (
-    CAUSAL_CONV1D_BACKWARD,
     MAX_WIDTH,
     Activation,
     canonicalize,
@@ -28,18 +27,18 @@ from jax_baracuda.ops.causal_conv1d import (
     limit_of_width,
     optional_operands,
     plan_parameters,
-    reference_backward,
     reference_convolution,
-    widened,
     with_dtype_of_x,
 )
 from jax_baracuda.ops.causal_conv1d_update import (
     checked_pool,
     numbers_of_sequences,
     of_pools,
+    of_pools_backward,
     of_slots,
     of_writers,
     pool_dimensions,
+    vjp_of_pools,
     with_added_states,
     with_states,
 )
@@ -275,28 +274,6 @@ def _backward(
     return [dx, d_states, dweight + dweight_heads, dbias + dbias_heads]
 
 
-def _reference_ragged_backward(
-    x: Array,
-    states: Array,
-    weight: Array,
-    starts: Array,
-    slots: Array,
-    has_state: Array,
-    d_output: Array,
-    d_states: Array,
-    *others: Any,
-    silu: bool,
-) -> list[Array]:
-    of_x = widened(x, x, states, d_output, d_states)
-    operands = *of_x[:2], weight, starts, slots, has_state, *of_x[2:], *others
-    dx, d_states, dweight, dbias = _backward(reference_backward, *operands, silu=silu)
-    return [dx.astype(x.dtype), d_states.astype(states.dtype), dweight, dbias]
-
-
-def _program_ragged_backward(*operands: Any, silu: bool) -> list[Array]:
-    return _backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, silu=silu)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops. The first has a native kernel. The second calls that of packed sequences.
 
@@ -345,27 +322,11 @@ CAUSAL_CONV1D_RAGGED_BACKWARD = Op(
     name="causal_conv1d_ragged_backward",
     operands=_dimensions(*_OPERANDS, "d_output", "d_states", "bias"),
     results=_dimensions("dx", "d_old_states", "dweight", "dbias"),
-    result_dtypes=lambda x, *_: [x.dtype, x.dtype, *[accumulation_dtype(x.dtype)] * 2],
-    reference=_reference_ragged_backward,
-    program=_program_ragged_backward,
-    **_of_ragged | {"in_place": {7: 1}},
+    **_of_ragged | of_pools_backward(_backward, d_output_operand=len(_OPERANDS)),
 )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
+# Derivative rule.
 
-
-def _ragged_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    y, new_states = CAUSAL_CONV1D_RAGGED.of_arrays(arrays, silu=params["silu"])
-    return (y, new_states), arrays
-
-
-def _ragged_vjp(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
-    d_output, d_states = cotangents
-    arrays = {**arrays, "d_output": d_output, "d_states": d_states}
-    gradients = CAUSAL_CONV1D_RAGGED_BACKWARD.of_arrays(arrays, silu=params["silu"])
-    return dict(zip(("x", "states", "weight", "bias"), gradients, strict=True))
-
-
-_ragged = KernelVjp("causal_conv1d_ragged", _ragged_forward, _ragged_vjp)
+_ragged = vjp_of_pools("causal_conv1d_ragged", CAUSAL_CONV1D_RAGGED, CAUSAL_CONV1D_RAGGED_BACKWARD)
