@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender
+from benchmarks.harness import BRIEF, Case, Contender
 from benchmarks.record import FORWARD
 from benchmarks.rope import BASE
 from benchmarks.write_rows import CPU_POOLS, Pools, in_loops, make_pools, make_rows, make_slots, scatter
-from benchmarks.write_slice import BRIEF
 from jax_baracuda._examples.rope import rotate_halves
 
 State = tuple[list[jax.Array], jax.Array, jax.Array]

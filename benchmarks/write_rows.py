@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender
+from benchmarks.harness import BRIEF, Case, Contender
 from benchmarks.record import FORWARD, OURS, XLA
-from benchmarks.write_slice import BRIEF, STEPS, InPlaceContender
+from benchmarks.write_slice import STEPS, InPlaceContender
 
 Step = Callable[..., Any]
 """``(pools, state, rows, slots, layer) -> state``. The state, such as both arrays, is donated."""
