@@ -169,9 +169,9 @@ def _reference(*operands: Array, **params: Any) -> list[Array]:
     own = WriteOperands.of(operands, params["has_layer"], params["scales"])
     [keys, values], [q, frequencies, positions] = own.rows, own.others
     rotate = with_named(reference_rotation, {**params, **_OF_TOKENS, "inverse": False})
-    [q], [keys] = rotate(q[None], keys[None], frequencies, _of_one_example(positions))
-    caches = with_named(reference_write, params)(*own._replace(rows=[keys, values]).flat())
-    return [*caches, q]
+    q, keys = rotate(q[None], keys[None], frequencies, _of_one_example(positions))
+    caches = with_named(reference_write, params)(*own._replace(rows=[keys[0], values]).flat())
+    return [*caches, q[0]]
 
 
 def _of_one_example(positions: Array) -> Array:
