@@ -262,9 +262,6 @@ def _pool_update_backward(
 ) -> list[Array]:
     """The gradients of x, states, weight and bias, with the gradient of a convolution of sequences with states."""
     width, num_inputs = weight.shape[1], x.shape[time_axis(channels_last)]
-    wide = accumulation_dtype(x.dtype)
-    if 0 in x.shape:
-        return [jnp.zeros_like(x), d_states, *(jnp.zeros(shape, wide) for shape in (weight.shape, weight.shape[:1]))]
     entries = _entries(states, width, x.shape[0], num_accepted)
     writers = of_writers(states, slots)
     num_written = _num_written(width, num_inputs, num_accepted is not None)
@@ -303,14 +300,9 @@ CAUSAL_CONV1D_UPDATE = Op(
 )
 
 
-def pool_dimensions(*names: str) -> NamedDimensions:
-    return dict.fromkeys(names, ("slot", "channel", "state"))
-
-
 def _pool_operands(*more: str, channels_last: bool) -> NamedDimensions:
-    signals = dimensions_of(("x", "weight", "d_output", "bias"), channels_last)
-    signals |= {"slots": ("example",), "num_accepted": ("example",), **pool_dimensions("states", "d_states")}
-    return {name: signals[name] for name in ("x", "states", "weight", "slots", *more, "bias", "num_accepted")}
+    names = ("x", "states", "weight", "slots", *more, "bias", "num_accepted")
+    return dimensions_of(names, channels_last, slots=("example",), num_accepted=("example",))
 
 
 of_pools: Any = OF_ALL | {"independent_dims": ("channel",), "in_place": {1: 1}}
@@ -320,21 +312,31 @@ def of_pools_backward(backward: Callable[..., list[Array]], d_output_operand: in
     """The fields of a gradient with respect to x, states, weight and bias.
 
     Args:
-      backward: ``(gradient of the convolution, x, states, *operands, **params) -> gradients``
+      backward: ``(gradient of the convolution, x, states, weight, *operands, **params) -> gradients``, for tokens
+        and channels.
       d_output_operand: the position of d_output, which d_states follows. The latter is updated in place.
     """
+
+    def gradients(convolution_backward: Callable[..., Sequence[Array]], *operands: Any, **params: Any) -> list[Array]:
+        x, _, weight = operands[:3]
+        if 0 in x.shape:
+            of_parameters = (
+                jnp.zeros(shape, accumulation_dtype(x.dtype)) for shape in (weight.shape, weight.shape[:1])
+            )
+            return [jnp.zeros_like(x), operands[d_output_operand + 1], *of_parameters]
+        return with_named(backward, params)(convolution_backward, *operands)
 
     def reference(*operands: Any, **params: Any) -> list[Array]:
         x, states, wide = *operands[:2], list(operands)
         for i in (0, 1, d_output_operand, d_output_operand + 1):
             [wide[i]] = widened(x, operands[i])
-        dx, d_states, *of_parameters = with_named(backward, params)(reference_backward, *wide)
+        dx, d_states, *of_parameters = gradients(reference_backward, *wide, **params)
         return [dx.astype(x.dtype), d_states.astype(states.dtype), *of_parameters]
 
     return {
         "result_dtypes": lambda x, *_: [x.dtype, x.dtype, *[accumulation_dtype(x.dtype)] * 2],
         "reference": reference,
-        "program": functools.partial(backward, CAUSAL_CONV1D_BACKWARD.kernel),
+        "program": functools.partial(gradients, CAUSAL_CONV1D_BACKWARD.kernel),
         "in_place": {d_output_operand + 1: 1},
     }
 
@@ -349,7 +351,7 @@ _of_pool_updates: Any = of_pools | {
 CAUSAL_CONV1D_UPDATE_POOL = Op(
     name="causal_conv1d_update_pool",
     operands=lambda *, channels_last: _pool_operands(channels_last=channels_last),
-    results=lambda *, channels_last: dimensions_of(["y"], channels_last) | pool_dimensions("new_states"),
+    results=lambda *, channels_last: dimensions_of(["y", "new_states"], channels_last),
     reference=_reference_pool_update,
     plan_parameters=lambda x, states, weight, *others, has_num_accepted, **params: (
         plan_parameters(x, weight, **params) | {"state_length": states.shape[2], "has_num_accepted": has_num_accepted}
@@ -360,11 +362,7 @@ CAUSAL_CONV1D_UPDATE_POOL = Op(
 CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
     name="causal_conv1d_update_pool_backward",
     operands=lambda *, channels_last: _pool_operands("d_output", "d_states", channels_last=channels_last),
-    results=lambda *, channels_last: {
-        **dimensions_of(["dx"], channels_last),
-        **pool_dimensions("d_old_states"),
-        **dimensions_of(["dweight", "dbias"], channels_last),
-    },
+    results=lambda *, channels_last: dimensions_of(["dx", "d_old_states", "dweight", "dbias"], channels_last),
     **_of_pool_updates | of_pools_backward(_pool_update_backward, d_output_operand=4),
 )
 

@@ -139,7 +139,7 @@ class WriteOperands(NamedTuple):
         return [*self.pools, *self.rows, self.slots, *(x for x in optional if x is not None), *self.others]
 
 
-def _is_last_of_slot(slots: Array) -> Array:
+def is_last_of_slot(slots: Array) -> Array:
     """Which rows are the last ones of their slot."""
     if slots.shape[0] == 1:
         return jnp.ones(slots.shape, bool)
@@ -160,7 +160,7 @@ def _index(pool: Array, slots: Array, layer: Array | None, axis: int, are_unique
     num_slots = pool.shape[axis if layer is None else axis + 1]
     is_written = (slots >= 0) & (slots < num_slots)
     if not are_unique:
-        is_written &= _is_last_of_slot(slots)
+        is_written &= is_last_of_slot(slots)
     if layer is not None:
         is_written &= (layer >= 0) & (layer < pool.shape[0])
     slots = jnp.where(is_written, slots, num_slots + jax.lax.iota(jnp.int32, slots.shape[0]))
@@ -316,7 +316,7 @@ def unique_first(op: Callable[[], Op]) -> dict[Rule, Callable[..., Sequence[Arra
 
     def program(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
         own = WriteOperands.of(operands, has_layer, scales)
-        own = own._replace(slots=jnp.where(_is_last_of_slot(own.slots), own.slots, -1))
+        own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
         params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
         return op().kernel(*own.flat(), **params)
 
