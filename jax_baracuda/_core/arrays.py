@@ -26,6 +26,11 @@ FLOAT8_DTYPES = frozenset(
 
 INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
+DIFFERENTIABLE_DTYPES = FLOATING_DTYPES | FLOAT8_DTYPES | {"complex64", "complex128"}
+"""The dtypes of cotangents that kernels copy."""
+
+DTYPES_OF_WHOLE_BYTES = DIFFERENTIABLE_DTYPES | INTEGER_DTYPES | {"bool", "float8_e8m0fnu"}
+"""The dtypes of elements that kernels copy as bytes. float8_e8m0fnu has no zero, and so no derivatives by kernels."""
 
 _BITS_BELOW_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 

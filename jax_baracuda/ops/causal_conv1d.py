@@ -36,7 +36,7 @@ from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
@@ -500,8 +500,8 @@ def _gradients_of_one_step(
 # Ops: one per native kernel.
 
 
-def dimensions_of(names: Sequence[str], channels_last: bool) -> NamedDimensions:
-    """The dimensions of operands or results."""
+def dimensions_of(names: Sequence[str], channels_last: bool, **others: Dimensions) -> NamedDimensions:
+    """The dimensions of operands or results. `others` are those of operands that only some functions have."""
     signal = ("example", "time", "channel") if channels_last else ("example", "channel", "time")
     weight, bias, state = ("channel", "tap"), ("channel",), ("example", "channel", "state")
     of_all = {
@@ -509,7 +509,9 @@ def dimensions_of(names: Sequence[str], channels_last: bool) -> NamedDimensions:
         **dict.fromkeys(("weight", "dweight"), weight),
         **dict.fromkeys(("bias", "dbias"), bias),
         **dict.fromkeys(("state", "new_state", "initial_state", "d_initial_state", "d_final_state"), state),
+        **dict.fromkeys(("states", "new_states", "d_states", "d_old_states"), ("slot", "channel", "state")),
         "same_sequence": ("example", "time"),
+        **others,
     }
     return {name: of_all[name] for name in names}
 
@@ -706,7 +708,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
 # Derivative rules.
 
 
-def call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
+def _call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
     return op.of_arrays(arrays, channels_last=params["channels_last"], silu=params["silu"])
 
 
@@ -719,12 +721,12 @@ def gradients_of(
     """
     d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
     arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
-    gradients = call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
+    gradients = _call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
     return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
 def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-    [y] = call_op(CAUSAL_CONV1D, params, arrays)
+    [y] = _call_op(CAUSAL_CONV1D, params, arrays)
     if not params["returns_state"]:
         return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]

@@ -16,12 +16,10 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import at_least, on_gpu, param
-from jax_baracuda._core.functions import Params
+from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope import (
     ROPE,
     RotationOptions,
@@ -32,18 +30,17 @@ from jax_baracuda.ops.rope import (
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE
 from jax_baracuda.ops.write_rows import (
     CONVERTIBLE_POOLS,
-    CheckedWrite,
     PoolNames,
     PoolWrite,
     WriteOperands,
     checked_write,
-    is_last_of_slot,
     kernel_converts,
-    local_operands,
     other_dimensions,
     pool_dimensions,
     reference_write,
     row_dimensions,
+    shard_write,
+    unique_first,
     write_cotangents,
 )
 
@@ -146,58 +143,38 @@ def rope_write(
     q = rows["q"]
     rotation, frequencies, _ = options.checked(name, "q", q.shape[2], np.dtype(accumulation_dtype(q.dtype)))
     positions = _checked_positions(name, positions, q.shape[0], rotation["sections"])
+    keys, values = write.pools
     if q.shape[0] == 0:
-        return q, write.pools[0].dest, write.pools[1].dest
-    return _rotate_and_write(write, q, frequencies, positions, rotation)
+        return q, keys.dest, values.dest
+    key_cache, value_cache, q = _rope_write(
+        Params(write.params(), **rotation),
+        caches=[keys.dest, values.dest],
+        k=keys.rows,
+        v=values.rows,
+        q=q,
+        others=[*write.others(), frequencies, positions],
+    )
+    return q, key_cache, value_cache
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX. Operands are those of write_rows, then q, frequencies and positions.
 
 
-def _reference(
-    *operands: Array,
-    axis: int,
-    has_layer: bool,
-    scales: Sequence[int],
-    has_unique_slots: bool,
-    interleaved: bool,
-    rotary_dim: int,
-    rotary_offset: int,
-    sections: tuple[int, ...],
-    sections_interleaved: bool,
-    scale: float,
-) -> list[Array]:
-    *written, q, frequencies, positions = operands
-    own = WriteOperands.of(written, has_layer, scales)
-    keys, values = own.rows
-    rotated = reference_rotation(
-        q[None],
-        keys[None],
-        frequencies,
-        _of_one_example(positions),
-        heads_first=False,
-        constant_angles=None,
-        inverse=False,
-        interleaved=interleaved,
-        rotary_dim=rotary_dim,
-        rotary_offset=rotary_offset,
-        sections=sections,
-        sections_interleaved=sections_interleaved,
-        scale=scale,
-    )
-    caches = reference_write(
-        *own._replace(rows=[rotated[1][0], values]).flat(),
-        axis=axis,
-        has_layer=has_layer,
-        scales=scales,
-        has_unique_slots=has_unique_slots,
-    )
-    return [*caches, rotated[0][0]]
+_OF_TOKENS = {"heads_first": False, "constant_angles": None}
+"""The params of a rotation of tokens, which are the sequence of a single example."""
+
+
+def _reference(*operands: Array, **params: Any) -> list[Array]:
+    own = WriteOperands.of(operands, params["has_layer"], params["scales"])
+    [keys, values], [q, frequencies, positions] = own.rows, own.others
+    rotate = with_named(reference_rotation, {**params, **_OF_TOKENS, "inverse": False})
+    q, keys = rotate(q[None], keys[None], frequencies, _of_one_example(positions))
+    caches = with_named(reference_write, params)(*own._replace(rows=[keys[0], values]).flat())
+    return [*caches, q[0]]
 
 
 def _of_one_example(positions: Array) -> Array:
-    """The positions of tokens as those of the only example of a rotation."""
     return jnp.expand_dims(positions, -2)
 
 
@@ -216,8 +193,8 @@ def _linear_dimensions(ranks: Sequence[int], axis: int, has_layer: bool) -> Name
 def _plan_parameters(
     *operands: Any, has_layer: bool, scales: Sequence[int], rotary_dim: int, rotary_offset: int, interleaved: bool
 ) -> dict[str, int]:
-    *written, q, _, _ = operands
-    own = WriteOperands.of(written, has_layer, scales)
+    own = WriteOperands.of(operands, has_layer, scales)
+    q = own.others[0]
     return {
         "features": q.shape[2],
         "value_features": own.rows[1].shape[2],
@@ -233,29 +210,13 @@ MAX_ROTARY_DIM = 4096
 
 
 def _limit(*operands: Any, has_layer: bool, scales: Sequence[int], sections: tuple[int, ...], rotary_dim: int) -> Any:
-    *written, q, _, _ = operands
-    own = WriteOperands.of(written, has_layer, scales)
+    own = WriteOperands.of(operands, has_layer, scales)
     if rotary_dim > MAX_ROTARY_DIM:
         return f"kernels rotate at most {MAX_ROTARY_DIM} features, not {rotary_dim}"
     for pool, rows, kind in zip(own.pools, own.rows, scales, strict=True):
         if rows.dtype.name not in FLOATING_DTYPES or not kernel_converts(rows.dtype, pool.dtype, kind != 0):
             return f"kernels do not convert {rows.dtype.name} to {pool.dtype.name}"
     return positions_limit(*operands, sections=sections)
-
-
-def _shard(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, axis: int, has_layer: bool, scales: Sequence[int]
-) -> Sequence[Array]:
-    *written, q, frequencies, positions = operands
-    return kernel(*local_operands(WriteOperands.of(written, has_layer, scales), axes, axis), q, frequencies, positions)
-
-
-def _unique_first(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
-    *written, q, frequencies, positions = operands
-    own = WriteOperands.of(written, has_layer, scales)
-    own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
-    params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
-    return ROPE_WRITE.kernel(*own.flat(), q, frequencies, positions, **params)
 
 
 WRITE_PARAMS = ("ranks", "axis", "has_layer", "scales", "has_unique_slots")
@@ -276,8 +237,7 @@ def _cotangents(
         _of_one_example(positions),
         num_arrays=len(features),
         inverse=True,
-        heads_first=False,
-        constant_angles=None,
+        **_OF_TOKENS,
         **params,
     )
     return [d_key_cache, d_value_cache, None if d_k is None else rotated[1][0], d_v, rotated[0][0]]
@@ -326,16 +286,10 @@ ROPE_WRITE = Op(
     ),
     plan_parameters=_plan_parameters,
     limit=_limit,
-    programs={
-        on_gpu(
-            "the kernel compares each row with all later ones",
-            param("has_unique_slots", False),
-            at_least(row=1 << 17),
-        ): _unique_first,
-    },
+    programs=unique_first(lambda: ROPE_WRITE),
     # The features of keys are those of the last dimension of the first pool.
     replicated_dims=("row", "section", "part", "pair", "feature", "0.2"),
-    shard_program=_shard,
+    shard_program=shard_write,
     in_place={0: 0, 1: 1},
     linear=lambda *, ranks, axis, has_layer: (*_linear_dimensions(ranks, axis, has_layer), "q"),
     transpose=_transpose,
@@ -350,8 +304,8 @@ def _forward(
     params: Params, *, caches: Sequence[Array], k: Array, v: Array, q: Array, others: Sequence[Array]
 ) -> tuple[list[Array], Sequence[Array]]:
     *of_write, frequencies, positions = others
-    of_op = {name: value for name, value in params.items() if name != "row_dtypes"}
-    return ROPE_WRITE(*caches, k, v, *of_write, q, frequencies, positions, **of_op), others
+    operands = *caches, k, v, *of_write, q, frequencies, positions
+    return ROPE_WRITE(*operands, **params.without("row_dtypes")), others
 
 
 def _backward(params: Params, others: Sequence[Array], cotangents: Sequence[Array]) -> dict[str, Any]:
@@ -360,21 +314,6 @@ def _backward(params: Params, others: Sequence[Array], cotangents: Sequence[Arra
 
 
 _rope_write = KernelVjp("rope_write", _forward, _backward)
-
-
-def _rotate_and_write(
-    write: CheckedWrite, q: Array, frequencies: Array, positions: Array, rotation: dict[str, Any]
-) -> tuple[Array, Array, Array]:
-    keys, values = write.pools
-    key_cache, value_cache, q = _rope_write(
-        Params(write.params()._asdict(), **rotation),
-        caches=[keys.dest, values.dest],
-        k=keys.rows,
-        v=values.rows,
-        q=q,
-        others=[*write.others(), frequencies, positions],
-    )
-    return q, key_cache, value_cache
 
 
 # ----------------------------------------------------------------------------------------------------------------------

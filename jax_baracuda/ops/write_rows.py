@@ -7,7 +7,7 @@ and no byte outside the slots is touched. Numbers are scaled and converted on th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,8 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import (
-    FLOAT8_DTYPES,
-    FLOATING_DTYPES,
-    INTEGER_DTYPES,
+    DIFFERENTIABLE_DTYPES,
+    DTYPES_OF_WHOLE_BYTES,
     accumulation_dtype,
     as_array,
     as_bits,
@@ -29,7 +28,8 @@ from jax_baracuda._core.arrays import (
     slots_as_int32,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import at_least, at_most, on_cpu, on_gpu, param
+from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
@@ -116,13 +116,14 @@ def write_rows(
 
 
 class WriteOperands(NamedTuple):
-    """The operands of the ops by kind. The gradient has no rows."""
+    """The operands of the ops by kind. The gradient has no rows; ops that also do something else have `others`."""
 
     pools: Sequence[Array]
     rows: Sequence[Array]
     slots: Array
     layer: Array | None
     scales: Sequence[Array | None]
+    others: Sequence[Array] = ()
 
     @staticmethod
     def of(operands: Sequence[Array], has_layer: bool, scales: Sequence[int], has_rows: bool = True) -> WriteOperands:
@@ -130,11 +131,12 @@ class WriteOperands(NamedTuple):
         pools = [next(rest) for _ in range(num)]
         rows = [next(rest) for _ in range(num if has_rows else 0)]
         slots, layer = next(rest), next(rest) if has_layer else None
-        return WriteOperands(pools, rows, slots, layer, [next(rest) if kind else None for kind in scales])
+        of_pools = [next(rest) if kind else None for kind in scales]
+        return WriteOperands(pools, rows, slots, layer, of_pools, list(rest))
 
     def flat(self) -> list[Array]:
         optional = [self.layer, *self.scales]
-        return [*self.pools, *self.rows, self.slots, *(x for x in optional if x is not None)]
+        return [*self.pools, *self.rows, self.slots, *(x for x in optional if x is not None), *self.others]
 
 
 def is_last_of_slot(slots: Array) -> Array:
@@ -200,7 +202,7 @@ def _with_rows(pool: Array, rows: Array, index: tuple[Any, ...], axis: int) -> A
 def reference_write(
     *operands: Array, axis: int, has_layer: bool, scales: Sequence[int], has_unique_slots: bool
 ) -> list[Array]:
-    pools, rows, slots, layer, of_pools = WriteOperands.of(operands, has_layer, scales)
+    pools, rows, slots, layer, of_pools, _ = WriteOperands.of(operands, has_layer, scales)
     index = _index(pools[0], slots, layer, axis, has_unique_slots)
     return [
         _with_rows(pool, _converted(_scaled(x, scale), pool.dtype), index, axis)
@@ -216,7 +218,7 @@ def _reference_backward(
     has_unique_slots: bool,
     row_dtypes: Sequence[str],
 ) -> list[Array]:
-    cotangents, _, slots, layer, of_pools = WriteOperands.of(operands, has_layer, scales, has_rows=False)
+    cotangents, _, slots, layer, of_pools, _ = WriteOperands.of(operands, has_layer, scales, has_rows=False)
     index = _index(cotangents[0], slots, layer, axis, has_unique_slots)
     rest, taken = [], []
     for cotangent, scale, dtype in zip(cotangents, of_pools, row_dtypes, strict=True):
@@ -230,8 +232,6 @@ def _reference_backward(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops. The first has a native kernel. XLA gathers and writes zeros for the second.
 
-DIFFERENTIABLE_DTYPES = FLOATING_DTYPES | FLOAT8_DTYPES | {"complex64", "complex128"}
-DTYPES = DIFFERENTIABLE_DTYPES | INTEGER_DTYPES | {"bool", "float8_e8m0fnu"}
 CONVERTIBLE_ROWS = frozenset({"float32", "float16", "bfloat16"})
 """The dtypes of rows that the kernel scales and converts."""
 CONVERTIBLE_POOLS = CONVERTIBLE_ROWS | {"float8_e4m3fn", "float8_e5m2", "int8"}
@@ -285,7 +285,7 @@ def _within_shard(index: Array, axes: MeshAxes, size: int) -> Array:
     return jnp.where(index >= begin, index - begin, -1)
 
 
-def local_operands(own: WriteOperands, axes: ShardAxes, axis: int) -> list[Array]:
+def _local_operands(own: WriteOperands, axes: ShardAxes, axis: int) -> list[Array]:
     """The operands in the program of a shard, which writes what lies in its part of the slots and layers."""
     has_layer = own.layer is not None
     slots = _within_shard(own.slots, axes.get("slot", ()), own.pools[0].shape[axis + has_layer])
@@ -294,10 +294,10 @@ def local_operands(own: WriteOperands, axes: ShardAxes, axis: int) -> list[Array
     return own._replace(slots=slots).flat()
 
 
-def _shard_write(
+def shard_write(
     kernel: ShardKernel, axes: ShardAxes, *operands: Array, axis: int, has_layer: bool, scales: Sequence[int]
 ) -> Sequence[Array]:
-    return kernel(*local_operands(WriteOperands.of(operands, has_layer, scales), axes, axis))
+    return kernel(*_local_operands(WriteOperands.of(operands, has_layer, scales), axes, axis))
 
 
 def _shard_backward(
@@ -305,17 +305,23 @@ def _shard_backward(
 ) -> Sequence[Array]:
     """Each device gathers what lies in its part, with zeros elsewhere; an all-reduce adds the parts."""
     own = WriteOperands.of(operands, has_layer, scales, has_rows=False)
-    results = kernel(*local_operands(own, axes, axis))
+    results = kernel(*_local_operands(own, axes, axis))
     names = (*axes.get("slot", ()), *axes.get("layer", ()))
     rest, taken = results[: len(scales)], results[len(scales) :]
     return [*rest, *(jax.lax.psum(x, names) if names else x for x in taken)]
 
 
-def _unique_first(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
-    own = WriteOperands.of(operands, has_layer, scales)
-    own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
-    params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
-    return WRITE_ROWS.kernel(*own.flat(), **params)
+def unique_first(op: Callable[[], Op]) -> dict[Rule, Callable[..., Sequence[Array]]]:
+    """For many rows, the program that leaves out all but the last row of a slot, then calls the kernel of `op`."""
+
+    def program(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
+        own = WriteOperands.of(operands, has_layer, scales)
+        own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
+        params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
+        return op().kernel(*own.flat(), **params)
+
+    reason = "the kernel compares each row with all later ones"
+    return {on_gpu(reason, param("has_unique_slots", False), at_least(row=1 << 17)): program}
 
 
 def write_cotangents(
@@ -384,16 +390,10 @@ WRITE_ROWS = Op(
     results=lambda *, ranks, axis, has_layer: pool_dimensions("result", ranks, axis, has_layer),
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]],
     reference=reference_write,
-    dtypes=DTYPES,
+    dtypes=DTYPES_OF_WHOLE_BYTES,
     attributes=("axis", "has_layer", "has_unique_slots", "scales"),
     plan_parameters=_plan_parameters,
-    programs={
-        on_gpu(
-            "the kernel compares each row with all later ones",
-            param("has_unique_slots", False),
-            at_least(row=1 << 17),
-        ): _unique_first,
-    },
+    programs=unique_first(lambda: WRITE_ROWS),
     xla_rules=(
         on_cpu(
             "XLA's update of one row takes less time than the call of a kernel",
@@ -401,7 +401,7 @@ WRITE_ROWS = Op(
             at_least(element_bits=16),
         ),
     ),
-    shard_program=_shard_write,
+    shard_program=shard_write,
     linear=lambda *, ranks, axis, has_layer: (
         *pool_dimensions("dest", ranks, axis, has_layer),
         *row_dimensions("rows", ranks, axis),
@@ -438,27 +438,15 @@ WRITE_ROWS_BACKWARD = Op(
 # Derivative rules.
 
 
-class WriteParams(NamedTuple):
-    """The static arguments, named like the params of the ops."""
-
-    ranks: tuple[int, ...]
-    axis: int
-    has_layer: bool
-    scales: tuple[int, ...]
-    has_unique_slots: bool
-    row_dtypes: tuple[str, ...]
-
-
 def _forward(
-    params: WriteParams, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
+    params: Params, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
 ) -> tuple[list[Array], list[Array]]:
-    of_op = {name: value for name, value in params._asdict().items() if name != "row_dtypes"}
-    return WRITE_ROWS(*dests, *rows, *others, **of_op), others
+    return WRITE_ROWS(*dests, *rows, *others, **params.without("row_dtypes")), others
 
 
-def _backward(params: WriteParams, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
+def _backward(params: Params, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
     num = len(cotangents)
-    gradients = write_cotangents(cotangents, *others, **params._asdict())
+    gradients = write_cotangents(cotangents, *others, **params)
     return {"dests": gradients[:num], "rows": gradients[num:]}
 
 
@@ -491,9 +479,10 @@ class CheckedWrite(NamedTuple):
     axis: int
     layer: Array | None
 
-    def params(self) -> WriteParams:
+    def params(self) -> Params:
+        """Those of the op, and the dtypes of the rows, which the gradient needs."""
         scales = (pool.scale for pool in self.pools)
-        return WriteParams(
+        return Params(
             ranks=tuple(pool.rows.ndim for pool in self.pools),
             axis=self.axis,
             has_layer=self.layer is not None,

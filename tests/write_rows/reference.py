@@ -10,9 +10,9 @@ import numpy as np
 from support import cases, handlers
 from support.handlers import Array, Call
 
-from jax_baracuda.ops.write_rows import DTYPES
+from jax_baracuda._core.arrays import DTYPES_OF_WHOLE_BYTES
 
-ALL_DTYPES = tuple(sorted(DTYPES))
+ALL_DTYPES = tuple(sorted(DTYPES_OF_WHOLE_BYTES))
 ROW_DTYPES = ("float32", "float16", "bfloat16")
 POOL_DTYPES = (*ROW_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 """The dtypes between which the kernel converts."""
