@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
+    flag,
     index_array,
     reshard_as,
     reshard_like,
@@ -106,10 +107,18 @@ def causal_conv1d_update(
     """
     name = "causal_conv1d_update"
     x = as_array(name, "x", x)
+    channels_last = flag(name, "channels_last", channels_last)
+    letters = "[B, T, C] (channels_last=True)" if channels_last else "[B, C, T] (channels_last=False)"
+    if x.ndim not in (2, 3):
+        advice = "; x[None] is a batch of one" if x.ndim == 1 else ""
+        raise ValueError(
+            f"{name}: x must have shape [B, C] or {letters}, with or without state_slots, got {x.shape}{advice}"
+        )
     time = -2 if channels_last else -1
     is_single = x.ndim == 2
+    given_x = f"[B, C] = {x.shape}" if is_single else None
     x = jnp.expand_dims(x, time) if is_single else x
-    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None)
+    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None, given_x)
     arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     state = with_dtype_of_x(name, "state", state, arrays["x"])
     if state_slots is None:
@@ -124,9 +133,12 @@ def causal_conv1d_update(
 def _checked_state(name: str, state: Array, arrays: Mapping[str, Any]) -> Array:
     examples, channels, state_length = state_shape(arrays["x"], arrays["weight"])
     if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < state_length:
+        advice = ""
+        if state.ndim == 3 and state.shape[1] == channels and state.shape[0] != examples:
+            advice = "; a pool of states needs state_slots"
         raise ValueError(
             f"{name}: state must have shape [B, C, K] = ({examples}, {channels}, K) with K >= W - 1 = "
-            f"{state_length} to fit x and weight, got {state.shape}"
+            f"{state_length} to fit x and weight, got {state.shape}{advice}"
         )
     return state
 
@@ -443,10 +455,12 @@ def checked_pool(name: str, argument: str, pool: Array, x: Array, weight: Array,
     return pool
 
 
-def numbers_of_sequences(name: str, argument: str, value: ArrayLike, count: int, what: str = "[B]") -> Array:
+def numbers_of_sequences(
+    name: str, argument: str, value: ArrayLike, count: int, letters: str = "[B]", fits: str = ""
+) -> Array:
     numbers = index_array(name, argument, value)
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise TypeError(f"{name}: {argument} must have an integer dtype, got {numbers.dtype}")
     if numbers.shape != (count,):
-        raise ValueError(f"{name}: {argument} must have shape {what} = ({count},), got {numbers.shape}")
+        raise ValueError(f"{name}: {argument} must have shape {letters} = ({count},){fits}, got {numbers.shape}")
     return numbers

@@ -27,8 +27,10 @@ from jax_baracuda._core.arrays import (
     FLOATING_DTYPES,
     accumulation_dtype,
     as_array,
+    flag,
     real_number,
     reshard_to,
+    static_type_error,
     whole_number,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
@@ -643,14 +645,20 @@ class RotationOptions(NamedTuple):
         base = real_number(name, "base", self.base, positive=True)
         frequencies, constants = _frequencies(name, self.inv_freq, base, rotary_dim, dtype)
         params = {
-            "interleaved": bool(self.interleaved),
+            "interleaved": flag(name, "interleaved", self.interleaved),
             "rotary_dim": rotary_dim,
             "rotary_offset": rotary_offset,
             "sections": _checked_sections(name, self.sections, rotary_dim),
-            "sections_interleaved": bool(self.sections_interleaved),
+            "sections_interleaved": self._checked_sections_interleaved(name),
             "scale": real_number(name, "scale", self.scale),
         }
         return params, frequencies, constants
+
+    def _checked_sections_interleaved(self, name: str) -> bool:
+        sections_interleaved = flag(name, "sections_interleaved", self.sections_interleaved)
+        if sections_interleaved and self.sections is None:
+            raise ValueError(f"{name}: sections must be given with sections_interleaved=True, got None")
+        return sections_interleaved
 
 
 def _checked_sections(name: str, sections: Sequence[int] | None, rotary_dim: int) -> tuple[int, ...]:
@@ -658,7 +666,7 @@ def _checked_sections(name: str, sections: Sequence[int] | None, rotary_dim: int
     if sections is None:
         return ()
     if not isinstance(sections, list | tuple | np.ndarray):
-        raise TypeError(f"{name}: sections must be a sequence of integers, got {type(sections).__name__}")
+        raise static_type_error(name, "sections", "a tuple of integers, such as (16, 24, 24)", sections)
     sections = tuple(whole_number(name, f"sections[{i}]", x, minimum=0) for i, x in enumerate(sections))
     if not sections or sum(sections) != rotary_dim // 2:
         raise ValueError(
@@ -688,7 +696,10 @@ def _canonicalize(
             raise TypeError(f"{name}: {argument} must have a real floating dtype, got {x.dtype}")
         if x.ndim != 4:
             shape = "[B, H, S, D]" if heads_first else "[B, S, H, D]"
-            raise ValueError(f"{name}: {argument} must have shape {shape} ({_named(heads_first)}), got {x.shape}")
+            advice = f"; {argument}[None] is a batch of one" if x.ndim == 3 else ""
+            raise ValueError(
+                f"{name}: {argument} must have shape {shape} ({_named(heads_first)}), got {x.shape}{advice}"
+            )
     if layout is None and all(x.shape[1] == x.shape[2] != 1 for x in arrays.values()):
         shapes = " and ".join(f"{argument} of shape {x.shape}" for argument, x in arrays.items())
         raise ValueError(
@@ -722,6 +733,7 @@ def _canonicalize(
     return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}
 
 
+ADVICE_ON_SECTIONS = "; positions of three axes (M-RoPE) need sections"
 _ADVICE_ON_LAYOUT = '; for arrays [B, S, H, D] pass layout="BSHD"'
 
 
@@ -732,6 +744,11 @@ def _named(heads_first: bool) -> str:
 def _checked_rotary_dim(name: str, argument: str, size: int, rotary_offset: int, rotary_dim: int | None) -> int:
     from_offset = f" from rotary_offset = {rotary_offset} on" if rotary_offset else ""
     rest = size - rotary_offset
+    if rotary_offset > 0 and rest <= 0:
+        raise ValueError(
+            f"{name}: rotary_offset must be less than the number of features D of {argument}, {size}, got "
+            f"{rotary_offset}"
+        )
     if rotary_dim is None:
         if rest % 2 or rest <= 0:
             raise ValueError(
@@ -829,7 +846,7 @@ def _checked_positions(
         if positions.ndim > 0 and positions.shape[-1] == other_length:
             advice = _ADVICE_ON_LAYOUT
         elif not sections and positions.ndim > 1 and positions.shape[0] == 3:
-            advice = "; positions of three axes (M-RoPE) need sections"
+            advice = ADVICE_ON_SECTIONS
         raise ValueError(
             f"{name}: positions must have shape [{letter}S] = {shared} or [{letter}B, S] = {own} "
             f"({_named(heads_first)}), got {positions.shape}{advice}"

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, index_array
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import at_least, on_gpu, param
 from jax_baracuda._core.functions import Params
@@ -23,6 +23,7 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope import (
+    ADVICE_ON_SECTIONS,
     ROPE,
     RotationOptions,
     integer_positions,
@@ -135,6 +136,7 @@ def rope_write(
     )
     rows = {argument: as_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
     _check_rows(name, rows)
+    slots = _checked_slots(name, slots, rows["q"])
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (0, 1):
         raise ValueError(f"{name}: axis must be 0 or 1, the axis of slots in caches [slots, H, D], got {axis!r}")
     names = [PoolNames("key_cache", "k", "k_scale"), PoolNames("value_cache", "v", "v_scale")]
@@ -389,11 +391,24 @@ def _check_rows(name: str, rows: dict[str, Array]) -> None:
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: {argument} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.ndim != 3:
-            raise ValueError(f"{name}: {argument} must have shape [T, heads, features], got {x.shape}")
+            advice = ""
+            if x.ndim == 4:
+                advice = f"; for a batch [B, S, heads, features] pass {argument}.reshape(-1, *{argument}.shape[2:])"
+            raise ValueError(f"{name}: {argument} must have shape [T, heads, features], got {x.shape}{advice}")
         if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: {argument} must have as many tokens as q, {q.shape[0]}, got shape {x.shape}")
+            raise ValueError(
+                f"{name}: {argument} must have shape [T, heads, features] with as many tokens as q of shape {q.shape}, "
+                f"got {x.shape}"
+            )
     if rows["k"].shape[2] != q.shape[2]:
         raise ValueError(f"{name}: k must have as many features as q, {q.shape[2]}, got shape {rows['k'].shape}")
+
+
+def _checked_slots(name: str, slots: ArrayLike, q: Array) -> Array:
+    slots = index_array(name, "slots", slots)
+    if slots.shape != q.shape[:1]:
+        raise ValueError(f"{name}: slots must have shape [T] = {q.shape[:1]}, one for each token, got {slots.shape}")
+    return slots
 
 
 def _checked_positions(name: str, positions: ArrayLike, tokens: int, sections: tuple[int, ...]) -> Array:
@@ -401,5 +416,6 @@ def _checked_positions(name: str, positions: ArrayLike, tokens: int, sections: t
     expected = (len(sections), tokens) if sections else (tokens,)
     if positions.shape != expected:
         letters = "[sections, T]" if sections else "[T]"
-        raise ValueError(f"{name}: positions must have shape {letters} = {expected}, got {positions.shape}")
+        advice = ADVICE_ON_SECTIONS if not sections and positions.ndim == 2 and positions.shape[0] == 3 else ""
+        raise ValueError(f"{name}: positions must have shape {letters} = {expected}, got {positions.shape}{advice}")
     return positions

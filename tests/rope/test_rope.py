@@ -834,5 +834,5 @@ def test_layout_may_be_omitted_where_shapes_show_it() -> None:
 
 def test_numbers_must_not_be_traced() -> None:
     for argument in ("base", "scale"):
-        with pytest.raises(TypeError, match=f"rope: {argument} must be a real number, got .*Tracer"):
+        with pytest.raises(TypeError, match=f"rope: {argument} must be a real number, got a traced array"):
             jax.jit(lambda value, argument=argument: rope(X, **{argument: value}))(2.0)
