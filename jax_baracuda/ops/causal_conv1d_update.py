@@ -83,11 +83,16 @@ def causal_conv1d_update(
         the previous call were accepted, and 1 in the first call after :func:`causal_conv1d_ragged`. Numbers are clipped
         to 1 ... K - W + 2. Needs K >= W - 2 + T. The previous state begins at entry ``num_accepted - 1`` of its row.
         The new row holds the last W - 2 inputs of that state, then all T inputs. Further entries keep their values.
+        Calls without inputs (T = 0) leave the pool as it is, so the next call passes the same numbers. A filter of one
+        tap (W = 1) has no state: the numbers have no effect, and nothing is written.
 
     Returns:
-      ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state holds the last K inputs, so the
-      oldest drop out. If `state` is donated (or carried by a loop), it is updated in place. In a pool, only the rows of
-      the slots are written. Each sequence begins with the state before the call. Of several sequences with the same
+      ``(y, new_state)``. y has the shape and dtype of `x`. The new state has the shape and dtype of `state`; it is
+      written in place if `state` is donated or carried by a loop.
+
+      Without `state_slots`, the new state holds the last K inputs: the oldest drop out. With `state_slots`, it is the
+      pool, in which only the rows of the slots change. Their first W - 1 entries are the last W - 1 inputs, unless
+      `num_accepted` is given. Each sequence begins with the state before the call. Of several sequences with the same
       slot, the state of the last one is kept, in every run.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.

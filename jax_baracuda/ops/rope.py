@@ -71,10 +71,11 @@ def rope(
     Args:
       x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default: 0
-        to S - 1, so decoding one token must pass its position; under ``jax.shard_map``, S is the length of the device's
-        part of the sequence. Any value of any integer dtype, also negative. uint64, and uint32 while 64-bit types are
-        off, run as plain JAX. With `sections`, one row for each: ``[sections, S]`` or ``[sections, B, S]``.
+      positions: integers of any dtype, also negative, but no floats: ``[S]``, or ``[B, S]`` for separate positions per
+        example (``[1, S]`` is ``[S]``). Default: 0 to S - 1, so decoding one token must pass its position; under
+        ``jax.shard_map``, S is the length of the device's part of the sequence. uint64, and uint32 while 64-bit types
+        are off, run as plain JAX. NumPy arrays of 64 bits must hold numbers of 32 bits while 64-bit types are off. With
+        `sections`, one row for each: ``[sections, S]`` or ``[sections, B, S]``.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX, and in Llama's weights as Hugging Face publishes them. The shapes
@@ -101,16 +102,18 @@ def rope(
       The rotated features, with the shape and dtype of `x`.
 
     Raises:
-      TypeError: an argument is not an array or number, or has an unsuitable dtype.
+      TypeError: an argument is not an array or number, has an unsuitable dtype, or is traced: only arrays may be.
       ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `rotary_offset` is out of range; `sections` do not sum to ``rotary_dim/2``, or lack positions; `base` or `scale`
-        is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
+        `rotary_offset` is out of range; `sections` do not sum to ``rotary_dim/2``, or lack positions;
+        `sections_interleaved` lacks sections; `base` or `scale` is not finite, or `base` is not positive; NumPy
+        `positions` need 64-bit types of JAX.
 
     In place: if `jax.jit` donates an array that is passed to this function unchanged, the result is written to its
     memory.
 
-    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
-    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
+    Numerical guarantees: for positions from -2^20 to 2^20, sine and cosine are those of the exact angle, whatever the
+    dtype; beyond, the error of the angle grows with the position. float32 results are within 2 units in the last place
+    of the pair's length. 16-bit results are computed in float32
     and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
     frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
     from run to run.
