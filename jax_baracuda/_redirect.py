@@ -63,7 +63,7 @@ _UPDATES = {
     "scatter": "x.at[ids].set",
 }
 _LINE_WIDTH = 80
-_NO_CALLS = "no calls (a program that was compiled before is not lowered again)"
+_NO_CALLS = "no calls that can be redirected (programs compiled before do not count)"
 
 
 class RedirectReport:
@@ -455,8 +455,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
 
     Raises:
       NotImplementedError: such calls cannot be redirected in this version of JAX. Raised on entering.
-      TypeError: the decorated function is a generator or coroutine function, asynchronous or not. Its body would run
-        after the call.
+      TypeError: an argument is given by position, or is not True or False. Or what is decorated is not callable, or is
+        a generator or coroutine function, asynchronous or not, whose body would run after the call.
       RuntimeError: the context is entered inside a function that JAX is tracing, such as one in ``jax.jit``: put it
         around the compiled function. Or it is left more often than it was entered in the thread.
 

@@ -236,18 +236,17 @@ def test_layers_and_heads_of_pools() -> None:
 
 
 FEATURES = np.ones((2, 4, 6, 8), np.float32)
+SIGNALS = FEATURES[:, :, 0]
 POSITIONS = np.ones((3, 6), int)
 OF_ROPE: dict[str, Any] = {"sections": (2, 1, 1), "sections_interleaved": True, "rotary_offset": 0, "rotary_dim": 8}
 STATIC: dict[str, tuple[Callable[..., Any], Any]] = {
     **{name: (lambda **x: jb.rope(FEATURES, POSITIONS, **OF_ROPE | x), value) for name, value in OF_ROPE.items()},
     **{name: (lambda **x: jb.rope(FEATURES, **x), 2.0) for name in ("base", "scale")},
     "interleaved": (lambda **x: jb.rope(FEATURES, **x), True),
-    "channels_last": (lambda **x: jb.causal_conv1d(FEATURES[0], FILTERS, **x), False),
-    "return_final_state": (lambda **x: jb.causal_conv1d(FEATURES[0], FILTERS, **x), True),
+    "channels_last": (lambda **x: jb.causal_conv1d(SIGNALS, FILTERS, **x), False),
+    "return_final_state": (lambda **x: jb.causal_conv1d(SIGNALS, FILTERS, **x), True),
     "num_segments": (
-        lambda **x: jb.causal_conv1d(
-            FEATURES[0], FILTERS, segment_ids=np.zeros((4, 8), int)[:, :8], return_final_state=True, **x
-        ),
+        lambda **x: jb.causal_conv1d(SIGNALS, FILTERS, segment_ids=np.zeros((2, 8), int), return_final_state=True, **x),
         3,
     ),
     "axis": (lambda **x: jb.write_rows(ROWS, ROWS, IDS, **x), 0),

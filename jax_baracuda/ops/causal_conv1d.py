@@ -129,8 +129,8 @@ def causal_conv1d(
         input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
         belongs to the sequence of the first id of its row.
       return_final_state: whether to also return the state that continues the last sequence, or each of them.
-      num_segments: with `segment_ids` and `return_final_state`, asks for the state of every sequence: of the ids 0 to
-        ``num_segments - 1``, whose number must be static.
+      num_segments: a static integer, with `segment_ids` and `return_final_state`: the final state is that of each
+        sequence with an id from 0 to ``num_segments - 1``, instead of the last sequence alone.
 
     Returns:
       y with the shape and dtype of `x`, or ``(y, final_state)``. The final state, ``[B, C, W - 1]`` with the dtype of

@@ -85,7 +85,7 @@ def rope_write(
       v: ``[T, V, E]``, with the dtype of `q`. Heads and features may differ from those of `k`.
       key_cache: ``[slots, K, D]``, or ``[K, slots, D]`` with ``axis=1``; with `layer`, a dimension of layers comes
         first. Keys are rotated in the dtype of `k` and then converted to that of the cache, as by :func:`write_rows`.
-      value_cache: the same for `v`, with as many slots and layers.
+      value_cache: ``[slots, V, E]``, or ``[V, slots, E]`` with ``axis=1``; with as many slots and layers.
       positions: ``[T]``, integers as in :func:`rope`; ``[sections, T]`` with `sections`.
       slots: ``[T]``, integers. Tokens with a negative slot, or one beyond the last, are rotated and not written. Of
         several tokens with the same slot, the last one is written.

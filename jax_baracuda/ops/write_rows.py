@@ -73,7 +73,8 @@ def write_rows(
       The updated pools, in the structure of `dests`.
 
     Raises:
-      TypeError: an argument is not an array, has no integer dtype, or complex rows are scaled or written to real pools.
+      TypeError: an argument is not an array; `slots` or `layer` has no integer dtype; `axis` is not an integer; or
+        complex rows are scaled or written to real pools.
       ValueError: shapes or structures do not fit. Nothing runs before these checks.
 
     In place: if pools are donated to ``jax.jit`` or carried by a loop, and not used afterwards, they are updated in
