@@ -113,8 +113,9 @@ def causal_conv1d_ragged(
     name = "causal_conv1d_ragged"
     x = as_array(name, "x", x)
     if x.ndim != 2:
-        raise ValueError(f"{name}: x must have shape [T, C], got {x.shape}")
-    params, arrays = canonicalize(name, x[None], weight, bias, activation, True, None, None)
+        raise ValueError(f"{name}: x must have shape [T, C], the tokens of all sequences, got {x.shape}")
+    given_x = f"[T, C] = {x.shape}"
+    params, arrays = canonicalize(name, x[None], weight, bias, activation, True, None, None, given_x)
     arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     states = with_dtype_of_x(name, "states", states, x)
     states = checked_pool(name, "states", states, arrays["x"], arrays["weight"], num_written=0)
@@ -124,12 +125,15 @@ def causal_conv1d_ragged(
         raise ValueError(f"{name}: state_slots must have shape [N], got {slots.shape}")
     num_sequences = slots.shape[0]
     slots = numbers_of_sequences(name, "state_slots", slots, num_sequences)
-    starts = numbers_of_sequences(name, "cu_seqlens", cu_seqlens, num_sequences + 1, "[N + 1]")
+    fits_slots = f" for state_slots of shape [N] = {slots.shape}"
+    starts = numbers_of_sequences(name, "cu_seqlens", cu_seqlens, num_sequences + 1, "[N + 1]", fits_slots)
     has_state = as_array(name, "has_state", has_state)
     if has_state.dtype != bool:
-        raise TypeError(f"{name}: has_state must have dtype bool, got {has_state.dtype}")
+        raise TypeError(f"{name}: has_state must have dtype bool, got {has_state.dtype}; has_state != 0 has it")
     if has_state.shape != (num_sequences,):
-        raise ValueError(f"{name}: has_state must have shape [N] = ({num_sequences},), got {has_state.shape}")
+        raise ValueError(
+            f"{name}: has_state must have shape [N] = ({num_sequences},){fits_slots}, got {has_state.shape}"
+        )
     y, new_states = _ragged(
         Params(silu=params["silu"]),
         states=states,

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
+    flag,
     index_array,
     reshard_as,
     reshard_like,
@@ -82,11 +83,16 @@ def causal_conv1d_update(
         the previous call were accepted, and 1 in the first call after :func:`causal_conv1d_ragged`. Numbers are clipped
         to 1 ... K - W + 2. Needs K >= W - 2 + T. The previous state begins at entry ``num_accepted - 1`` of its row.
         The new row holds the last W - 2 inputs of that state, then all T inputs. Further entries keep their values.
+        Calls without inputs (T = 0) leave the pool as it is, so the next call passes the same numbers. A filter of one
+        tap (W = 1) has no state: the numbers have no effect, and nothing is written.
 
     Returns:
-      ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state holds the last K inputs, so the
-      oldest drop out. If `state` is donated (or carried by a loop), it is updated in place. In a pool, only the rows of
-      the slots are written. Each sequence begins with the state before the call. Of several sequences with the same
+      ``(y, new_state)``. y has the shape and dtype of `x`. The new state has the shape and dtype of `state`; it is
+      written in place if `state` is donated or carried by a loop.
+
+      Without `state_slots`, the new state holds the last K inputs: the oldest drop out. With `state_slots`, it is the
+      pool, in which only the rows of the slots change. Their first W - 1 entries are the last W - 1 inputs, unless
+      `num_accepted` is given. Each sequence begins with the state before the call. Of several sequences with the same
       slot, the state of the last one is kept, in every run.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
@@ -106,10 +112,18 @@ def causal_conv1d_update(
     """
     name = "causal_conv1d_update"
     x = as_array(name, "x", x)
+    channels_last = flag(name, "channels_last", channels_last)
+    letters = "[B, T, C] (channels_last=True)" if channels_last else "[B, C, T] (channels_last=False)"
+    if x.ndim not in (2, 3):
+        advice = "; x[None] is a batch of one" if x.ndim == 1 else ""
+        raise ValueError(
+            f"{name}: x must have shape [B, C] or {letters}, with or without state_slots, got {x.shape}{advice}"
+        )
     time = -2 if channels_last else -1
     is_single = x.ndim == 2
+    given_x = f"[B, C] = {x.shape}" if is_single else None
     x = jnp.expand_dims(x, time) if is_single else x
-    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None)
+    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None, given_x)
     arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     state = with_dtype_of_x(name, "state", state, arrays["x"])
     if state_slots is None:
@@ -124,9 +138,12 @@ def causal_conv1d_update(
 def _checked_state(name: str, state: Array, arrays: Mapping[str, Any]) -> Array:
     examples, channels, state_length = state_shape(arrays["x"], arrays["weight"])
     if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < state_length:
+        advice = ""
+        if state.ndim == 3 and state.shape[1] == channels and state.shape[0] != examples:
+            advice = "; a pool of states needs state_slots"
         raise ValueError(
             f"{name}: state must have shape [B, C, K] = ({examples}, {channels}, K) with K >= W - 1 = "
-            f"{state_length} to fit x and weight, got {state.shape}"
+            f"{state_length} to fit x and weight, got {state.shape}{advice}"
         )
     return state
 
@@ -438,10 +455,12 @@ def checked_pool(name: str, argument: str, pool: Array, x: Array, weight: Array,
     return pool
 
 
-def numbers_of_sequences(name: str, argument: str, value: ArrayLike, count: int, what: str = "[B]") -> Array:
+def numbers_of_sequences(
+    name: str, argument: str, value: ArrayLike, count: int, letters: str = "[B]", fits: str = ""
+) -> Array:
     numbers = index_array(name, argument, value)
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise TypeError(f"{name}: {argument} must have an integer dtype, got {numbers.dtype}")
     if numbers.shape != (count,):
-        raise ValueError(f"{name}: {argument} must have shape {what} = ({count},), got {numbers.shape}")
+        raise ValueError(f"{name}: {argument} must have shape {letters} = ({count},){fits}, got {numbers.shape}")
     return numbers

@@ -14,13 +14,14 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, index_array
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.rope import (
+    ADVICE_ON_SECTIONS,
     ROPE,
     RotationOptions,
     integer_positions,
@@ -81,7 +82,7 @@ def rope_write(
       v: ``[T, V, E]``, with the dtype of `q`. Heads and features may differ from those of `k`.
       key_cache: ``[slots, K, D]``, or ``[K, slots, D]`` with ``axis=1``; with `layer`, a dimension of layers comes
         first. Keys are rotated in the dtype of `k` and then converted to that of the cache, as by :func:`write_rows`.
-      value_cache: the same for `v`, with as many slots and layers.
+      value_cache: ``[slots, V, E]``, or ``[V, slots, E]`` with ``axis=1``; with as many slots and layers.
       positions: ``[T]``, integers as in :func:`rope`; ``[sections, T]`` with `sections`.
       slots: ``[T]``, integers. Tokens with a negative slot, or one beyond the last, are rotated and not written. Of
         several tokens with the same slot, the last one is written.
@@ -132,6 +133,7 @@ def rope_write(
     )
     rows = {argument: as_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
     _check_rows(name, rows)
+    slots = _checked_slots(name, slots, rows["q"])
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (0, 1):
         raise ValueError(f"{name}: axis must be 0 or 1, the axis of slots in caches [slots, H, D], got {axis!r}")
     names = [PoolNames("key_cache", "k", "k_scale"), PoolNames("value_cache", "v", "v_scale")]
@@ -328,11 +330,24 @@ def _check_rows(name: str, rows: dict[str, Array]) -> None:
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: {argument} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.ndim != 3:
-            raise ValueError(f"{name}: {argument} must have shape [T, heads, features], got {x.shape}")
+            advice = ""
+            if x.ndim == 4:
+                advice = f"; for a batch [B, S, heads, features] pass {argument}.reshape(-1, *{argument}.shape[2:])"
+            raise ValueError(f"{name}: {argument} must have shape [T, heads, features], got {x.shape}{advice}")
         if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: {argument} must have as many tokens as q, {q.shape[0]}, got shape {x.shape}")
+            raise ValueError(
+                f"{name}: {argument} must have shape [T, heads, features] with as many tokens as q of shape {q.shape}, "
+                f"got {x.shape}"
+            )
     if rows["k"].shape[2] != q.shape[2]:
         raise ValueError(f"{name}: k must have as many features as q, {q.shape[2]}, got shape {rows['k'].shape}")
+
+
+def _checked_slots(name: str, slots: ArrayLike, q: Array) -> Array:
+    slots = index_array(name, "slots", slots)
+    if slots.shape != q.shape[:1]:
+        raise ValueError(f"{name}: slots must have shape [T] = {q.shape[:1]}, one for each token, got {slots.shape}")
+    return slots
 
 
 def _checked_positions(name: str, positions: ArrayLike, tokens: int, sections: tuple[int, ...]) -> Array:
@@ -340,5 +355,6 @@ def _checked_positions(name: str, positions: ArrayLike, tokens: int, sections: t
     expected = (len(sections), tokens) if sections else (tokens,)
     if positions.shape != expected:
         letters = "[sections, T]" if sections else "[T]"
-        raise ValueError(f"{name}: positions must have shape {letters} = {expected}, got {positions.shape}")
+        advice = ADVICE_ON_SECTIONS if not sections and positions.ndim == 2 and positions.shape[0] == 3 else ""
+        raise ValueError(f"{name}: positions must have shape {letters} = {expected}, got {positions.shape}{advice}")
     return positions

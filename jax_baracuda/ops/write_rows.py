@@ -26,6 +26,7 @@ from jax_baracuda._core.arrays import (
     index_array,
     of_bits,
     slots_as_int32,
+    static_type_error,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
@@ -72,7 +73,8 @@ def write_rows(
       The updated pools, in the structure of `dests`.
 
     Raises:
-      TypeError: an argument is not an array, has no integer dtype, or complex rows are scaled or written to real pools.
+      TypeError: an argument is not an array; `slots` or `layer` has no integer dtype; `axis` is not an integer; or
+        complex rows are scaled or written to real pools.
       ValueError: shapes or structures do not fit. Nothing runs before these checks.
 
     In place: if pools are donated to ``jax.jit`` or carried by a loop, and not used afterwards, they are updated in
@@ -98,7 +100,9 @@ def write_rows(
     """
     name = "write_rows"
     is_one = not isinstance(dests, list | tuple)
-    all_dests, all_rows, all_scales = ([dests], [rows], [scale]) if is_one else _of_structure(name, dests, rows, scale)
+    all_dests, all_rows, all_scales = (
+        _of_one(name, dests, rows, scale) if is_one else _of_several(name, dests, rows, scale)
+    )
     labels = [""] if is_one else [f"[{i}]" for i in range(len(all_dests))]
     names = [PoolNames(f"dests{label}", f"rows{label}", f"scale{label}") for label in labels]
     pools = [
@@ -513,15 +517,32 @@ def _for_kernel(pool: PoolWrite) -> PoolWrite:
     return PoolWrite(dest, _converted(_scaled(rows, scale), dest.dtype), None)
 
 
-def _of_structure(name: str, dests: Any, rows: Any, scale: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+_Arguments = tuple[Sequence[Any], Sequence[Any], Sequence[Any]]
+"""The pools, their rows and their scales."""
+
+
+def _of_one(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
+    for argument, value in (("rows", rows), ("scale", scale)):
+        if isinstance(value, list | tuple):
+            raise TypeError(
+                f"{name}: {argument} must be an array if dests is one, got {type(value).__name__}; for several pools, "
+                "dests is a list or tuple, too"
+            )
+    return [dests], [rows], [scale]
+
+
+def _of_several(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
     scale = [None] * len(dests) if scale is None else scale
     for argument, arrays in (("rows", rows), ("scale", scale)):
         if not isinstance(arrays, list | tuple):
             raise TypeError(
-                f"{name}: {argument} must be a list or tuple like dests, of {len(dests)}, got {type(arrays).__name__}"
+                f"{name}: {argument} must be a list or tuple with one entry for each pool in dests ({len(dests)}), "
+                f"got {type(arrays).__name__}"
             )
         if len(arrays) != len(dests):
-            raise ValueError(f"{name}: {argument} must have as many arrays as dests, {len(dests)}, got {len(arrays)}")
+            raise ValueError(
+                f"{name}: {argument} must have one entry for each pool in dests ({len(dests)}), got {len(arrays)}"
+            )
     return dests, rows, scale
 
 
@@ -533,9 +554,10 @@ def checked_write(
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise TypeError(f"{name}: slots must have an integer dtype, got {slots.dtype}")
     if slots.ndim != 1:
-        raise ValueError(f"{name}: slots must have one dimension, got shape {slots.shape}")
+        advice = "; slots[None] and rows[None] write one row" if slots.ndim == 0 else ""
+        raise ValueError(f"{name}: slots must have shape [T], one for each row, got {slots.shape}{advice}")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
-        raise TypeError(f"{name}: axis must be an integer, got {axis!r}")
+        raise static_type_error(name, "axis", "an integer", axis)
     if layer is not None:
         layer = index_array(name, "layer", layer)
         if not jnp.issubdtype(layer.dtype, jnp.integer) or layer.ndim != 0:
@@ -544,6 +566,9 @@ def checked_write(
     checked = []
     for own, (dest, rows, scale) in zip(names, pools, strict=True):
         rank = dest.ndim - first
+        if rank < 1:
+            letters = "[layers, slots, ...] with layer" if first else "[slots, ...]"
+            raise ValueError(f"{name}: {own.dest} must have shape {letters}, got {dest.shape}")
         if not 0 <= axis < rank:
             raise ValueError(
                 f"{name}: axis must be 0 or more, and less than {rank}, the dimensions of {own.dest} of shape "
@@ -560,12 +585,30 @@ def checked_write(
         if rows.shape != expected:
             raise ValueError(
                 f"{name}: {own.rows} must have shape {expected} for {slots.shape[0]} slots and {own.dest} of shape "
-                f"{dest.shape}, got {rows.shape}"
+                f"{dest.shape}, got {rows.shape}{_advice_on_rows(own, dest, rows, slots.shape[0], axis, first)}"
             )
         if jax_versions.is_static_shape((num_slots, *slots.shape)) and num_slots + slots.shape[0] >= 2**31:
             raise ValueError(f"{name}: {own.dest} must have less than 2^31 slots and rows, got {num_slots} slots")
         checked.append(PoolWrite(dest, rows, _checked_scale(name, own, dest, rows, scale)))
     return CheckedWrite(checked, slots_as_int32(slots), int(axis), None if layer is None else slots_as_int32(layer))
+
+
+def _advice_on_rows(own: PoolNames, dest: Array, rows: Array, num_rows: int, axis: int, first: int) -> str:
+    """What the caller may have meant, if the rows fit the pool with another `layer` or `axis`."""
+
+    def fits(axis: int, first: int) -> bool:
+        shape = dest.shape[first:]
+        return len(shape) > axis and rows.shape == (num_rows, *shape[:axis], *shape[axis + 1 :])
+
+    if not first and fits(axis, 1):
+        return f"; if {own.dest} has layers first, pass layer="
+    if first and fits(axis, 0):
+        return f"; if {own.dest} has no layers, leave out layer="
+    if axis == 0 and fits(1, first):
+        return f"; if {own.dest} has heads before slots, pass axis=1"
+    if axis == 1 and fits(0, first):
+        return f"; if {own.dest} has slots before heads, leave out axis="
+    return ""
 
 
 def _checked_scale(name: str, own: PoolNames, dest: Array, rows: Array, scale: Any) -> Array | None:

@@ -738,7 +738,7 @@ COMMON_ERRORS: Errors = {
     "base is infinite": ({"base": np.inf}, "ValueError: base must be finite and positive, got inf"),
     "base is NaN": ({"base": np.nan}, "ValueError: base must be finite and positive, got nan"),
     "base is text": ({"base": "1e4"}, "TypeError: base must be a real number, got '1e4'"),
-    "base is an array": ({"base": np.ones(4)}, "TypeError: base must be a real number, got array"),
+    "base is an array": ({"base": np.ones(4)}, "TypeError: base must be a real number, got an array of dtype float64"),
     "base is bool": ({"base": True}, "TypeError: base must be a real number, got True"),
     "layout is unknown": ({"layout": "SBHD"}, "ValueError: layout must be 'BHSD' or 'BSHD', got 'SBHD'"),
     "layout is no text": ({"layout": 1}, "ValueError: layout must be 'BHSD' or 'BSHD', got 1"),
@@ -834,5 +834,5 @@ def test_layout_may_be_omitted_where_shapes_show_it() -> None:
 
 def test_numbers_must_not_be_traced() -> None:
     for argument in ("base", "scale"):
-        with pytest.raises(TypeError, match=f"rope: {argument} must be a real number, got .*Tracer"):
+        with pytest.raises(TypeError, match=f"rope: {argument} must be a real number, got a traced array"):
             jax.jit(lambda value, argument=argument: rope(X, **{argument: value}))(2.0)

@@ -340,7 +340,8 @@ def test_errors() -> None:
     dest, rows, slots = np.zeros((2, 5, 3), np.float32), np.zeros((4, 5, 3), np.float32), np.zeros(4, np.int32)
     for match, error, function in (
         ("slots must have an integer dtype, got float32", TypeError, lambda: write_rows(dest, rows, rows[:, 0, 0])),
-        ("slots must have one dimension", ValueError, lambda: write_rows(dest, rows, slots[None])),
+        (r"slots must have shape \[T\], one for each row, got \(1, 4\)", ValueError,
+         lambda: write_rows(dest, rows, slots[None])),
         ("axis must be an integer, got 'x'", TypeError, lambda: write_rows(dest, rows, slots, axis="x")),
         (r"axis must be 0 or more, and less than 3", ValueError, lambda: write_rows(dest, rows, slots, axis=3)),
         (r"axis must be 0 or more, and less than 2.*without layers, got -1", ValueError,
@@ -353,8 +354,9 @@ def test_errors() -> None:
          lambda: write_rows(dest, rows, slots, layer=slots)),
         (r"dests\[1\] must have the layers and slots of dests\[0\]", ValueError,
          lambda: write_rows([dest, dest[:1]], [rows, rows], slots)),
-        ("rows must be a list or tuple like dests, of 1", TypeError, lambda: write_rows([dest], rows, slots)),
-        ("scale must have as many arrays as dests, 1, got 2", ValueError,
+        (r"rows must be a list or tuple with one entry for each pool in dests \(1\)", TypeError,
+         lambda: write_rows([dest], rows, slots)),
+        (r"scale must have one entry for each pool in dests \(1\), got 2", ValueError,
          lambda: write_rows([dest], [rows], slots, scale=[None, None])),
         (r"scale must be a scalar or have shape \(5,\)", ValueError,
          lambda: write_rows(dest, rows, slots, scale=np.ones(3))),

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, broadcasts, reshard_as, reshard_like
+from jax_baracuda._core.arrays import as_array, broadcasts, flag, reshard_as, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import may_run_kernel
@@ -181,9 +181,8 @@ def canonical_segments(
         raise TypeError(f"{name}: segment_ids must be given, or a plan")
     ids = checked_ids(name, segment_ids)
     num_segments = _canonical_num_segments(name, ids, num_segments)
-    return Segments(
-        name, flat_ids(ids, num_segments, clamps(name, mode)), ids.shape, num_segments, bool(indices_are_sorted), None
-    )
+    is_sorted = flag(name, "indices_are_sorted", indices_are_sorted)
+    return Segments(name, flat_ids(ids, num_segments, clamps(name, mode)), ids.shape, num_segments, is_sorted, None)
 
 
 def canonicalize(

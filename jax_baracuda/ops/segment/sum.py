@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import (
     MB,
@@ -155,7 +155,7 @@ def segment_sum(
     call = canonicalize(segments, data, out_sharding, bucket_size)
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
-    params = call.params(deterministic=bool(deterministic), accumulator=accumulator)
+    params = call.params(deterministic=flag(name, "deterministic", deterministic), accumulator=accumulator)
     return reduce_numbers(call, _segment_sum, params, jnp.sum if accumulator is None else None)
 
 
