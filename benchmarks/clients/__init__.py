@@ -24,9 +24,9 @@ class Program:
     """A context in which the package calls our functions while the step is traced."""
 
 
-MODULES = ("fennol", "mlip", "jax_pme", "energnn", "tunix", "mjx")
+MODULES = ("jraph", "fennol", "mlip", "jax_pme", "energnn", "tunix", "mjx")
 """The modules of this package, in the order of the table. Each has ``PROGRAMS``, functions of a size by name,
-``SMALL``, a size for tests, and ``SIZE_OF``, what a size is."""
+``SIZES``, of which the first is that of the tests, and ``SIZE_OF``, what a size is."""
 
 
 def of_package(module: str) -> Any:
@@ -40,4 +40,4 @@ def programs_of(module: str) -> Mapping[str, Callable[[int], Program]]:
 
 def small_program(module: str, name: str) -> Program:
     """The program in the size of the tests."""
-    return programs_of(module)[name](of_package(module).SMALL)
+    return programs_of(module)[name](of_package(module).SIZES[0])

@@ -1,4 +1,7 @@
-"""Times programs of other packages in plain JAX, redirected and edited, and compares their results."""
+"""Times programs of other packages in plain JAX, redirected and edited, and compares their results.
+
+It prints the rows of a Markdown table, the small programs of all packages first.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,13 @@ import jax_baracuda as jb
 from benchmarks.clients import MODULES, Program, of_package
 from benchmarks.clients.share import share_of_segment_operations
 from jax_baracuda._tools.command_line import parser_of, run, whole_number
-from jax_baracuda._tools.table import format_table
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
 MAX_DIFFERENCE = 1.02
 """A program whose time differs by less than this gains nothing."""
-HEADER = ("client", "program", "size", "plain", "redirected", "ratio", "edited", "ratio", "first trace", "segments")
+HEADER = ("package", "program", "size", "plain", "redirected", "edited", "first trace", "segment operations")
+DIFFERS = "differs"
+"""A cell says this if results do not agree with those of plain JAX."""
 
 
 def seconds_of_a_call(program: Callable[[], Any]) -> float:
@@ -51,69 +55,75 @@ def disagreement(program: Program, results: Any, expected: Any) -> str:
 
 
 def row_of(program: Program, seconds: float) -> list[str]:
-    """Times a program, and tells what is unexpected on the standard error."""
-    redirect = jb.redirect(indexed_updates=True, slice_updates=True)
+    """Times a program. Tells on the standard error what ran, and by how much results differ if they do not agree."""
 
     def lower(context: contextlib.AbstractContextManager[Any]) -> tuple[jax.stages.Lowered, float]:
-        """The program, and how long its trace takes. It is lowered inside the context, too."""
+        """The program, lowered inside the context, and the seconds of a core that tracing and lowering it take."""
         jax.clear_caches()
         with context:
-            start = time.perf_counter()
-            traced = jax.jit(lambda *arguments: program.step(*arguments)).trace(*program.arguments)
-            seconds_to_trace = time.perf_counter() - start
-            return traced.lower(), seconds_to_trace
+            start = time.process_time()
+            lowered = jax.jit(lambda *arguments: program.step(*arguments)).lower(*program.arguments)
+            return lowered, time.process_time() - start
 
-    lower(contextlib.nullcontext())  # some packages compute tables on the way, once
-    edits = [] if program.edit is None else [program.edit()]
-    lowered = [lower(context) for context in (contextlib.nullcontext(), redirect, *edits)]
-    compiled = [functools.partial(variant.compile(), *program.arguments) for variant, _ in lowered]
+    redirects = [jb.redirect(indexed_updates=True, slice_updates=True) for _ in range(2)]
+    # In turns, and the faster of two, because some packages compute tables on the way, once.
+    pairs = [(lower(contextlib.nullcontext()), lower(redirect)) for redirect in redirects]
+    first_traces = [min(seconds for _, seconds in of_variant) for of_variant in zip(*pairs, strict=True)]
+    edits = [] if program.edit is None else [lower(program.edit())]
+    compiled = [functools.partial(lowered.compile(), *program.arguments) for lowered, _ in [*pairs[-1], *edits]]
+    print("  " + str(redirects[-1].report).replace("\n", "\n  "), file=sys.stderr)
     expected, *results = [jax.block_until_ready(call()) for call in compiled]
-    for name, result in zip(("redirected", "edited"), results, strict=False):
-        if difference := disagreement(program, result, expected):
-            print(f"  {name}: {difference}", file=sys.stderr)
-    print("  " + str(redirect.report).replace("\n", "\n  "), file=sys.stderr)
-    plain, redirected, *edited = medians(compiled, seconds)
-    gains = plain / min(redirected, *edited, plain) > MAX_DIFFERENCE
+    differences = [disagreement(program, result, expected) for result in results]
+    plain, *others = medians(compiled, seconds)
+    cells = [f"{plain * 1e3:.3g} ms"]
+    for median, difference in zip(others, differences, strict=True):
+        cells.append(f"{median * 1e3:.3g} ms ({plain / median:.2f})" + (f", {DIFFERS}" if difference else ""))
+        if difference:
+            print(f"  {difference}", file=sys.stderr)
+    gains = plain / min(plain, *others) > MAX_DIFFERENCE
     share = "" if gains else f"{share_of_segment_operations(compiled[0].func, program.arguments):.0%}"
-    return [
-        f"{plain * 1e3:.3g} ms",
-        f"{redirected * 1e3:.3g} ms",
-        f"{plain / redirected:.2f}",
-        *((f"{edited[0] * 1e3:.3g} ms", f"{plain / edited[0]:.2f}") if edited else ("", "")),
-        f"{lowered[1][1] / lowered[0][1]:.2f}",
-        share,
-    ]
+    return [*cells, *[""] * (1 - len(edits)), f"{first_traces[1] / first_traces[0]:.2f}", share]
+
+
+def print_row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = parser_of("benchmarks.clients", __doc__, {0: "all programs ran and agree", 1: "a program did not run"})
+    statuses = {0: "all programs ran and agree", 1: "a program did not run, or its results differ"}
+    parser = parser_of("benchmarks.clients", __doc__, statuses)
     parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, help="packages")
     parser.add_argument("--program", help="programs whose names start like this")
-    parser.add_argument("--sizes", nargs="+", type=whole_number(1), help="instead of the sizes of the tests")
+    parser.add_argument("--sizes", nargs="+", type=whole_number(1), help="instead of those of the table")
     parser.add_argument("--seconds", type=whole_number(1), default=2, help="how long each program is timed, at least")
     options = parser.parse_args(arguments)
-    rows, failures = [], 0
+    failures = 0
+    runs: list[tuple[int, str, int]] = []
     for module in options.only:
         try:
-            package = of_package(module)
+            runs += [(rank, module, size) for rank, size in enumerate(options.sizes or of_package(module).SIZES)]
         except ImportError as error:
             print(f"{module}: {error}", file=sys.stderr)
             failures += 1
-            continue
-        for size in options.sizes or [package.SMALL]:
-            for name, make in package.PROGRAMS.items():
-                if not name.startswith(options.program or ""):
-                    continue
-                print(f"{module}, {name}, {size} {package.SIZE_OF}", file=sys.stderr, flush=True)
-                try:
-                    rows.append([module, name, str(size), *row_of(make(size), options.seconds)])
-                    print("  " + " | ".join(rows[-1]), file=sys.stderr, flush=True)
-                except Exception as error:  # the other programs still run
-                    failures += 1
-                    print(f"  {type(error).__name__}: {str(error)[:500]}", file=sys.stderr, flush=True)
-    print(f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}")
-    print(format_table(HEADER, rows))
+    print(f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores, jax {jax.__version__}\n")
+    print_row(*HEADER)
+    print_row(*["---"] * len(HEADER))
+    for _, module, size in sorted(runs, key=lambda run: run[0]):
+        package = of_package(module)
+        for name, make in package.PROGRAMS.items():
+            if not name.startswith(options.program or ""):
+                continue
+            title = (module.replace("_", "-"), name, f"{size:,} {package.SIZE_OF}")
+            print(", ".join(title), file=sys.stderr, flush=True)
+            try:
+                cells = row_of(make(size), options.seconds)
+            except Exception as error:  # the other programs still run
+                failures += 1
+                print(f"  {type(error).__name__}: {str(error)[:500]}", file=sys.stderr, flush=True)
+            else:
+                failures += any(DIFFERS in cell for cell in cells)
+                print_row(*title, *cells)
     return bool(failures)
 
 

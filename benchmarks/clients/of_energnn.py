@@ -19,7 +19,7 @@ from flax import nnx
 import jax_baracuda as jb
 from benchmarks.clients import Program
 
-SIZE_OF, SMALL = "buses of each of 8 grids, at most", 16
+SIZE_OF, SIZES = "buses a grid", (16, 256)
 
 
 def our_gather(*, coordinates: jax.Array, addresses: jax.Array) -> jax.Array:

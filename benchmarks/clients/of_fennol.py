@@ -13,7 +13,7 @@ from fennol import FENNIX
 from benchmarks.clients import Program
 from benchmarks.clients.particles import CUTOFF, crystal, training_step
 
-SIZE_OF, SMALL = "atoms", 64
+SIZE_OF, SIZES = "atoms", (64, 256)
 ANGLES_WITHIN = 3.5
 """In angstroms: ANI looks at the angles of these pairs."""
 

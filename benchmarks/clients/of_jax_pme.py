@@ -12,7 +12,7 @@ from jaxpme import batched_flat, batched_mixed
 
 from benchmarks.clients import Program
 
-SIZE_OF, SMALL = "crystals", 4
+SIZE_OF, SIZES = "crystals", (4, 32)
 WAVELENGTH = 1.2
 """The shortest wavelength of the sums in reciprocal space, in angstroms."""
 

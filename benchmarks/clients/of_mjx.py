@@ -12,7 +12,7 @@ from mujoco import mjx
 
 from benchmarks.clients import Program
 
-SIZE_OF, SMALL = "worlds", 4
+SIZE_OF, SIZES = "worlds", (4, 256)
 STEPS = 5
 WORLD = """
 <mujoco>

@@ -1,4 +1,4 @@
-"""mlip: energies and forces of MACE, NequIP and ViSNet, training on both, and the deterministic mode of ViSNet."""
+"""mlip: energies and forces of MACE, NequIP, ViSNet and eSEN, training on both, and the deterministic mode of ViSNet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from mlip.data import DatasetInfo
 from mlip.data.helpers.dummy_init_graph import get_dummy_graph_for_model_init
 from mlip.graph import EdgeOrdering, Graph, GraphEdges, GraphGlobals, GraphNodes
-from mlip.models import ForceField, Mace, Nequip, Visnet
+from mlip.models import Esen, ForceField, Mace, Nequip, Visnet
 from mlip.models.predictors import ConservativePredictor
 from mlip.typing.properties import Properties
 
@@ -23,12 +23,13 @@ import jax_baracuda as jb
 from benchmarks.clients import Program
 from benchmarks.clients.particles import CUTOFF, ELEMENTS, Atoms, crystal, random_weights, training_step
 
-SIZE_OF, SMALL = "atoms", 64
+SIZE_OF, SIZES = "atoms", (64, 256)
 
 MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "MACE": (Mace, {"num_channels": 32, "l_max": 2, "correlation": 2}),
     "NequIP": (Nequip, {"num_layers": 3, "target_irreps": "32x0e + 32x0o + 16x1o + 16x1e", "l_max": 2}),
     "ViSNet": (Visnet, {"num_layers": 3, "num_channels": 64}),
+    "eSEN": (Esen, {"num_layers": 2, "sphere_channels": 32, "hidden_channels": 32, "edge_channels": 32}),
 }
 
 

@@ -17,7 +17,7 @@ from tunix.models.llama3 import model as llama3
 import jax_baracuda as jb
 from benchmarks.clients import Program
 
-SIZE_OF, SMALL = "positions of the caches", 32
+SIZE_OF, SIZES = "positions", (32, 1024)
 BATCH, TOKENS, WORDS = 4, 16, 1000
 CONFIG = llama3.ModelConfig(
     num_layers=4,

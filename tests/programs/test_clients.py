@@ -1,4 +1,4 @@
-"""Force fields, Ewald sums, power grids, language models and simulations: the programs of ``benchmarks.clients``."""
+"""The programs of ``benchmarks.clients``: graph networks, force fields, Ewald sums, language models and simulations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from programs.conftest import Timings, assert_close
 from benchmarks.clients import MODULES, programs_of, small_program
 
 NAMES = [(module, name) for module in MODULES for name in programs_of(module)]
-EDITED = [(module, name) for module, name in NAMES if module in ("energnn", "tunix") or name.startswith("ViSNet")]
+EDITED = [
+    (module, name) for module, name in NAMES if module in ("energnn", "tunix") or name.startswith(("GAT", "ViSNet"))
+]
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=lambda value: value)

@@ -1,4 +1,4 @@
-"""jraph: its own tests with every call redirected, and the training step of a graph network."""
+"""jraph: its own tests with every call redirected."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import jraph
-import numpy as np
-import pytest
 
 import jax_baracuda as jb
-
-NODES, EDGES, WIDTH = 300, 2000, 16
 
 
 def run_their_tests(**variables: str) -> str:
@@ -56,46 +48,3 @@ def test_their_tests() -> None:
         counts[name] += int(count)
     assert counts["jax.ops.segment_sum"] > 300, redirected
     assert sum(counts.values()) > 500, redirected
-
-
-def random_graph(rng: np.random.Generator) -> jraph.GraphsTuple:
-    features = {name: rng.normal(size=(size, WIDTH)) for name, size in (("nodes", NODES), ("edges", EDGES))}
-    return jraph.GraphsTuple(
-        **{name: jnp.asarray(array, jnp.float32) for name, array in features.items()},
-        globals=jnp.zeros((2, WIDTH)),
-        senders=jnp.asarray(rng.integers(0, NODES, EDGES)),
-        receivers=jnp.asarray(rng.integers(0, NODES, EDGES)),
-        n_node=jnp.array([NODES // 2, NODES - NODES // 2]),
-        n_edge=jnp.array([EDGES // 2, EDGES - EDGES // 2]),
-    )
-
-
-def graph_network(weights: Any, graph: jraph.GraphsTuple) -> jax.Array:
-    def mlp(name: str) -> Callable[..., jax.Array]:
-        return lambda *parts: jax.nn.relu(jnp.concatenate(parts, axis=-1) @ weights[name])
-
-    network = jraph.GraphNetwork(mlp("edges"), mlp("nodes"), mlp("globals"))
-    return network(network(graph)).globals
-
-
-def graph_attention(weights: Any, graph: jraph.GraphsTuple) -> jax.Array:
-    network = jraph.GAT(
-        lambda nodes: nodes @ weights["query"],
-        lambda senders, receivers, edges: jax.nn.leaky_relu((senders + receivers) @ weights["logit"]),
-    )
-    return network(graph).nodes
-
-
-@pytest.mark.parametrize("model", [graph_network, graph_attention], ids=lambda model: model.__name__)
-def test_training_step(
-    rng: np.random.Generator, compare_redirected: Callable[..., Any], model: Callable[..., jax.Array]
-) -> None:
-    inputs = {"edges": 4, "nodes": 4, "globals": 3, "query": 1}
-    weights = {name: jnp.asarray(rng.normal(size=(n * WIDTH, WIDTH)) * 0.1) for name, n in inputs.items()}
-    weights["logit"] = jnp.asarray(rng.normal(size=(WIDTH, 1)))
-    graph = random_graph(rng)
-
-    def step(weights: Any, graph: jraph.GraphsTuple) -> Any:
-        return jax.value_and_grad(lambda weights: jnp.mean(model(weights, graph) ** 2))(weights)
-
-    compare_redirected(f"jraph, {model.__name__}", step, weights, graph)
