@@ -356,19 +356,22 @@ def may_be_computed(value: ir.Value[Any]) -> bool:
 
 def splat_of(ctx: Any, value: ir.Value[Any]) -> bool | int | float | None:
     """The number that an array holds everywhere; None if it is unknown or complex."""
-    operation: Any = _origin(ctx, value, _SPREADING).owner
-    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
-        return None
-    try:
-        elements = ir.DenseElementsAttr(operation.attributes["value"])
-        number: Any = elements.get_splat_value() if elements.is_splat else None
-    except (TypeError, ValueError):  # complex
-        return None
-    if number is None:
+    elements = _constant(_origin(ctx, value, _SPREADING))
+    if elements is None or not elements.is_splat:
         return None
     for kind in (ir.FloatAttr, ir.BoolAttr, ir.IntegerAttr):
-        with contextlib.suppress(ValueError, TypeError):
-            return kind(number).value
+        with contextlib.suppress(ValueError, TypeError):  # also if it is complex
+            return kind(elements.get_splat_value()).value
+    return None
+
+
+def _constant(value: ir.Value[Any]) -> Any:
+    """The elements of a constant array, as a ``DenseElementsAttr``; None if the value is no such array."""
+    operation: Any = value.owner
+    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return ir.DenseElementsAttr(operation.attributes["value"])
     return None
 
 
@@ -438,12 +441,10 @@ def _known_ids(ctx: Any, ids: ir.Value[Any]) -> np.ndarray | None:
 
 def _known(value: ir.Value[Any]) -> np.ndarray | None:
     """The elements of a constant array of integers or bool."""
-    operation: Any = value.owner
-    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
+    elements = _constant(value)
+    if elements is None or len(elements) > _MAX_KNOWN_IDS:
         return None
-    if math.prod(ir.RankedTensorType(value.type).shape) > _MAX_KNOWN_IDS:
-        return None
-    known = np.asarray(ir.DenseElementsAttr(operation.attributes["value"]))
+    known = np.asarray(elements)
     return known if known.dtype.kind in "iub" else None
 
 
