@@ -22,7 +22,6 @@ from rope.reference import (
     PAIRINGS,
     ExpectedRotation,
     Rotation,
-    copies_in,
     features_shape,
     in_two_rows,
     make_features,
@@ -30,6 +29,7 @@ from rope.reference import (
 from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, INTEGERS, assert_same_bits
+from support.programs import copies_of
 
 import jax_baracuda as jb
 from jax_baracuda import forward_mode, rope, rope_backward, rope_frequencies, rope_qk, rope_qk_backward
@@ -39,6 +39,10 @@ each_pairing = pytest.mark.parametrize("interleaved", PAIRINGS, ids=["interleave
 each_dtype = pytest.mark.parametrize("dtype", FLOATING)
 
 SIZES = (
+    (2, 3, 17, 20),
+    (3, 2, 8, 64),
+    (1, 5, 33, 12),
+    (2, 1, 130, 8),
     (0, 2, 3, 4),
     (2, 0, 3, 4),
     (2, 2, 0, 4),
@@ -136,17 +140,17 @@ def add_call(
 @each_layout
 @each_dtype
 def test_value_and_gradient(rng: np.random.Generator, dtype: str, layout: str) -> None:
-    """Both functions are right for both pairings, every kind of positions, and varying other arguments."""
+    """Both functions are right for both pairings, every kind of positions and size, and varying other arguments."""
     batch = Batch()
-    sizes = itertools.cycle([(2, 3, 17, 20), (3, 2, 8, 64), (1, 5, 33, 12), (2, 1, 130, 8)])
-    for variant, interleaved in itertools.product(range(12), PAIRINGS):
+    sizes = itertools.cycle(SIZES)
+    for variant, interleaved in itertools.product(range(15), PAIRINGS):
         size = next(sizes)
         rotation = make_rotation(rng, variant, size, layout, interleaved)
         add_call(batch, rng, rotation, size, (size[1],), dtype)
         add_call(batch, rng, rotation, size, (size[1], 1 + variant % 3), dtype)
     with cases.x64_for(dtype):
         called = batch.run()
-    assert called == dict.fromkeys(("rope", "rope_backward", "rope_qk", "rope_qk_backward"), 24)
+    assert called.keys() == {"rope", "rope_backward", "rope_qk", "rope_qk_backward"}
 
 
 @each_layout
@@ -213,18 +217,6 @@ def test_which_angles_are_constant() -> None:
     assert not has_constant_angles(16385)  # more than 8 MB
     assert not has_constant_angles(8, np.arange(8))
     assert not has_constant_angles(8, inv_freq=jnp.ones((2, 64)))
-
-
-@each_layout
-@each_pairing
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sizes(rng: np.random.Generator, dtype: str, interleaved: bool, layout: str) -> None:
-    batch = Batch()
-    for i, size in enumerate(SIZES):
-        rotation = make_rotation(rng, i, size, layout, interleaved)
-        add_call(batch, rng, rotation, size, (size[1],), dtype)
-        add_call(batch, rng, rotation, size, (2 * size[1], size[1]), dtype)
-    batch.run()
 
 
 @each_layout
@@ -655,7 +647,7 @@ def test_donated_features_are_rotated_in_place(
         for donated, num_bytes in (((), 0), (arguments, sum(x.nbytes for x in features))):
             run = jax.jit(call, donate_argnums=donated)
             compiled = run.lower(*features, rotation.positions).compile()
-            assert copies_in(compiled.as_text()) == []
+            assert not copies_of(features[-1], compiled.as_text())
             assert compiled.memory_analysis().alias_size_in_bytes == num_bytes
         given = [jnp.array(x) for x in features]
         places = [x.unsafe_buffer_pointer() for x in given]

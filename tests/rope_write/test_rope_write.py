@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rope_write.reference import LAYERS, RopeWrite, make_call
-from segment.reference import Batch
+from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, assert_same_bits, assert_same_values
-from support.programs import small_integers
+from support.programs import copies_of, small_integers
 
 from jax_baracuda import forward_mode, rope_write
 
@@ -47,10 +46,6 @@ PLACES = ((0, None), (1, None), (0, 1), (1, 0), (0, -1), (1, LAYERS))
 
 def run(call: RopeWrite, function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return jax.jit(function or (lambda *arrays: call.run(*arrays, **options)))(*call.arrays)
-
-
-def kernels_in(text: str) -> list[str]:
-    return re.findall(r"@jax_baracuda\.(\w+)\(", text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -238,12 +233,6 @@ def test_every_order_and_mode(rng: np.random.Generator) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Programs in place.
-
-
-def copies_of(cache: np.ndarray, text: str) -> list[str]:
-    """The instructions of a compiled program that copy or transpose an array as large as the cache."""
-    sizes = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
-    return [shape for shape in sizes if np.prod([int(x) for x in shape.split(",")]) >= cache.size]
 
 
 @pytest.mark.parametrize("place", [(0, None), (1, None), (0, 1), (1, 1)], ids=str)

@@ -22,8 +22,8 @@ Options = dict[str, Any]
 
 
 def kernels_in(text: str) -> list[str]:
-    """The targets of jax_baracuda that a lowered program calls, in order."""
-    return re.findall(r"custom_call @jax_baracuda\.(\w+)\(", text)
+    """The targets of jax_baracuda that a lowered or compiled program calls, in order."""
+    return re.findall(r"custom_call(?: @|_target=\")jax_baracuda\.(\w+)[(\"]", text)
 
 
 def value_and_pullback(function: Callable[..., Any], x: Any, cotangent: Any) -> tuple[jax.Array, jax.Array]:
