@@ -40,6 +40,7 @@ from jax_baracuda.ops.write_rows import (
     reference_write,
     row_dimensions,
     shard_write,
+    transpose_of,
     unique_first,
     write_cotangents,
 )
@@ -175,6 +176,7 @@ def _reference(*operands: Array, **params: Any) -> list[Array]:
 
 
 def _of_one_example(positions: Array) -> Array:
+    """The positions of tokens as those of the only example of a rotation."""
     return jnp.expand_dims(positions, -2)
 
 
@@ -243,13 +245,6 @@ def _cotangents(
     return [d_key_cache, d_value_cache, None if d_k is None else rotated[1][0], d_v, rotated[0][0]]
 
 
-def _transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
-    """Also returns zeros for the rows of integer caches."""
-    row_dtypes = tuple(x.dtype.name for x in types[2:4])
-    gradients = _cotangents(cotangents, *others, row_dtypes=row_dtypes, **params)
-    return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
-
-
 def _dtypes(*, scales: Sequence[int] | None = None) -> frozenset[str]:
     """Those of queries, keys and values. In a call, whose params are known, also those of caches that convert."""
     return FLOATING_DTYPES if scales is None else FLOATING_DTYPES | CONVERTIBLE_POOLS
@@ -292,7 +287,7 @@ ROPE_WRITE = Op(
     shard_program=shard_write,
     in_place={0: 0, 1: 1},
     linear=lambda *, ranks, axis, has_layer: (*_linear_dimensions(ranks, axis, has_layer), "q"),
-    transpose=_transpose,
+    transpose=transpose_of(_cotangents),
 )
 
 

@@ -355,13 +355,16 @@ def write_cotangents(
     return [by_position.get(i) for i in range(2 * len(ranks))]
 
 
-def _transpose_write(
-    types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any
-) -> list[Array | None]:
-    """Also returns zeros for the rows of integer pools, which may be floating."""
-    row_types = types[len(cotangents) :]
-    gradients = write_cotangents(cotangents, *others, row_dtypes=tuple(x.dtype.name for x in row_types), **params)
-    return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
+def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callable[..., list[Array]]:
+    """The transpose of an op that writes rows. It also returns zeros for the rows of integer pools."""
+
+    def transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
+        num = len(params["ranks"])
+        row_dtypes = tuple(x.dtype.name for x in types[num : 2 * num])
+        gradients = cotangents_of(cotangents, *others, row_dtypes=row_dtypes, **params)
+        return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
+
+    return transpose
 
 
 def _transpose_backward(
@@ -406,7 +409,7 @@ WRITE_ROWS = Op(
         *pool_dimensions("dest", ranks, axis, has_layer),
         *row_dimensions("rows", ranks, axis),
     ),
-    transpose=_transpose_write,
+    transpose=transpose_of(write_cotangents),
     **_common,
 )
 
