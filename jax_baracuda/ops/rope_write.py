@@ -21,6 +21,7 @@ from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.rope import (
+    ATTRIBUTES_OF_ROTATION,
     ROPE,
     RotationOptions,
     integer_positions,
@@ -29,6 +30,7 @@ from jax_baracuda.ops.rope import (
 )
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE
 from jax_baracuda.ops.write_rows import (
+    ATTRIBUTES_OF_WRITE,
     CONVERTIBLE_POOLS,
     PoolNames,
     PoolWrite,
@@ -267,18 +269,7 @@ ROPE_WRITE = Op(
     reference=_reference,
     dtypes=_dtypes,
     guarantee=accumulated,
-    attributes=(
-        "axis",
-        "has_layer",
-        "has_unique_slots",
-        "scales",
-        "interleaved",
-        "rotary_dim",
-        "rotary_offset",
-        "sections",
-        "sections_interleaved",
-        "scale",
-    ),
+    attributes=(*ATTRIBUTES_OF_WRITE, *ATTRIBUTES_OF_ROTATION),
     plan_parameters=_plan_parameters,
     limit=_limit,
     programs=unique_first(lambda: ROPE_WRITE),

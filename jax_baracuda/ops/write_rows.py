@@ -381,6 +381,8 @@ _common: dict[str, Any] = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
+ATTRIBUTES_OF_WRITE = ("axis", "has_layer", "has_unique_slots", "scales")
+
 # Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.5 to 0.8 with one row, 0.8 to 2.1
 # with 8 to 512 rows. XLA copies float8 pools in every step.
 WRITE_ROWS = Op(
@@ -394,7 +396,7 @@ WRITE_ROWS = Op(
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]],
     reference=reference_write,
     dtypes=DTYPES_OF_WHOLE_BYTES,
-    attributes=("axis", "has_layer", "has_unique_slots", "scales"),
+    attributes=ATTRIBUTES_OF_WRITE,
     plan_parameters=_plan_parameters,
     programs=unique_first(lambda: WRITE_ROWS),
     xla_rules=(
