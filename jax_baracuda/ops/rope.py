@@ -535,6 +535,8 @@ def _has_halves_or_32_bits(traits: Traits) -> bool:
     return not traits.params["interleaved"] or traits.sizes["element_bits"] == 32
 
 
+ATTRIBUTES_OF_ROTATION = ("interleaved", "rotary_dim", "rotary_offset", "sections", "sections_interleaved", "scale")
+
 # H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
 # 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small
 # arrays that XLA fuses 0.7.
@@ -556,16 +558,7 @@ ROPE = Op(
     reference=reference_rotation,
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
-    attributes=(
-        "heads_first",
-        "interleaved",
-        "rotary_dim",
-        "rotary_offset",
-        "sections",
-        "sections_interleaved",
-        "scale",
-        "has_positions",
-    ),
+    attributes=("heads_first", "has_positions", *ATTRIBUTES_OF_ROTATION),
     plan_parameters=_plan_parameters,
     limit=positions_limit,
     replicated_dims=("part", "pair", "section", "feature"),

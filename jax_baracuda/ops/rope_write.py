@@ -22,6 +22,7 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.rope import (
     ADVICE_ON_SECTIONS,
+    ATTRIBUTES_OF_ROTATION,
     ROPE,
     RotationOptions,
     integer_positions,
@@ -30,6 +31,7 @@ from jax_baracuda.ops.rope import (
 )
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE
 from jax_baracuda.ops.write_rows import (
+    ATTRIBUTES_OF_WRITE,
     CONVERTIBLE_POOLS,
     PoolNames,
     PoolWrite,
@@ -41,6 +43,7 @@ from jax_baracuda.ops.write_rows import (
     reference_write,
     row_dimensions,
     shard_write,
+    transpose_of,
     unique_first,
     write_cotangents,
 )
@@ -177,6 +180,7 @@ def _reference(*operands: Array, **params: Any) -> list[Array]:
 
 
 def _of_one_example(positions: Array) -> Array:
+    """The positions of tokens as those of the only example of a rotation."""
     return jnp.expand_dims(positions, -2)
 
 
@@ -245,13 +249,6 @@ def _cotangents(
     return [d_key_cache, d_value_cache, None if d_k is None else rotated[1][0], d_v, rotated[0][0]]
 
 
-def _transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
-    """Also returns zeros for the rows of integer caches."""
-    row_dtypes = tuple(x.dtype.name for x in types[2:4])
-    gradients = _cotangents(cotangents, *others, row_dtypes=row_dtypes, **params)
-    return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
-
-
 def _dtypes(*, scales: Sequence[int] | None = None) -> frozenset[str]:
     """Those of queries, keys and values. In a call, whose params are known, also those of caches that convert."""
     return FLOATING_DTYPES if scales is None else FLOATING_DTYPES | CONVERTIBLE_POOLS
@@ -274,18 +271,7 @@ ROPE_WRITE = Op(
     reference=_reference,
     dtypes=_dtypes,
     guarantee=accumulated,
-    attributes=(
-        "axis",
-        "has_layer",
-        "has_unique_slots",
-        "scales",
-        "interleaved",
-        "rotary_dim",
-        "rotary_offset",
-        "sections",
-        "sections_interleaved",
-        "scale",
-    ),
+    attributes=(*ATTRIBUTES_OF_WRITE, *ATTRIBUTES_OF_ROTATION),
     plan_parameters=_plan_parameters,
     limit=_limit,
     programs=unique_first(lambda: ROPE_WRITE),
@@ -294,7 +280,7 @@ ROPE_WRITE = Op(
     shard_program=shard_write,
     in_place={0: 0, 1: 1},
     linear=lambda *, ranks, axis, has_layer: (*_linear_dimensions(ranks, axis, has_layer), "q"),
-    transpose=_transpose,
+    transpose=transpose_of(_cotangents),
 )
 
 

@@ -359,13 +359,16 @@ def write_cotangents(
     return [by_position.get(i) for i in range(2 * len(ranks))]
 
 
-def _transpose_write(
-    types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any
-) -> list[Array | None]:
-    """Also returns zeros for the rows of integer pools, which may be floating."""
-    row_types = types[len(cotangents) :]
-    gradients = write_cotangents(cotangents, *others, row_dtypes=tuple(x.dtype.name for x in row_types), **params)
-    return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
+def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callable[..., list[Array]]:
+    """The transpose of an op that writes rows. It also returns zeros for the rows of integer pools."""
+
+    def transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
+        num = len(params["ranks"])
+        row_dtypes = tuple(x.dtype.name for x in types[num : 2 * num])
+        gradients = cotangents_of(cotangents, *others, row_dtypes=row_dtypes, **params)
+        return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
+
+    return transpose
 
 
 def _transpose_backward(
@@ -382,6 +385,8 @@ _common: dict[str, Any] = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
+ATTRIBUTES_OF_WRITE = ("axis", "has_layer", "has_unique_slots", "scales")
+
 # Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.5 to 0.8 with one row, 0.8 to 2.1
 # with 8 to 512 rows. XLA copies float8 pools in every step.
 WRITE_ROWS = Op(
@@ -395,7 +400,7 @@ WRITE_ROWS = Op(
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]],
     reference=reference_write,
     dtypes=DTYPES_OF_WHOLE_BYTES,
-    attributes=("axis", "has_layer", "has_unique_slots", "scales"),
+    attributes=ATTRIBUTES_OF_WRITE,
     plan_parameters=_plan_parameters,
     programs=unique_first(lambda: WRITE_ROWS),
     xla_rules=(
@@ -410,7 +415,7 @@ WRITE_ROWS = Op(
         *pool_dimensions("dest", ranks, axis, has_layer),
         *row_dimensions("rows", ranks, axis),
     ),
-    transpose=_transpose_write,
+    transpose=transpose_of(write_cotangents),
     **_common,
 )
 
