@@ -280,6 +280,12 @@ def test_truth_values(name: str, value: Any) -> None:
         STATIC[name][0](**{name: value})
 
 
+@pytest.mark.parametrize("name", GATHERED)
+def test_promises_about_edges(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: indices_are_sorted must be True or False, got 'no'"):
+        GATHERED[name](IDS, IDS, indices_are_sorted="no")
+
+
 def test_sections() -> None:
     with pytest.raises(
         TypeError, match=r"^rope: sections must be a tuple of integers, such as \(16, 24, 24\), got 4(\n|$)"

@@ -714,7 +714,7 @@ COMMON_ERRORS: Errors = {
         {"positions": np.zeros((2, 9), np.int32), "sections": (-1, 5)},
         r"ValueError: sections\[0\] must be .*-1",
     ),
-    "sections are a number": ({"sections": 4}, "TypeError: sections must be a sequence of integers, got int"),
+    "sections are a number": ({"sections": 4}, "TypeError: sections must be a tuple of integers, .*, got 4"),
     "sections without positions": ({"sections": (1, 3)}, "ValueError: positions must be given with sections"),
     "positions without sections": (
         {"positions": POSITIONS, "sections": (1, 2, 1)},

@@ -289,6 +289,8 @@ def _check_bucket_size(segments: Segments, bucket_size: int, out_sharding: OutSh
 class EdgeCall:
     """The checked arguments of a function that gathers rows along edges."""
 
+    name: str
+    """The public function, for errors"""
     data: Array
     num_segments: int
     edges: dict[str, Array]
@@ -297,14 +299,18 @@ class EdgeCall:
 
     def params(self, indices_are_sorted: bool, deterministic: bool, **options: Any) -> Params:
         """The static arguments. `deterministic` holds for the gradient's sums, too, whose edges may be unsorted."""
-        is_sorted = bool(indices_are_sorted) or "edge_order" in self.edges
+        is_sorted = self.is_sorted(indices_are_sorted)
         return Params(
             num_segments=self.num_segments,
             num_rows=self.data.shape[0],
             indices_are_sorted=is_sorted,
-            deterministic=bool(deterministic) or (is_sorted and may_run_kernel()),
+            deterministic=flag(self.name, "deterministic", deterministic) or (is_sorted and may_run_kernel()),
             **options,
         )
+
+    def is_sorted(self, indices_are_sorted: bool) -> bool:
+        """Whether the edges are sorted, by the caller's promise or by a plan."""
+        return flag(self.name, "indices_are_sorted", indices_are_sorted) or "edge_order" in self.edges
 
 
 def canonicalize_edges(
@@ -340,4 +346,4 @@ def canonicalize_edges(
     num_edges = edges["segment_ids"].shape[0]
     if num_rows == 0 and num_edges != 0:
         raise ValueError(f"{name}: {data_name} must have rows for {num_edges} edges to gather, got shape {data.shape}")
-    return EdgeCall(data, num_segments, edges)
+    return EdgeCall(name, data, num_segments, edges)
