@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import contextlib
 import functools
+import pstats
 import re
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -884,9 +886,11 @@ def test_updates_of_keys_and_weakly_typed_arrays_are_those_of_jax() -> None:
 # What redirection costs.
 
 
-def many_gathers_and_scatters(nodes: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+def many_gathers_and_scatters(
+    nodes: jax.Array, senders: jax.Array, receivers: jax.Array, layers: int = 3
+) -> jax.Array:
     x = nodes
-    for layer in range(3):
+    for layer in range(layers):
         messages = jnp.sin(x[senders]) * (layer + 1)
         x = x.at[receivers].add(messages) + jax.ops.segment_sum(messages, receivers, x.shape[0])
         x = x + jax.ops.segment_max(messages, receivers, x.shape[0])[senders].sum(0)
@@ -933,6 +937,18 @@ def test_nothing_is_traced_twice(rng: np.random.Generator) -> None:
             jax.jit(jax.grad(program))(x, *edges)
         counts.append(len(traces))
     assert counts == [1, 1]
+
+
+def test_the_first_trace_takes_as_long() -> None:
+    """Counts the functions of Python that run, as times vary too much. One trace of each context is for JAX's caches."""
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((7, 4), "float32"), ((20,), "int32"))]
+    counts = []
+    for context in (contextlib.nullcontext, EVERYTHING) * 2:
+        jax.clear_caches()
+        with context(), cProfile.Profile() as profile:
+            jax.jit(jax.grad(lambda *operands: many_gathers_and_scatters(*operands, layers=30))).trace(*types, types[1])
+        counts.append(pstats.Stats(profile).total_calls)
+    assert counts[3] < 1.2 * counts[2]
 
 
 def test_traced_programs_are_those_of_jax(rng: np.random.Generator) -> None:

@@ -76,7 +76,7 @@ def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, ope
     """Lowers the kernel in a shard's program. It may support the whole array's shapes, but not the shard's."""
     with not_redirected():
         site = Site(platform, donated=call.all_params.get("donated", ()))
-        if decide(call, Site(platform)).implementation == "xla":
+        if decide(call, site).implementation == "xla":
             return _lower_reference(call, ctx, operands)
         return _call_target(call, site, ctx, operands)
 
