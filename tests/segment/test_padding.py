@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_baracuda as jb
-from jax_baracuda._core.dispatch import Traits, program_of
+from jax_baracuda._core.dispatch import Site, Traits, program_of
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda.ops.segment import edges
 
@@ -48,7 +48,7 @@ def test_longer_rows(
     assert len(calls) == 2
     for call in calls:
         operands = [_values(rng, aval) for aval in call.operands]
-        program = call.of_operands(program_of(call, "cuda"))
+        program = call.of_operands(program_of(call, Site("cuda")))
         features = math.prod(operands[0].shape[2 if "weights" in options else 1 :])  # of a head, or of a row
         assert f",{features + -features % 8}] = pad[" in str(jax.make_jaxpr(program)(*operands))
         unpadded = call.op(*call.op.by_name(operands, call.params).values(), **call.params)

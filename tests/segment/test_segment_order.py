@@ -12,7 +12,7 @@ import pytest
 from support import cases
 
 import jax_baracuda as jb
-from jax_baracuda._core.dispatch import program_of
+from jax_baracuda._core.dispatch import Site, program_of
 from jax_baracuda._core.op import Op, OpCall
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda.ops.segment.plan import SEGMENT_ORDER
@@ -101,7 +101,7 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
 def _program(op: Op, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
     """The program that serves a call on GPUs."""
     call = OpCall(op, operands, params)
-    return call.of_operands(program_of(call, "cuda"))
+    return call.of_operands(program_of(call, Site("cuda")))
 
 
 def _named(call: OpCall) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_narrow_rows_of_sorted_edges(
 def test_which_sorted_edges_take_two_steps(edges: int, features: int, dtype: str, gathers_first: bool) -> None:
     types = [jax.ShapeDtypeStruct(shape, of) for shape, of in (((edges + 1, features), dtype), ((edges,), "int32"))]
     [call, *_] = traced_calls(sorted_sum, *types, types[1])
-    assert (program_of(call, "cuda") is not None) == gathers_first
+    assert (program_of(call, Site("cuda")) is not None) == gathers_first
 
 
 @pytest.mark.skipif(cases.PLATFORM != "cuda", reason="only GPUs need an order")
