@@ -45,6 +45,7 @@ OPTIONS = tuple(
 )
 
 SHAPES = (
+    (2, 34, 20),
     (2, 13, 37),
     (3, 8, 64),
     (1, 21, 5),
@@ -64,7 +65,8 @@ SHAPES = (
     (2, 6, 1026),
     (1, 8, 4099),
 )
-"""(B, C, L): empty, shorter than a filter, odd, and sizes that reach every path of the kernels."""
+"""(B, C, L): empty, shorter than a filter, odd, and sizes that reach every path of the kernels. They are an odd number,
+so that in turns each meets both activations."""
 
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
 each_dtype = pytest.mark.parametrize("dtype", FLOATING)

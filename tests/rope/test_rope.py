@@ -57,7 +57,8 @@ SIZES = (
     (2, 2, 5, 518),
     (70, 1, 1, 32),
 )
-"""(B, H, S, D): empty, decoding, one head, few and many features, multiples of a vector's size and others."""
+"""(B, H, S, D): empty, decoding, one head, few and many features, multiples of a vector's size and others. They are an
+odd number, so that in turns each meets both pairings."""
 
 
 def make_positions(rng: np.random.Generator, kind: int, examples: int, length: int) -> np.ndarray | None:
@@ -143,7 +144,7 @@ def test_value_and_gradient(rng: np.random.Generator, dtype: str, layout: str) -
     """Both functions are right for both pairings, every kind of positions and size, and varying other arguments."""
     batch = Batch()
     sizes = itertools.cycle(SIZES)
-    for variant, interleaved in itertools.product(range(15), PAIRINGS):
+    for variant, interleaved in itertools.product(range(len(SIZES)), PAIRINGS):
         size = next(sizes)
         rotation = make_rotation(rng, variant, size, layout, interleaved)
         add_call(batch, rng, rotation, size, (size[1],), dtype)

@@ -276,21 +276,6 @@ class Batch:
         return collections.Counter(kernels_in(lowered.as_text()))
 
 
-def extremum_gradient_of_rows(
-    extremum: Reduction, d_output: np.ndarray, data: np.ndarray, ids: np.ndarray
-) -> np.ndarray:
-    """The gradient in float64; ties share it. It takes more rows than the other references can."""
-    order = np.argsort(ids, kind="stable")
-    order = order[(ids[order] >= 0) & (ids[order] < len(d_output))]
-    present, starts, counts = np.unique(ids[order], return_index=True, return_counts=True)
-    values = data[order].astype(np.float64) * (1 if extremum is MAX else -1)
-    attains = values == np.repeat(np.maximum.reduceat(values, starts), counts, axis=0)
-    members = np.add.reduceat(attains.astype(np.int64), starts)
-    gradient = np.zeros(data.shape)
-    gradient[order] = np.where(attains, np.repeat(d_output[present] / members, counts, axis=0), 0)
-    return gradient
-
-
 def errors_of_softmax(data: np.ndarray, ids: np.ndarray, cotangent: np.ndarray, segments: int) -> list[np.ndarray]:
     """Bounds of the rounding errors of the probabilities, and of the gradient computed from them."""
     value = SOFTMAX.value(data, ids, segments)

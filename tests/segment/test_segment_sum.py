@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,28 @@ def test_mean_divides_by_an_exact_count(count: int) -> None:
             output, d_data = MEAN.pullback(data, ids, 1, d_output)
         assert_same_bits(output, expected)
         assert_same_bits(d_data, np.broadcast_to(expected, data.shape))
+
+
+COUNTS = (257, 2049, 1, 4099, 3, 771)
+"""float16 holds all whole numbers up to 2048, bfloat16 up to 256."""
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+def test_16_bit_cotangents_of_means_are_divided_in_float32(rng: np.random.Generator, implementation: Any) -> None:
+    """So they are in the gradients of both means, here of edges that gather a row each, and in the public gradient."""
+    ids = rng.permutation(np.repeat(np.arange(len(COUNTS), dtype=np.int32), COUNTS))
+
+    def gradients(d_output: Any, data: Any) -> list[Any]:
+        edges = jnp.arange(len(ids)), ids, len(COUNTS)
+        means = (lambda x: segment_mean(x, ids, len(COUNTS)), lambda x: jb.gather_segment_mean(x, *edges))
+        return [*(jax.vjp(mean, data)[1](d_output)[0] for mean in means), segment_mean_backward(d_output, ids)]
+
+    for dtype in ("bfloat16", "float16"):
+        data = np.zeros((len(ids), 5)).astype(jnp.dtype(dtype))
+        d_output = rng.normal(size=(len(COUNTS), 5)).astype(jnp.dtype(dtype))
+        with jb.implementation(implementation):
+            for actual in jax.jit(gradients)(d_output, data):
+                cases.reference_mean_gradient(d_output, data, ids).check(np.asarray(actual))
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x64 off", "x64 on"])

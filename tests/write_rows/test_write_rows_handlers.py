@@ -1,4 +1,4 @@
-"""The native handler of write_rows refuses dtypes, shared pools and attributes that fit no valid call."""
+"""The native handlers of write_rows and rope_write refuse shapes, dtypes and attributes that fit no valid call."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import dataclasses
 
 import numpy as np
 from support import handlers
-from support.handlers import Array, Call, with_dtypes
+from support.handlers import Array, Call, with_dtypes, with_other_shapes
 from support.recorded import direct_calls
 
-NAMES = r"(dest|rows|result|scale) \d|slots|layer|scales|got \d+"
+NAMES = r"(dest|rows|result|scale) \d|slots|layer|scales|got \d+|q|q_out|frequencies|positions|axis"
 
 
-def good_call() -> Call:
+def good_call(target: str = "write_rows") -> Call:
     """A valid call with a layer."""
-    return next(call for call, _ in direct_calls("write_rows") if call.attributes["has_layer"])
+    return next(call for call, _ in direct_calls(target) if call.attributes["has_layer"])
 
 
 def refused(call: Call, what: str) -> None:
     handlers.assert_refused(call, what, NAMES)
+
+
+def test_other_shapes_are_refused() -> None:
+    def others(array: Array) -> dict[str, Array]:
+        shapes = with_other_shapes(array)
+        return {how: x for how, x in shapes.items() if array.name != "dest_0" or "dimension" not in how}
+
+    for target in ("write_rows", "rope_write"):
+        for how, array, call in good_call(target).with_other(others):
+            refused(call, f"{array.name} {how}")
 
 
 def test_other_dtypes_are_refused() -> None:
