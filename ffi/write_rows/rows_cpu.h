@@ -69,9 +69,9 @@ inline int64_t FirstElement(const Call& call, const Pool& pool, int64_t layer, i
 
 // Writes a row to a slot of a layer.
 inline void WriteRow(const Call& call, const Pool& pool, const char* row, int64_t batch, int64_t layer, int64_t slot) {
-  const int64_t elements_of_scale = pool.row_elements() / pool.num_scales;
   const float* const scales =
       pool.scales == nullptr || pool.scales_are_shared ? pool.scales : pool.scales + batch * pool.num_scales;
+  const int64_t elements_of_scale = scales == nullptr ? 0 : pool.row_elements() / pool.num_scales;
   for (int64_t outer = 0; outer < pool.outer; ++outer) {
     const int64_t to = FirstElement(call, pool, layer, outer, slot);
     for (int64_t begin = 0; begin < pool.inner;) {

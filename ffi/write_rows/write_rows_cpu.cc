@@ -13,9 +13,11 @@
 namespace jax_baracuda::write_rows {
 namespace {
 
+constexpr int64_t kSpeedOfCopies = 4;  // relative to other work, so that waking a thread pays only from more bytes on
+
 ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
   CopyPools(threads, call.copies);
-  const int64_t chunks = ChunksFor(threads, BytesOfRows(call));
+  const int64_t chunks = ChunksFor(threads, BytesOfRows(call) / kSpeedOfCopies);
   ParallelFor(threads, chunks, [&](int64_t chunk) {
     for (int64_t batch = 0; batch < call.batch; ++batch) {
       const int32_t* const slots = call.slot_of_row + (call.slot_of_row_is_shared ? 0 : batch * call.rows);
