@@ -1,4 +1,4 @@
-"""mlip: energies and forces of MACE, NequIP, ViSNet and eSEN, training on both, and the deterministic mode of ViSNet."""
+"""mlip: energies and forces of MACE, NequIP, ViSNet and eSEN, training on both, and ViSNet's deterministic mode."""
 
 from __future__ import annotations
 
