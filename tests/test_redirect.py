@@ -886,9 +886,7 @@ def test_updates_of_keys_and_weakly_typed_arrays_are_those_of_jax() -> None:
 # What redirection costs.
 
 
-def many_gathers_and_scatters(
-    nodes: jax.Array, senders: jax.Array, receivers: jax.Array, layers: int = 3
-) -> jax.Array:
+def many_gathers_and_scatters(nodes: jax.Array, senders: jax.Array, receivers: jax.Array, layers: int = 3) -> jax.Array:
     x = nodes
     for layer in range(layers):
         messages = jnp.sin(x[senders]) * (layer + 1)
