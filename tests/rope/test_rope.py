@@ -96,7 +96,7 @@ def make_rotation(
         rotary_dim=rotary_dim,
         rotary_offset=rotary_offset,
         sections=sections,
-        sections_interleaved=variant // 2 % 2 == 1,
+        sections_interleaved=sections is not None and variant // 2 % 2 == 1,
         inv_freq=rng.uniform(0, 1.5, num_pairs) if variant % 5 == 4 else None,
         scale=(1.0, 1.0, 0.75, -1.5)[variant // 2 % 4],
     )
