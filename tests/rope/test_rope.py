@@ -162,7 +162,7 @@ def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, la
         for variant, interleaved in itertools.product(range(0, 12, 2), PAIRINGS):
             size = (2, 3, 17, 20)
             rotation = make_rotation(rng, variant, size, layout, interleaved)
-            rotation = dataclasses.replace(rotation, positions=None, sections=None)
+            rotation = dataclasses.replace(rotation, positions=None, sections=None, sections_interleaved=False)
             shape = features_shape(layout, 2, 3, 17, 20)
             x, cotangent = (make_features(rng, shape, dtype) for _ in range(2))
             call = functools.partial(value_and_pullback, rope, rotation)
