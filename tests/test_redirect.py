@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import cProfile
 import contextlib
+import cProfile
 import functools
 import pstats
 import re
@@ -886,9 +886,7 @@ def test_updates_of_keys_and_weakly_typed_arrays_are_those_of_jax() -> None:
 # What redirection costs.
 
 
-def many_gathers_and_scatters(
-    nodes: jax.Array, senders: jax.Array, receivers: jax.Array, layers: int = 3
-) -> jax.Array:
+def many_gathers_and_scatters(nodes: jax.Array, senders: jax.Array, receivers: jax.Array, layers: int = 3) -> jax.Array:
     x = nodes
     for layer in range(layers):
         messages = jnp.sin(x[senders]) * (layer + 1)
@@ -940,7 +938,7 @@ def test_nothing_is_traced_twice(rng: np.random.Generator) -> None:
 
 
 def test_the_first_trace_takes_as_long() -> None:
-    """Counts the functions of Python that run, as times vary too much. One trace of each context is for JAX's caches."""
+    """Counts the functions of Python that run, because times vary. The first trace of each context does not count."""
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((7, 4), "float32"), ((20,), "int32"))]
     counts = []
     for context in (contextlib.nullcontext, EVERYTHING) * 2:
