@@ -938,7 +938,7 @@ def test_nothing_is_traced_twice(rng: np.random.Generator) -> None:
 
 
 def test_the_first_trace_takes_as_long() -> None:
-    """Counts the Python functions that run: times vary too much. One trace of each context is for JAX's caches."""
+    """Counts the functions of Python that run, because times vary. The first trace of each context does not count."""
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((7, 4), "float32"), ((20,), "int32"))]
     counts = []
     for context in (contextlib.nullcontext, EVERYTHING) * 2:
