@@ -13,7 +13,9 @@
 namespace jax_baracuda::write_rows {
 namespace {
 
-constexpr int64_t kSpeedOfCopies = 4;  // relative to other work, so that waking a thread pays only from more bytes on
+// Relative to other work. So another thread is woken from 8 MB on: with less, it fetches lines of the pool from the
+// cache of the thread that wrote them before, which takes as long as it saves.
+constexpr int64_t kSpeedOfCopies = 16;
 
 ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
   CopyPools(threads, call.copies);
