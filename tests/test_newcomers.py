@@ -295,8 +295,6 @@ def test_sections() -> None:
         TypeError, match=r"^rope: sections\[0\] must be an integer, got a traced array .*static_argnames"
     ):
         jax.jit(lambda sections: jb.rope(FEATURES, POSITIONS, sections=sections))((2, 1, 1))
-    with pytest.raises(ValueError, match="^rope: sections must be given with sections_interleaved=True"):
-        jb.rope(FEATURES, sections_interleaved=True)
     with pytest.raises(
         ValueError, match="^rope: rotary_offset must be less than the number of features D of x, 8, got 8"
     ):

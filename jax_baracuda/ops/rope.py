@@ -104,9 +104,8 @@ def rope(
     Raises:
       TypeError: an argument is not an array or number, has an unsuitable dtype, or is traced: only arrays may be.
       ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `rotary_offset` is out of range; `sections` do not sum to ``rotary_dim/2``, or lack positions;
-        `sections_interleaved` lacks sections; `base` or `scale` is not finite, or `base` is not positive; NumPy
-        `positions` need 64-bit types of JAX.
+        `rotary_offset` is out of range; `sections` do not sum to ``rotary_dim/2``, or lack positions; `base` or
+        `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
 
     In place: if `jax.jit` donates an array that is passed to this function unchanged, the result is written to its
     memory.
@@ -645,16 +644,10 @@ class RotationOptions(NamedTuple):
             "rotary_dim": rotary_dim,
             "rotary_offset": rotary_offset,
             "sections": _checked_sections(name, self.sections, rotary_dim),
-            "sections_interleaved": self._checked_sections_interleaved(name),
+            "sections_interleaved": flag(name, "sections_interleaved", self.sections_interleaved),
             "scale": real_number(name, "scale", self.scale),
         }
         return params, frequencies, constants
-
-    def _checked_sections_interleaved(self, name: str) -> bool:
-        sections_interleaved = flag(name, "sections_interleaved", self.sections_interleaved)
-        if sections_interleaved and self.sections is None:
-            raise ValueError(f"{name}: sections must be given with sections_interleaved=True, got None")
-        return sections_interleaved
 
 
 def _checked_sections(name: str, sections: Sequence[int] | None, rotary_dim: int) -> tuple[int, ...]:
