@@ -96,7 +96,7 @@ def make_rotation(
         rotary_dim=rotary_dim,
         rotary_offset=rotary_offset,
         sections=sections,
-        sections_interleaved=sections is not None and variant // 2 % 2 == 1,
+        sections_interleaved=variant // 2 % 2 == 1,
         inv_freq=rng.uniform(0, 1.5, num_pairs) if variant % 5 == 4 else None,
         scale=(1.0, 1.0, 0.75, -1.5)[variant // 2 % 4],
     )
@@ -162,7 +162,7 @@ def test_plain_jax_with_constant_angles(rng: np.random.Generator, dtype: str, la
         for variant, interleaved in itertools.product(range(0, 12, 2), PAIRINGS):
             size = (2, 3, 17, 20)
             rotation = make_rotation(rng, variant, size, layout, interleaved)
-            rotation = dataclasses.replace(rotation, positions=None, sections=None, sections_interleaved=False)
+            rotation = dataclasses.replace(rotation, positions=None, sections=None)
             shape = features_shape(layout, 2, 3, 17, 20)
             x, cotangent = (make_features(rng, shape, dtype) for _ in range(2))
             call = functools.partial(value_and_pullback, rope, rotation)
