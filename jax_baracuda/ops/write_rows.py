@@ -270,6 +270,8 @@ def other_dimensions(ranks: Sequence[int], axis: int, has_layer: bool, scales: S
 ONE_SCALE, PER_HEAD = 1, 2
 """The kinds of scales that the handler knows; 0: none."""
 
+ATTRIBUTES_OF_WRITE = ("axis", "has_layer", "has_unique_slots", "scales")
+
 
 def _plan_parameters(*operands: Any, has_layer: bool, scales: Sequence[int]) -> dict[str, int]:
     pools, rows, *_ = WriteOperands.of(operands, has_layer, scales)
@@ -380,8 +382,6 @@ _common: dict[str, Any] = {
     "replicated_dims": ("row",),
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
-
-ATTRIBUTES_OF_WRITE = ("axis", "has_layer", "has_unique_slots", "scales")
 
 # Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.5 to 0.8 with one row, 0.8 to 2.1
 # with 8 to 512 rows. XLA copies float8 pools in every step.
