@@ -281,6 +281,8 @@ def other_dimensions(ranks: Sequence[int], axis: int, has_layer: bool, scales: S
 ONE_SCALE, PER_HEAD = 1, 2
 """The kinds of scales that the handler knows; 0: none."""
 
+ATTRIBUTES_OF_WRITE = ("axis", "has_layer", "has_unique_slots", "scales")
+
 
 def _plan_parameters(*operands: Any, has_layer: bool, scales: Sequence[int]) -> dict[str, int]:
     pools, rows, *_ = WriteOperands.of(operands, has_layer, scales)
@@ -391,8 +393,6 @@ _common: dict[str, Any] = {
     "replicated_dims": ("row",),
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
-
-ATTRIBUTES_OF_WRITE = ("axis", "has_layer", "has_unique_slots", "scales")
 
 # Two cores, loops of appends of 8 × 128 numbers to one or two pools, time of plain JAX / kernel: 0.4 to 0.7 with 1 to 8
 # rows, 0.6 to 0.9 with 16 and 32. XLA copies float8 pools in every step.
