@@ -1,0 +1,123 @@
+"""rope and rope_frequencies against the formulas of maxtext's rotary embeddings, in float64, on random positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_baracuda as jb
+
+BATCH, LENGTH, HEADS, SIZE = 2, 16, 4, 32
+ROUNDED = {jnp.float32: 2.0**-22, jnp.bfloat16: 2.0**-7}
+
+
+def frequencies(size: int, max_timescale: float, linear_factor: float = 1.0) -> np.ndarray:
+    """``RotaryEmbedding`` with a smallest timescale of 1."""
+    return 1 / (max_timescale ** (2 * np.arange(size // 2) / size) * linear_factor)
+
+
+def of_llama(inv_freq: np.ndarray) -> np.ndarray:
+    """``LLaMARotaryEmbedding`` with its scale, whose constants are those of Llama 3.1."""
+    turns = 8192 * inv_freq / (2 * np.pi)
+    smooth = (turns - 1) / (4 - 1)
+    between = (1 - smooth) * inv_freq / 8 + smooth * inv_freq
+    return np.where(turns > 4, inv_freq, np.where(turns < 1, inv_freq / 8, between))
+
+
+def of_yarn(size: int, base: float, factor: float, length: int, fast: float, slow: float, truncate: bool) -> np.ndarray:
+    """``YarnRotaryEmbedding``."""
+
+    def pair_that_turns(times: float) -> float:
+        return size * math.log(length / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_that_turns(fast), pair_that_turns(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
+    inv_freq = frequencies(size, base)
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp)
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, interleaved: bool, scale: float) -> np.ndarray:
+    """Features ``[B, S, H, D]`` as complex numbers, multiplied. Features beyond the frequencies stay."""
+    size = 2 * len(inv_freq)
+    rotated, rest = x[..., :size].astype(np.float64), x[..., size:]
+    pairs = rotated.reshape(*x.shape[:-1], -1, 2) if interleaved else np.stack(np.split(rotated, 2, axis=-1), axis=-1)
+    angles = positions[:, :, None, None] * inv_freq
+    product = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles) * scale
+    parts = np.stack([product.real, product.imag], axis=-1)
+    joined = parts.reshape(rotated.shape) if interleaved else np.concatenate([parts[..., 0], parts[..., 1]], axis=-1)
+    return np.concatenate([joined, rest], axis=-1)
+
+
+def yarn(truncate: bool) -> tuple[np.ndarray, dict[str, Any]]:
+    ours = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "truncate": truncate}
+    return of_yarn(SIZE, 10000, 40, 4096, 32, 1, truncate), ours
+
+
+# The frequencies by maxtext's formula, its scale, and the parameters of rope_frequencies; then what else rope needs.
+CLASSES: dict[str, Callable[[], tuple[np.ndarray, float, float, dict[str, Any], bool]]] = {
+    "RotaryEmbedding": lambda: (frequencies(SIZE, 1e4), 1.0, 1e4, {}, False),
+    "RotaryEmbedding, other timescale": lambda: (frequencies(SIZE, 5e5), 1.0, 5e5, {}, False),
+    "RotaryEmbedding, linear": lambda: (
+        frequencies(SIZE, 1e6, 8.0),
+        1.0,
+        1e6,
+        {"rope_type": "linear", "factor": 8.0},
+        False,
+    ),
+    "Qwen3NextRotaryEmbedding": lambda: (
+        frequencies(SIZE // 4, 1e7),
+        1.0,
+        1e7,
+        {"rope_type": "default", "partial_rotary_factor": 0.25},
+        False,
+    ),
+    "LLaMARotaryEmbedding": lambda: (frequencies(SIZE, 5e5), 1.0, 5e5, {}, True),
+    "LLaMARotaryEmbedding, scaled": lambda: (
+        of_llama(frequencies(SIZE, 5e5)),
+        1.0,
+        5e5,
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        True,
+    ),
+    "YarnRotaryEmbedding": lambda: (yarn(True)[0], 1.0, 1e4, {**yarn(True)[1], "attention_factor": 1.0}, True),
+    "YarnRotaryEmbedding, halves": lambda: (yarn(True)[0], 1.0, 1e4, {**yarn(True)[1], "attention_factor": 1.0}, False),
+    "YarnRotaryEmbedding, not truncated, scaled": lambda: (
+        yarn(False)[0],
+        0.1 * math.log(40) + 1,
+        1e4,
+        yarn(False)[1],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_class(rng: np.random.Generator, name: str, dtype: Any) -> None:
+    """Values and gradients. Where maxtext moves rotated pairs apart, ours leaves them where they were."""
+    expected_freq, expected_scale, base, parameters, interleaved = CLASSES[name]()
+    inv_freq, scale = jb.rope_frequencies(SIZE, base, parameters)
+    np.testing.assert_allclose(inv_freq, expected_freq, rtol=1e-12)
+    assert scale == pytest.approx(expected_scale, rel=1e-12)
+
+    x = jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS, SIZE)), dtype)
+    positions = rng.integers(0, 16384, (BATCH, LENGTH))
+    exact = rotate(np.asarray(x, np.float64), positions, expected_freq, interleaved, expected_scale)
+    options = {"interleaved": interleaved, "layout": "BSHD", "rotary_dim": 2 * len(inv_freq)}
+    y = jb.rope(x, jnp.asarray(positions), inv_freq=inv_freq, scale=scale, **options)
+    largest = float(np.abs(exact).max())
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=0, atol=ROUNDED[dtype] * largest)
