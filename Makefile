@@ -29,7 +29,8 @@ SOURCES := $(wildcard ffi/*.cc ffi/*/* ffi/*/*/* cmake/* CMakeLists.txt pyprojec
 # On all cores, but in one process on a GPU. A process without tests takes some of another one's.
 PYTEST_ARGUMENTS ?= -q $(if $(DRIVER),,-n auto --dist worksteal)
 SANITIZERS ?= address thread
-SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py)
+SANITIZED_TESTS ?= tests/sanitizers/workload.py tests/test_load.py $(wildcard tests/*/*_handlers.py) \
+  tests/write_rows/test_write_rows.py tests/write_slice/test_write_slice.py
 SANITIZED_GPU_FAMILIES ?=
 INSTRUMENTATIONS := address thread coverage
 COVERED_TESTS ?= tests

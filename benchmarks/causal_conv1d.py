@@ -17,6 +17,7 @@ from jax import lax
 
 import jax_baracuda
 from benchmarks.harness import (
+    BRIEF,
     Case,
     Contender,
     Effort,
@@ -26,6 +27,7 @@ from benchmarks.harness import (
     UnsupportedError,
     torch,
     torch_is_usable,
+    with_gradient,
 )
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
 from jax_baracuda._examples import causal_conv1d as plain_jax
@@ -44,7 +46,6 @@ except ImportError:
 
 CHANNELS_FIRST, CHANNELS_LAST = "causal_conv1d", "causal_conv1d channels_last"
 """Tables and plots show the layouts as separate ops."""
-BRIEF = Effort(samples=3, seconds_per_contender=0.12)
 THOROUGH = Effort(samples=4, seconds_per_sample=0.1, seconds_per_contender=0.4)
 ROWS_PER_SEQUENCE = 512
 """Mean length of packed sequences."""
@@ -248,7 +249,7 @@ def contenders(op: str, problem: Problem, dtype: str, packing: str, what: str) -
         if what == FORWARD:
             yield JaxContender(library, formulation, function, x, weights, biases, ids, tolerance=tolerance)
         else:
-            function = with_gradient(function)
+            function = with_gradient(function, num_differentiated=3)  # x, weights and biases
             yield JaxContender(library, formulation, function, x, weights, biases, ids, dy, tolerance=tolerance)
 
     if torch_is_usable():
@@ -289,18 +290,6 @@ def _in_torch_layers(function: Callable[[Any, Any, Any], Any]) -> Callable[..., 
 
 
 Parameters = tuple[jax.Array, ...]
-
-
-def with_gradient(function: Callable[..., jax.Array]) -> Callable[..., tuple[Any, ...]]:
-    """The output of `function` and the gradients of its input, weights and biases."""
-
-    def run(
-        x: jax.Array, weights: Parameters, biases: Parameters, ids: jax.Array | None, dy: jax.Array
-    ) -> tuple[Any, ...]:
-        y, vjp = jax.vjp(lambda *operands: function(*operands, ids), x, weights, biases)
-        return y, *vjp(dy)
-
-    return run
 
 
 Formulation = tuple[str, Callable[..., jax.Array]]

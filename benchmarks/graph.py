@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
+from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch, with_gradient
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
 from benchmarks.segment import short_count
 from jax_baracuda._examples.segment import gathered_sum
@@ -125,12 +125,7 @@ def of_jax(
 ) -> JaxContender:
     if what == FORWARD:
         return JaxContender(library, "", function, data, *edges)
-
-    def with_gradient(data: jax.Array, cotangent: jax.Array, *edges: Any) -> tuple[jax.Array, jax.Array]:
-        output, vjp = jax.vjp(lambda data: function(data, *edges), data)
-        return output, *vjp(cotangent)
-
-    return JaxContender(library, "", with_gradient, data, cotangent, *edges)
+    return JaxContender(library, "", with_gradient(function), data, *edges, cotangent)
 
 
 def csr_matrix(rows: np.ndarray, columns: np.ndarray, nodes: int) -> Any:

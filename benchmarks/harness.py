@@ -237,7 +237,20 @@ class Case(CaseDescription):
     effort: Effort = Effort()
 
 
+BRIEF = Effort(samples=3, seconds_per_contender=0.12)
 QUICK = Effort(samples=3, seconds_per_sample=0.002, seconds_per_contender=0.05)
+
+
+def with_gradient(function: Callable[..., Any], num_differentiated: int = 1) -> Callable[..., tuple[Any, ...]]:
+    """The results of `function`, and the gradients of its first operands. The last operand is the cotangent."""
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        *operands, cotangent = operands
+        first, others = operands[:num_differentiated], operands[num_differentiated:]
+        results, vjp = jax.vjp(lambda *first: function(*first, *others), *first)
+        return results, *vjp(cotangent)
+
+    return run
 
 
 def measure(case: Case, copy_bandwidth: float, effort: Effort) -> CaseRecord:

@@ -21,7 +21,15 @@ from jax.sharding import PartitionSpec as P
 
 import jax_baracuda as jb
 from benchmarks import graph_networks
-from benchmarks.harness import Effort, JaxContender, environment, largest_disagreement, sample, summary_of
+from benchmarks.harness import (
+    Effort,
+    JaxContender,
+    environment,
+    largest_disagreement,
+    sample,
+    summary_of,
+    with_gradient,
+)
 from benchmarks.record import OURS, XLA, milliseconds_text
 from jax_baracuda._examples import causal_conv1d, rope
 from jax_baracuda._examples import segment as plain_segment
@@ -64,17 +72,6 @@ class Program:
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Array:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def with_gradient(function: Callable[..., Array]) -> Callable[..., Any]:
-    """The value, and the gradient of the first operand. The last operand is the cotangent."""
-
-    def value_and_gradient(first: Array, *others: Array) -> tuple[Array, Array]:
-        *others, cotangent = others  # type: ignore[assignment]
-        value, pullback = jax.vjp(lambda first: function(first, *others), first)
-        return value, pullback(cotangent)[0]
-
-    return value_and_gradient
 
 
 def ids(seed: int, count: int, size: int) -> Array:

@@ -15,6 +15,7 @@ from jax import lax
 
 import jax_baracuda
 from benchmarks.harness import (
+    BRIEF,
     Case,
     Contender,
     Effort,
@@ -24,6 +25,7 @@ from benchmarks.harness import (
     UnsupportedError,
     torch,
     torch_is_usable,
+    with_gradient,
 )
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
 from jax_baracuda._examples.rope import rotate_adjacent, rotate_halves
@@ -40,7 +42,6 @@ except ImportError:
 INTERLEAVED, HALF_SPLIT = "rope", "rope half-split"
 """Tables and plots show the pairings as separate ops."""
 QK_INTERLEAVED, QK_HALF_SPLIT = "rope_qk", "rope_qk half-split"
-BRIEF = Effort(samples=3, seconds_per_contender=0.12)
 THOROUGH = Effort(samples=4, seconds_per_sample=0.05, seconds_per_contender=0.2)
 BASE = 10000.0
 LAST_OFFSET = 1000
@@ -252,7 +253,7 @@ def contenders(op: str, problem: Problem, dtype: str, layout: str, positions: st
         function = _in_layers(function, problem.layers)
         operands = (given.features, given.positions, given.cos, given.sin)
         if what == WITH_GRADIENT:
-            function, operands = functools.partial(_with_gradient, function), (*operands, given.cotangents)
+            function, operands = with_gradient(function), (*operands, given.cotangents)
         repetitions = problem.layers
         yield JaxContender(library, formulation, function, *operands, repetitions=repetitions, tolerance=tolerance)
     if torch_is_usable() and problem.layers == 1:
@@ -269,19 +270,6 @@ def _in_layers(function: Callable[..., tuple[Any, ...]], layers: int) -> Callabl
         return features
 
     return run
-
-
-def _with_gradient(
-    function: Callable[..., tuple[jax.Array, ...]],
-    features: tuple[jax.Array, ...],
-    positions: jax.Array | None,
-    cos: jax.Array,
-    sin: jax.Array,
-    cotangents: tuple[jax.Array, ...],
-) -> tuple[jax.Array, ...]:
-    """The rotated features, and the gradients of the features."""
-    results, vjp = jax.vjp(lambda *features: function(features, positions, cos, sin), *features)
-    return *results, *vjp(cotangents)
 
 
 Rotate = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender
-from benchmarks.record import FORWARD, OURS, XLA
+from benchmarks.harness import BRIEF, Case, Contender
+from benchmarks.record import FORWARD
 from benchmarks.rope import BASE
-from benchmarks.write_rows import Pools, scatter
-from benchmarks.write_slice import BRIEF, STEPS, InPlaceContender
+from benchmarks.write_rows import CPU_POOLS, Pools, in_loops, make_pools, make_rows, make_slots, scatter
 from jax_baracuda._examples.rope import rotate_halves
 
-RotateAndWrite = Callable[..., Any]
-"""``(pools, q, rows, positions, slots, layer) -> (pools, rotated q)``"""
+State = tuple[list[jax.Array], jax.Array, jax.Array]
+"""The caches, the rotated queries and the positions."""
 
 QUERY_HEADS = 32
 GPU_POOLS = (
@@ -28,9 +26,6 @@ GPU_POOLS = (
     *(Pools(rows, slots=16_384, layers=4) for rows in (32, 512)),
     *(Pools(rows, slots=65_536, heads_first=True) for rows in (32, 512)),
     *(Pools(rows, slots=65_536, dtype="float8_e4m3fn") for rows in (32, 512, 8192)),
-)
-CPU_POOLS = tuple(
-    Pools(rows, slots=16_384, dtype=dtype, row_dtype=dtype) for dtype in ("float32", "bfloat16") for rows in (1, 8, 64)
 )
 
 
@@ -56,60 +51,30 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def contenders(pools: Pools) -> Iterator[Contender]:
-    unique = functools.partial(_rotate_and_scatter, pools, unique_indices=True)
-    for library, name, step in (
-        (OURS, "", functools.partial(_rope_write, pools)),
-        (XLA, ".at[slots].set", functools.partial(_rotate_and_scatter, pools)),
-        (XLA, ".at[slots].set, unique_indices", unique),
-    ):
-        yield InPlaceContender(library, name, functools.partial(_loop, step, pools), *_operands(pools),
-                               repetitions=STEPS)  # fmt: skip
-
-
-def _operands(pools: Pools) -> tuple[Any, ...]:
+    """The state of a loop has the positions, which grow by one in each step, and the queries of the last step."""
     rng = np.random.default_rng(0)
-    heads = (QUERY_HEADS, pools.heads, pools.heads)
-    rows = [jnp.asarray(rng.integers(-8, 8, (pools.rows, h, pools.features)), pools.row_dtype) for h in heads]
-    positions = jnp.asarray(rng.integers(0, 10_000, pools.rows), jnp.int32)
-    slots = jnp.asarray(rng.permutation(pools.slots)[: pools.rows], jnp.int32)
-    dests = [jnp.zeros(pools.shape, pools.dtype) for _ in range(2)]
-    return (dests, jnp.zeros_like(rows[0])), rows, positions, slots
+    rows = [make_rows(rng, pools, heads) for heads in (QUERY_HEADS, pools.heads, pools.heads)]
+    positions = rng.integers(0, 10_000, pools.rows)
+
+    def make_state() -> State:
+        return make_pools(pools), jnp.zeros_like(rows[0]), jnp.asarray(positions, jnp.int32)
+
+    return in_loops(pools, _rope_write, _rotate_and_scatter, make_state, rows, make_slots(rng, pools))
 
 
-def _loop(step: RotateAndWrite, pools: Pools, state: Any, rows: Any, positions: jax.Array, slots: jax.Array) -> Any:
-    """Takes other positions and slots, and another layer, in each step. The queries are those of the last step."""
-    q, *keys_and_values = rows
-
-    def run(i: jax.Array, carry: Any) -> Any:
-        (dests, _), positions, slots = carry
-        state = step(dests, q, keys_and_values, positions, slots, i % max(pools.layers, 1))
-        return state, positions + 1, (slots + pools.rows) % pools.slots
-
-    return lax.fori_loop(0, STEPS, run, (state, positions, slots))[0]
-
-
-def _rope_write(
-    pools: Pools, dests: Any, q: jax.Array, rows: Any, positions: jax.Array, slots: jax.Array, layer: jax.Array
-) -> Any:
+def _rope_write(pools: Pools, state: State, rows: Any, slots: jax.Array, layer: jax.Array) -> State:
+    dests, _, positions = state
     own = layer if pools.layers else None
-    q, *dests = jax_baracuda.rope_write(
-        q, rows[0], rows[1], dests[0], dests[1], positions, slots, interleaved=False, axis=pools.axis, layer=own
-    )
-    return dests, q
+    q, *dests = jax_baracuda.rope_write(*rows, *dests, positions, slots, interleaved=False, axis=pools.axis, layer=own)
+    return dests, q, positions + 1
 
 
 def _rotate_and_scatter(
-    pools: Pools,
-    dests: Any,
-    q: jax.Array,
-    rows: Any,
-    positions: jax.Array,
-    slots: jax.Array,
-    layer: jax.Array,
-    unique_indices: bool = False,
-) -> Any:
+    pools: Pools, state: State, rows: Any, slots: jax.Array, layer: jax.Array, unique_indices: bool = False
+) -> State:
+    (dests, _, positions), (q, k, v) = state, rows
     inv_freq = BASE ** (-np.arange(0, pools.features, 2, dtype=np.float32) / pools.features)
     angles = (positions.astype(jnp.float32)[:, None] * inv_freq)[:, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    q, k = (rotate_halves(x.astype(jnp.float32), cos, sin).astype(x.dtype) for x in (q, rows[0]))
-    return scatter(pools, dests, [k, rows[1]], slots, layer, unique_indices), q
+    q, k = (rotate_halves(x.astype(jnp.float32), cos, sin).astype(x.dtype) for x in (q, k))
+    return scatter(pools, dests, [k, v], slots, layer, unique_indices), q, positions + 1

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch
+from benchmarks.harness import Case, Contender, JaxContender, TorchContender, torch, with_gradient
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
 from jax_baracuda._examples import examples_of
 
@@ -187,16 +187,6 @@ def contenders(op: str, problem: Problem, distribution: str, dtype: str, order: 
     cotangent = None if cotangent is None else torch.from_dlpack(cotangent)
     for library, formulation, function in torch_formulations(op, row_ids, num_segments, dtype, is_sorted):
         yield TorchContender(library, formulation, function, rows, cotangent=cotangent)
-
-
-def with_gradient(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The output of `function` and the gradient with respect to its first argument."""
-
-    def run(data: jax.Array, ids: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        output, vjp = jax.vjp(lambda data: function(data, ids), data)
-        return output, *vjp(cotangent)
-
-    return run
 
 
 Formulation = tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender
+from benchmarks.harness import BRIEF, Case, Contender
 from benchmarks.record import FORWARD, OURS, XLA
-from benchmarks.write_slice import BRIEF, InPlaceContender
+from benchmarks.write_slice import InPlaceContender
 from jax_baracuda._examples import causal_conv1d as plain_jax
 
 WIDTH = 4

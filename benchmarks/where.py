@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender, Effort, JaxContender, TorchContender, torch
+from benchmarks.harness import Case, Contender, Effort, JaxContender, TorchContender, torch, with_gradient
 from benchmarks.record import FORWARD, OURS, WITH_GRADIENT, XLA
 
 Shape = tuple[int, ...]
@@ -130,14 +130,16 @@ def contenders(problem: Problem, dtype: str, what: str) -> Iterator[Contender]:
     cond, a, b, dy = make_operands(problem, dtype)
     has_sum = what == WITH_GRADIENT and problem.b != problem.shape and not problem.constant_b
     tolerance = ADDING_IN_16_BITS if has_sum and dtype == "bfloat16" else 0.0
+    chosen = (a,) if problem.constant_b else (a, b)
     for library, select in ((OURS, jax_baracuda.where), (XLA, jnp.where)):
-        function = functools.partial(_forward if what == FORWARD else _with_gradient, select, problem.constant_b)
-        operands = (cond, a, b) if what == FORWARD else (cond, a, b, dy)
+        function, operands = _by_choices(select), (*chosen, cond)
+        if what == WITH_GRADIENT:
+            function, operands = with_gradient(function, len(chosen)), (*operands, dy)
         yield JaxContender(library, "", function, *operands, tolerance=tolerance)
     if torch is None or (jax.default_backend() == "gpu" and not torch.cuda.is_available()):
         return
     torch_cond = torch.from_dlpack(cond.astype(jnp.uint8)).bool()
-    operands = [torch.from_dlpack(x) for x in ((a,) if problem.constant_b else (a, b))]
+    operands = [torch.from_dlpack(x) for x in chosen]
     cotangent = None if what == FORWARD else torch.from_dlpack(dy)
 
     def select(a: Any, b: Any = 0) -> Any:
@@ -146,15 +148,11 @@ def contenders(problem: Problem, dtype: str, what: str) -> Iterator[Contender]:
     yield TorchContender("torch", "where", select, *operands, cotangent=cotangent)
 
 
-def _forward(select: Callable[..., Any], constant_b: bool, cond: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    return select(cond, a, 0 if constant_b else b)
+def _by_choices(select: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """``(a, cond)`` or ``(a, b, cond)`` -> the selection, between `a` and 0 if there is no `b`."""
 
+    def run(a: jax.Array, *others: jax.Array) -> jax.Array:
+        *b, cond = others
+        return select(cond, a, *(b or [0]))
 
-def _with_gradient(
-    select: Callable[..., Any], constant_b: bool, cond: jax.Array, a: jax.Array, b: jax.Array, dy: jax.Array
-) -> tuple[jax.Array, ...]:
-    if constant_b:
-        value, vjp = jax.vjp(lambda a: select(cond, a, 0), a)
-    else:
-        value, vjp = jax.vjp(functools.partial(select, cond), a, b)
-    return value, *vjp(dy)
+    return run

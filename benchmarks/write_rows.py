@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender
+from benchmarks.harness import BRIEF, Case, Contender
 from benchmarks.record import FORWARD, OURS, XLA
-from benchmarks.write_slice import BRIEF, STEPS, InPlaceContender
+from benchmarks.write_slice import STEPS, InPlaceContender
 
-Write = Callable[..., Any]
-"""``(pools, rows, slots, layer) -> pools``"""
+Step = Callable[..., Any]
+"""``(pools, state, rows, slots, layer) -> state``. The state, such as both arrays, is donated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,6 @@ class Pools:
         layers = (self.layers,) if self.layers else ()
         of_slots = (self.heads, self.slots) if self.heads_first else (self.slots, self.heads)
         return (*layers, *of_slots, self.features)
-
-    @property
-    def new_shape(self) -> tuple[int, ...]:
-        return self.rows, self.heads, self.features
 
     @property
     def size(self) -> str:
@@ -101,31 +97,44 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def contenders(pools: Pools) -> Iterator[Contender]:
-    unique = functools.partial(scatter, pools, unique_indices=True)
-    for library, name, write in (
-        (OURS, "", functools.partial(_write, pools)),
-        (XLA, ".at[slots].set", functools.partial(scatter, pools)),
-        (XLA, ".at[slots].set, unique_indices", unique),
-    ):
-        yield InPlaceContender(library, name, functools.partial(_loop, write, pools), *_operands(pools),
-                               repetitions=STEPS)  # fmt: skip
-
-
-def _operands(pools: Pools) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
-    rows = [jnp.asarray(rng.integers(-8, 8, pools.new_shape), pools.row_dtype) for _ in range(2)]
-    slots = jnp.asarray(rng.permutation(pools.slots)[: pools.rows], jnp.int32)
-    return [jnp.zeros(pools.shape, pools.dtype) for _ in range(2)], rows, slots
+    rows = [make_rows(rng, pools, pools.heads) for _ in range(2)]
+    return in_loops(pools, _write, scatter, lambda: make_pools(pools), rows, make_slots(rng, pools))
 
 
-def _loop(write: Write, pools: Pools, dests: Any, rows: Any, slots: jax.Array) -> Any:
+def in_loops(
+    pools: Pools, ours: Step, theirs: Step, make_state: Callable[[], Any], rows: Any, slots: jax.Array
+) -> Iterator[Contender]:
+    """A step of this package, and of plain JAX without and with the promise that slots are unique."""
+    for library, name, step in (
+        (OURS, "", ours),
+        (XLA, ".at[slots].set", theirs),
+        (XLA, ".at[slots].set, unique_indices", functools.partial(theirs, unique_indices=True)),
+    ):
+        loop = functools.partial(_loop, step, pools)
+        yield InPlaceContender(library, name, loop, make_state(), rows, slots, repetitions=STEPS)
+
+
+def _loop(step: Step, pools: Pools, state: Any, rows: Any, slots: jax.Array) -> Any:
     """Writes to other slots, and another layer, in each step."""
 
-    def step(i: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        dests, slots = state
-        return write(dests, rows, slots, i % max(pools.layers, 1)), (slots + pools.rows) % pools.slots
+    def run(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        state, slots = carry
+        return step(pools, state, rows, slots, i % max(pools.layers, 1)), (slots + pools.rows) % pools.slots
 
-    return lax.fori_loop(0, STEPS, step, (dests, slots))[0]
+    return lax.fori_loop(0, STEPS, run, (state, slots))[0]
+
+
+def make_pools(pools: Pools) -> list[jax.Array]:
+    return [jnp.zeros(pools.shape, pools.dtype) for _ in range(2)]
+
+
+def make_rows(rng: np.random.Generator, pools: Pools, heads: int) -> jax.Array:
+    return jnp.asarray(rng.integers(-8, 8, (pools.rows, heads, pools.features)), pools.row_dtype)
+
+
+def make_slots(rng: np.random.Generator, pools: Pools) -> jax.Array:
+    return jnp.asarray(rng.permutation(pools.slots)[: pools.rows], jnp.int32)
 
 
 def _write(pools: Pools, dests: Any, rows: Any, slots: jax.Array, layer: jax.Array) -> Any:

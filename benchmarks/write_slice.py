@@ -14,12 +14,11 @@ import numpy as np
 from jax import lax
 
 import jax_baracuda
-from benchmarks.harness import Case, Contender, Effort, JaxContender
+from benchmarks.harness import BRIEF, Case, Contender, JaxContender
 from benchmarks.record import FORWARD, OURS, XLA
 
 STEPS = 100
 """Steps in one call, because a single step is shorter than its launch from Python."""
-BRIEF = Effort(samples=3, seconds_per_contender=0.12)
 
 Write = Callable[[Any, Any, Any], Any]
 """``(caches, new rows, position or positions) -> caches``"""

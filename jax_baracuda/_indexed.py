@@ -19,7 +19,17 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.dispatch import Decision, Rule, Site, at_least, decide, mostly_empty_segments, on_cpu, on_gpu
+from jax_baracuda._core.dispatch import (
+    Decision,
+    Rule,
+    Site,
+    at_least,
+    decide,
+    mostly_empty_segments,
+    on_cpu,
+    on_gpu,
+    program_of,
+)
 from jax_baracuda._core.lowering import is_ascending, lower_without_mesh, may_be_computed, site_of, splat_of
 from jax_baracuda._core.op import Op, OpCall
 from jax_baracuda._core.selection import (
@@ -297,6 +307,8 @@ def _lowered(
     if decision.implementation == "xla":
         return decision, None
     run = call.op if site.is_split else call.op.kernel
+    if not site.is_split and (of_several := program_of(call, site)) is not None:
+        run = lambda *operands, **_: call.of_operands(of_several)(*operands)  # noqa: E731
     with (
         not_redirected(),
         Scope(SCOPE_NAME, None),

@@ -19,7 +19,7 @@ from jax import Array
 
 from jax_baracuda import _indexed, forward_mode
 from jax_baracuda._core import jax_versions, lowering
-from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts
+from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts, flag
 from jax_baracuda._core.dispatch import Decision, Site, decide
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import (
@@ -63,7 +63,7 @@ _UPDATES = {
     "scatter": "x.at[ids].set",
 }
 _LINE_WIDTH = 80
-_NO_CALLS = "no calls (a program that was compiled before is not lowered again)"
+_NO_CALLS = "no calls that can be redirected (programs compiled before do not count)"
 
 
 class RedirectReport:
@@ -202,7 +202,7 @@ def _segment_update(
     _require(num_segments >= 0, f"num_segments={num_segments}")
     _require_kernel(name, data, ids, num_segments, indices_are_sorted)
     options = {"bucket_size": bucket_size, "mode": mode, "out_sharding": out_sharding}
-    return getattr(forward_mode, name)(data, ids, num_segments, indices_are_sorted, unique_indices, **options)
+    return getattr(forward_mode, name)(data, ids, num_segments, bool(indices_are_sorted), unique_indices, **options)
 
 
 def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negative_indices: Any = True) -> Array:
@@ -403,6 +403,21 @@ def _count(name: str, decision: Decision) -> None:
             report.calls[name, decision.implementation, decision.reason] += 1
 
 
+def _taking_keywords_alone(init: Callable[..., None]) -> Callable[..., None]:
+    """Refuses positional arguments with advice for those who write ``redirect(f)`` or a bare ``@redirect``."""
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *unnamed: Any, **kinds: Any) -> None:
+        if unnamed:
+            raise TypeError(
+                f"redirect: arguments must be given by name, such as segments=True, got {unnamed[0]!r}; to apply it to "
+                "a function, write redirect()(f), or @redirect() with parentheses"
+            )
+        init(self, **kinds)
+
+    return checked_init
+
+
 class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 (used as a function)
     """Redirects calls of JAX's functions to the functions of this package, in unchanged code.
 
@@ -440,8 +455,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
 
     Raises:
       NotImplementedError: such calls cannot be redirected in this version of JAX. Raised on entering.
-      TypeError: the decorated function is a generator or coroutine function, asynchronous or not. Its body would run
-        after the call.
+      TypeError: an argument is given by position, or is not True or False. Or what is decorated is not callable, or is
+        a generator or coroutine function, asynchronous or not, whose body would run after the call.
       RuntimeError: the context is entered inside a function that JAX is tracing, such as one in ``jax.jit``: put it
         around the compiled function. Or it is left more often than it was entered in the thread.
 
@@ -461,6 +476,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
       1 x jax.ops.segment_sum: a kernel, asked for
     """
 
+    @jax_versions.hiding_frames
+    @_taking_keywords_alone
     def __init__(
         self,
         *,
@@ -475,10 +492,11 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
             "indexed_updates": indexed_updates,
             "slice_updates": slice_updates,
         }
-        self._kinds = frozenset(name for name, is_redirected in kinds.items() if is_redirected)
+        self._kinds = frozenset(name for name, is_redirected in kinds.items() if flag("redirect", name, is_redirected))
         super().__init__(REDIRECTION, self._kinds)
         self.report = RedirectReport()
 
+    @jax_versions.hiding_frames
     def __enter__(self) -> RedirectReport:
         if jax_versions.is_staging():
             raise RuntimeError(
@@ -490,11 +508,15 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
         super().__enter__()
         return self.report
 
+    @jax_versions.hiding_frames
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         _release_places(self._kinds)
 
+    @jax_versions.hiding_frames
     def __call__(self, function: _Function) -> _Function:
+        if not callable(function):
+            raise TypeError(f"redirect: function must be callable, got {function!r}")
         tests = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
         if any(test(f) for test in tests for f in (function, type(function).__call__)):
             raise TypeError(

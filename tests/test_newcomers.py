@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -156,12 +157,194 @@ def test_layouts_of_other_convolutions() -> None:
         jb.causal_conv1d(x, jnp.ones((16, 1, 4)))
 
 
-def test_tracebacks_show_the_callers_lines_alone() -> None:
-    def wrong_call() -> None:
-        jb.gather_segment_sum(ROWS, IDS, IDS[:2], 3)
+TOKENS = np.ones((7, 4), np.float32)
+FILTERS = np.ones((4, 3), np.float32)
+STATES = np.ones((5, 4, 3), np.float32)
+SLOTS = np.array([0, 1])
 
+
+def ragged(**changes: Any) -> Any:
+    arguments = {"x": TOKENS, "states": STATES, "weight": FILTERS, "cu_seqlens": np.array([0, 3, 7])}
+    return jb.causal_conv1d_ragged(**arguments | {"state_slots": SLOTS, "has_state": SLOTS > 0} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"weight": FILTERS.T},
+            r"weight .* to fit x of shape \[T, C\] = \(7, 4\), got .*; weights \[W, C\] are weight.T",
+        ),
+        ({"weight": FILTERS[:, None]}, r"weight .* x of shape \[T, C\] = \(7, 4\), got .* are weight\[:, 0\] here"),
+        (
+            {"bias": np.ones(7, np.float32)},
+            r"bias must have shape \[C\] = \(4,\) to fit x of shape \[T, C\] = \(7, 4\), got",
+        ),
+        (
+            {"state_slots": np.arange(3)},
+            r"cu_seqlens must have shape \[N \+ 1\] = \(4,\) for state_slots of shape \[N\] = ",
+        ),
+    ],
+)
+def test_ragged_batches_in_the_layout_of_the_caller(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^causal_conv1d_ragged: {message}"):
+        ragged(**changes)
+
+
+@pytest.mark.parametrize("options", [{}, {"state_slots": SLOTS}])
+def test_inputs_of_updates(options: dict[str, Any]) -> None:
+    for shape in ((4,), (), (2, 4, 3, 1)):
+        x, message = (
+            np.ones(shape, np.float32),
+            r"x must have shape \[B, C\] or \[B, C, T\] \(channels_last=False\), with or ",
+        )
+        with pytest.raises(
+            ValueError, match=f"^causal_conv1d_update: {message}without state_slots, got {re.escape(str(shape))}"
+        ):
+            jb.causal_conv1d_update(x, STATES, FILTERS, **options)
+    x = np.ones((2, 4), np.float32)
+    with pytest.raises(
+        ValueError, match=r"^causal_conv1d_update: weight .* to fit x of shape \[B, C\] = \(2, 4\), got \(3, 4\)"
+    ):
+        jb.causal_conv1d_update(x, STATES, FILTERS.T, **options)
+
+
+def test_a_pool_of_states_without_slots() -> None:
+    with pytest.raises(ValueError, match="^causal_conv1d_update: state .*; a pool of states needs state_slots"):
+        jb.causal_conv1d_update(np.ones((2, 4), np.float32), STATES, FILTERS)
+
+
+def test_layers_and_heads_of_pools() -> None:
+    rows, slots = np.ones((5, 2, 4), np.float32), np.arange(5)
+    pool, layers = np.zeros((9, 2, 4), np.float32), np.zeros((3, 9, 2, 4), np.float32)
+    for arguments, options, advice in (
+        ((layers, rows, slots), {}, "if dests has layers first, pass layer="),
+        ((pool, rows, slots), {"layer": 0}, "if dests has no layers, leave out layer="),
+        ((np.moveaxis(pool, 1, 0), rows, slots), {}, "if dests has heads before slots, pass axis=1"),
+        ((pool, rows, slots), {"axis": 1}, "if dests has slots before heads, leave out axis="),
+    ):
+        with pytest.raises(ValueError, match=f"^write_rows: rows must have shape .*; {advice}(\n|$)"):
+            jb.write_rows(*arguments, **options)
+    with pytest.raises(
+        TypeError, match="^write_rows: rows must be an array if dests is one, got list; for several pools"
+    ):
+        jb.write_rows(pool, [rows], slots)
+    with pytest.raises(
+        ValueError, match=r"^write_rows: slots must have shape \[T\], .*; slots\[None\] and rows\[None\] write"
+    ):
+        jb.write_rows(pool, rows[0], 3)
+
+
+FEATURES = np.ones((2, 4, 6, 8), np.float32)
+SIGNALS = FEATURES[:, :, 0]
+POSITIONS = np.ones((3, 6), int)
+OF_ROPE: dict[str, Any] = {"sections": (2, 1, 1), "sections_interleaved": True, "rotary_offset": 0, "rotary_dim": 8}
+STATIC: dict[str, tuple[Callable[..., Any], Any]] = {
+    **{name: (lambda **x: jb.rope(FEATURES, POSITIONS, **OF_ROPE | x), value) for name, value in OF_ROPE.items()},
+    **{name: (lambda **x: jb.rope(FEATURES, **x), 2.0) for name in ("base", "scale")},
+    "interleaved": (lambda **x: jb.rope(FEATURES, **x), True),
+    "channels_last": (lambda **x: jb.causal_conv1d(SIGNALS, FILTERS, **x), False),
+    "return_final_state": (lambda **x: jb.causal_conv1d(SIGNALS, FILTERS, **x), True),
+    "num_segments": (
+        lambda **x: jb.causal_conv1d(SIGNALS, FILTERS, segment_ids=np.zeros((2, 8), int), return_final_state=True, **x),
+        3,
+    ),
+    "axis": (lambda **x: jb.write_rows(ROWS, ROWS, IDS, **x), 0),
+    "indices_are_sorted": (lambda **x: jb.segment_sum(ROWS, IDS, 3, **x), False),
+    "deterministic": (lambda **x: jb.segment_mean(ROWS, IDS, 3, **x), True),
+    "segments": (jb.redirect, True),
+}
+"""Arguments that must be known when a program is traced: a call, and a value that it takes."""
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_arguments_that_must_not_be_traced(name: str) -> None:
+    call, value = STATIC[name]
+    call(**{name: value})
+    of_array = jnp.asarray(value)
+    with pytest.raises(
+        TypeError, match=rf"^\w+: {name} must be .*, got an array of dtype \w+ .* must be a Python value"
+    ):
+        call(**{name: of_array})
+    with pytest.raises(
+        TypeError, match=rf"^\w+: {name} must be .*, got a traced array .*static_argnames of jax.jit(\n|$)"
+    ):
+        jax.jit(lambda x: [call(**{name: x})][:0])(of_array)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, value) in STATIC.items() if isinstance(value, bool)])
+@pytest.mark.parametrize("value", ["no", None, 2, np.array([True, False])])
+def test_truth_values(name: str, value: Any) -> None:
+    """Python takes the string "no" for true."""
+    with pytest.raises(TypeError, match=rf"^\w+: {name} must be True or False, got"):
+        STATIC[name][0](**{name: value})
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_promises_about_edges(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: indices_are_sorted must be True or False, got 'no'"):
+        GATHERED[name](IDS, IDS, indices_are_sorted="no")
+
+
+def test_sections() -> None:
+    with pytest.raises(
+        TypeError, match=r"^rope: sections must be a tuple of integers, such as \(16, 24, 24\), got 4(\n|$)"
+    ):
+        jb.rope(FEATURES, POSITIONS, sections=4)
+    with pytest.raises(
+        TypeError, match=r"^rope: sections\[0\] must be an integer, got a traced array .*static_argnames"
+    ):
+        jax.jit(lambda sections: jb.rope(FEATURES, POSITIONS, sections=sections))((2, 1, 1))
+    with pytest.raises(
+        ValueError, match="^rope: rotary_offset must be less than the number of features D of x, 8, got 8"
+    ):
+        jb.rope(FEATURES, rotary_offset=8)
+
+
+def test_positions_of_three_axes_without_sections() -> None:
+    q, cache = np.ones((6, 1, 8), np.float32), np.zeros((9, 1, 8), np.float32)
+    with pytest.raises(ValueError, match=r"^rope_write: positions must have shape \[T\] .*\(M-RoPE\) need sections"):
+        jb.rope_write(q, q, q, cache, cache, POSITIONS, IDS)
+
+
+def test_batches_of_one() -> None:
+    for call in (lambda: jb.rope(FEATURES[0]), lambda: jb.causal_conv1d(FEATURES[0, 0], FILTERS)):
+        with pytest.raises(ValueError, match=r"^\w+: x must have shape .*; x\[None\] is a batch of one(\n|$)"):
+            call()
+    q, cache = np.ones((2, 3, 1, 8), np.float32), np.zeros((9, 1, 8), np.float32)
+    with pytest.raises(ValueError, match=r"^rope_write: q must have shape .*; for a batch .* pass q.reshape\(-1, "):
+        jb.rope_write(q, q, q, cache, cache, IDS, IDS)
+
+
+@pytest.mark.parametrize("argument", [abs, True])
+def test_redirect_of_a_function_without_parentheses(argument: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"^redirect: arguments must be given by name.*write redirect\(\)\(f\), or @redirect\(\)"
+    ):
+        jb.redirect(argument)
+    with pytest.raises(TypeError, match="^redirect: function must be callable, got 5"):
+        jb.redirect()(5)
+
+
+def wrong_rope_write() -> None:
+    jb.rope_write(HEADS, HEADS, HEADS, HEADS, HEADS, IDS, IDS[:2])
+
+
+WRONG_CALLS: tuple[Callable[[], Any], ...] = (
+    lambda: jb.gather_segment_sum(ROWS, IDS, IDS[:2], 3),
+    lambda: jb.write_rows(ROWS, ROWS, IDS[:2]),
+    lambda: jb.causal_conv1d_ragged(TOKENS, STATES, FILTERS.T, cu_seqlens=IDS, state_slots=IDS, has_state=IDS > 0),
+    lambda: jb.causal_conv1d_update(TOKENS[0], STATES, FILTERS),
+    lambda: jb.rope(FEATURES, sections=(4,)),
+    lambda: jb.take_rows(ROWS, IDS, accumulator="float32"),
+    wrong_rope_write,
+)
+
+
+@pytest.mark.parametrize("wrong_call", WRONG_CALLS, ids=range(len(WRONG_CALLS)))
+def test_tracebacks_show_the_callers_lines_alone(wrong_call: Callable[[], Any]) -> None:
     for program in (wrong_call, jax.jit(wrong_call)):
-        with pytest.raises(ValueError, match="^gather_segment_sum: ") as error:
+        with pytest.raises(ValueError, match="^[a-z_0-9]+: ") as error:
             program()
         shown = [frame.filename for frame in traceback.extract_tb(error.value.__traceback__)]
         assert shown and not [name for name in shown if name.startswith(jb.__path__[0])]

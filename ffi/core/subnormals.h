@@ -10,33 +10,45 @@
 
 namespace jax_baracuda {
 
-// Enables IEEE 754 subnormal numbers in its thread while the object lives.
-class ScopedSubnormals {
+#if defined(__SSE__) || defined(__aarch64__)
+inline constexpr bool kCanFlushSubnormals = true;
+#else
+inline constexpr bool kCanFlushSubnormals = false;
+#endif
+
+// Decides in its thread, while the object lives, whether subnormal operands and results are zeros, or IEEE 754 numbers.
+template <bool kAreZeros>
+class ScopedSubnormalMode {
  public:
 #if defined(__SSE__)
-  ScopedSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~kFlushToZeroAndDenormalsAreZero); }
-  ~ScopedSubnormals() { _mm_setcsr(saved_); }
+  ScopedSubnormalMode() : saved_(_mm_getcsr()) {
+    _mm_setcsr(kAreZeros ? saved_ | kFlushToZeroAndDenormalsAreZero : saved_ & ~kFlushToZeroAndDenormalsAreZero);
+  }
+  ~ScopedSubnormalMode() { _mm_setcsr(saved_); }
 
  private:
   static constexpr unsigned kFlushToZeroAndDenormalsAreZero = 0x8040;
   unsigned saved_;
 #elif defined(__aarch64__)
-  ScopedSubnormals() {
+  ScopedSubnormalMode() {
     asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" : : "r"(saved_ & ~kFlushToZero));
+    asm volatile("msr fpcr, %0" : : "r"(kAreZeros ? saved_ | kFlushToZero : saved_ & ~kFlushToZero));
   }
-  ~ScopedSubnormals() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+  ~ScopedSubnormalMode() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
 
  private:
   static constexpr uint64_t kFlushToZero = uint64_t{1} << 24;
   uint64_t saved_;
 #else
-  ScopedSubnormals() {}
+  ScopedSubnormalMode() {}
 #endif
 
  public:
-  ScopedSubnormals(const ScopedSubnormals&) = delete;
-  ScopedSubnormals& operator=(const ScopedSubnormals&) = delete;
+  ScopedSubnormalMode(const ScopedSubnormalMode&) = delete;
+  ScopedSubnormalMode& operator=(const ScopedSubnormalMode&) = delete;
 };
+
+using ScopedSubnormals = ScopedSubnormalMode<false>;
+using ScopedZerosForSubnormals = ScopedSubnormalMode<true>;
 
 }  // namespace jax_baracuda

@@ -40,18 +40,17 @@ JB_AVX2_CLONES void ConvertNumbers(const From* from, int64_t count, float scale,
   for (int64_t i = 0; i < count; ++i) StoreNumber(static_cast<float>(from[i]) / scale, to + i);
 }
 
-// Writes `count` neighbours of a row, which have the same scale, to elements of the pool.
-inline void WriteElements(const Pool& pool, const void* rows, int64_t count, int64_t to, float scale) {
-  char* const dest = static_cast<char*>(pool.dest) + to * pool.pool_bytes_of_element;
-  if (!pool.converts) {
-    std::memcpy(dest, rows, static_cast<size_t>(count * pool.pool_bytes_of_element));
-    return;
-  }
+inline char* ElementAt(const Pool& pool, int64_t element) {
+  return static_cast<char*>(pool.dest) + element * pool.pool_bytes_of_element;
+}
+
+// Converts `count` neighbours of a row, which have the same scale, to elements of the pool.
+inline void ConvertElements(const Pool& pool, const void* rows, int64_t count, int64_t to, float scale) {
   DispatchRows(pool.from, [&](auto from) {
     DispatchPool(pool.to, [&](auto to_type) {
       using From = typename decltype(from)::type;
       using To = typename decltype(to_type)::type;
-      ConvertNumbers(static_cast<const From*>(rows), count, scale, reinterpret_cast<To*>(dest));
+      ConvertNumbers(static_cast<const From*>(rows), count, scale, reinterpret_cast<To*>(ElementAt(pool, to)));
     });
   });
 }
@@ -69,6 +68,14 @@ inline int64_t FirstElement(const Call& call, const Pool& pool, int64_t layer, i
 
 // Writes a row to a slot of a layer.
 inline void WriteRow(const Call& call, const Pool& pool, const char* row, int64_t batch, int64_t layer, int64_t slot) {
+  if (!pool.converts) {
+    const int64_t bytes = pool.inner * pool.pool_bytes_of_element;
+    for (int64_t outer = 0; outer < pool.outer; ++outer) {
+      std::memcpy(ElementAt(pool, FirstElement(call, pool, layer, outer, slot)), row + outer * bytes,
+                  static_cast<size_t>(bytes));
+    }
+    return;
+  }
   const int64_t elements_of_scale = pool.row_elements() / pool.num_scales;
   const float* const scales =
       pool.scales == nullptr || pool.scales_are_shared ? pool.scales : pool.scales + batch * pool.num_scales;
@@ -83,7 +90,7 @@ inline void WriteRow(const Call& call, const Pool& pool, const char* row, int64_
         count = std::min(count, (index + 1) * elements_of_scale - element);
         scale = scales[index];
       }
-      WriteElements(pool, row + element * pool.row_bytes_of_element, count, to + begin, scale);
+      ConvertElements(pool, row + element * pool.row_bytes_of_element, count, to + begin, scale);
       begin += count;
     }
   }

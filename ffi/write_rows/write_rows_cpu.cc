@@ -13,18 +13,22 @@
 namespace jax_baracuda::write_rows {
 namespace {
 
+// Relative to other work. So another thread is woken from 8 MB on: with less, it fetches lines of the pool from the
+// cache of the thread that wrote them before, which takes as long as it saves.
+constexpr int64_t kSpeedOfCopies = 16;
+
 ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
   CopyPools(threads, call.copies);
-  const int64_t chunks = ChunksFor(threads, BytesOfRows(call));
+  const int64_t chunks = ChunksFor(threads, BytesOfRows(call) / kSpeedOfCopies);
   ParallelFor(threads, chunks, [&](int64_t chunk) {
     for (int64_t batch = 0; batch < call.batch; ++batch) {
       const int32_t* const slots = call.slot_of_row + (call.slot_of_row_is_shared ? 0 : batch * call.rows);
       const int64_t layer = call.layer == nullptr ? 0 : call.layer[call.layer_is_shared ? 0 : batch];
       if (layer < 0 || layer >= call.layers) continue;
-      for (int64_t row = 0; row < call.rows; ++row) {
-        const int64_t slot = slots[row];
-        if (slot < 0 || slot >= call.slots || !IsOfChunk(slot, chunks, chunk)) continue;
-        for (const Pool& pool : call.pools) {
+      for (const Pool& pool : call.pools) {
+        for (int64_t row = 0; row < call.rows; ++row) {
+          const int64_t slot = slots[row];
+          if (slot < 0 || slot >= call.slots || !IsOfChunk(slot, chunks, chunk)) continue;
           WriteRow(call, pool, RowOf(call, pool, batch, row), batch, batch * call.layers + layer, slot);
         }
       }

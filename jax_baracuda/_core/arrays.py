@@ -26,6 +26,11 @@ FLOAT8_DTYPES = frozenset(
 
 INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
+DIFFERENTIABLE_DTYPES = FLOATING_DTYPES | FLOAT8_DTYPES | {"complex64", "complex128"}
+"""The dtypes of cotangents that kernels copy."""
+
+DTYPES_OF_WHOLE_BYTES = DIFFERENTIABLE_DTYPES | INTEGER_DTYPES | {"bool", "float8_e8m0fnu"}
+"""The dtypes of elements that kernels copy as bytes. float8_e8m0fnu has no zero, and so no derivatives by kernels."""
 
 _BITS_BELOW_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 
@@ -98,7 +103,7 @@ def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 def real_number(function: str, argument: str, value: Any, *, positive: bool = False) -> float:
     """A finite real number, as a Python float."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{function}: {argument} must be a real number, got {value!r}")
+        raise static_type_error(function, argument, "a real number", value)
     number = float(value)
     if not math.isfinite(number) or (positive and number <= 0):
         raise ValueError(f"{function}: {argument} must be finite{' and positive' if positive else ''}, got {value!r}")
@@ -108,10 +113,35 @@ def real_number(function: str, argument: str, value: Any, *, positive: bool = Fa
 def whole_number(function: str, argument: str, value: Any, *, minimum: int) -> int:
     """An integer that is `minimum` or more."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{function}: {argument} must be an integer, got {value!r}")
+        raise static_type_error(function, argument, "an integer", value)
     if value < minimum:
         raise ValueError(f"{function}: {argument} must be {minimum} or more, got {value!r}")
     return int(value)
+
+
+def flag(function: str, argument: str, value: Any) -> bool:
+    """A truth value. Other objects are refused, because Python takes a string such as "no" for true."""
+    if isinstance(value, bool | np.bool_) or (isinstance(value, numbers.Integral) and value in (0, 1)):
+        return bool(value)
+    raise static_type_error(function, argument, "True or False", value)
+
+
+def static_type_error(function: str, argument: str, allowed: str, value: Any) -> TypeError:
+    """The error for an unsuitable value of an argument that must be known when a program is traced."""
+    advice = ""
+    if isinstance(value, jax.core.Tracer):
+        advice = "; it must be known when the program is traced: a Python value, or named in static_argnames of jax.jit"
+    elif isinstance(value, jax.Array):
+        advice = "; it must be a Python value, not an array"
+    return TypeError(f"{function}: {argument} must be {allowed}, got {_shown(value)}{advice}")
+
+
+def _shown(value: Any) -> str:
+    """A value for messages: arrays by dtype and shape."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        return repr(value)
+    kind = "a traced array" if isinstance(value, jax.core.Tracer) else "an array"
+    return f"{kind} of dtype {value.dtype} and shape {value.shape}"
 
 
 def reshard_as(array: Array, like: Array, axes: tuple[int | None, ...]) -> Array:

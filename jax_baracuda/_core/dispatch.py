@@ -33,6 +33,8 @@ class Site:
     """Whether JAX's partitioner splits the call over devices."""
     misreads: bool = False
     """Whether this XLA might miscompile plain JAX, because a window may be computed from the array it overwrites."""
+    sorts_apart: bool = False
+    """Whether the kernel would sort its ids, in a program whose calls are likely to share them."""
     loses_empty_calls: bool = False
     """Whether the call has an empty array inside ``shard_map``: XLA drops such custom calls."""
 
@@ -89,9 +91,8 @@ def _adds_up(op: Op) -> bool:
     return callable(op.guarantee) and "deterministic" in (keyword_names(op.guarantee) or ())
 
 
-def program_of(call: OpCall, platform: str) -> Callable[..., Any] | None:
-    """The program of several kernels that serves in place of the kernel on a platform; None if the kernel does."""
-    site = Site(platform)
+def program_of(call: OpCall, site: Site) -> Callable[..., Any] | None:
+    """The program of several kernels that serves in place of the kernel; None if the kernel does."""
     return next((program for rule, program in call.op.programs.items() if rule.holds_for(call, site)), None)
 
 
@@ -114,6 +115,7 @@ class Traits(NamedTuple):
     sizes: Mapping[str, int]
     """See :attr:`OpCall.sizes`."""
     fuses: bool
+    sorts_apart: bool = False
 
 
 Condition = Callable[[Traits], bool]
@@ -130,7 +132,7 @@ class Rule:
     def holds_for(self, call: OpCall, site: Site) -> bool:
         if self.platform != site.platform:
             return False
-        traits = Traits(call.params, call.sizes, site.fuses)
+        traits = Traits(call.params, call.sizes, site.fuses, site.sorts_apart)
         return all(condition(traits) for condition in self.conditions)
 
 
@@ -149,6 +151,11 @@ def on_gpu(reason: str, *conditions: Condition) -> Rule:
 def fused(traits: Traits) -> bool:
     """XLA fuses the computation of an operand. For a kernel, the operand must first be written to memory."""
     return traits.fuses
+
+
+def sorts_apart(traits: Traits) -> bool:
+    """The kernel would sort ids that other calls of the program are likely to sort as well."""
+    return traits.sorts_apart
 
 
 def unordered(traits: Traits) -> bool:

@@ -20,7 +20,7 @@ from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
 from jax_baracuda._core.dispatch import Decision, Site, decide, missing_kernel, program_of
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
-from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected
+from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected, redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _lower_as_decided(
         return _lower_reference(call, ctx, operands)
     if not site.is_split:
         # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.
-        return _call_target(call, platform, ctx, operands, site.donated)
+        return _call_target(call, site, ctx, operands)
     # The choice is made once, for the whole program.
     strict = call.selection == "kernel"
     chosen = {"donated": site.donated, "implementation": "kernel" if strict else KERNEL_IF_ANY}
@@ -75,9 +75,10 @@ def lower_elsewhere(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Seque
 def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     """Lowers the kernel in a shard's program. It may support the whole array's shapes, but not the shard's."""
     with not_redirected():
-        if decide(call, Site(platform)).implementation == "xla":
+        site = Site(platform, donated=call.all_params.get("donated", ()))
+        if decide(call, site).implementation == "xla":
             return _lower_reference(call, ctx, operands)
-        return _call_target(call, platform, ctx, operands, call.all_params.get("donated", ()))
+        return _call_target(call, site, ctx, operands)
 
 
 def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
@@ -95,7 +96,19 @@ def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands
         donated=tuple(i for i in in_place if _is_donated_argument(operands[i])),
         is_split=is_partitioned and not has_empty_array,
         misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
+        sorts_apart=bool(redirected()) and not is_partitioned and _sorts_rows(call, platform),
         loses_empty_calls=has_empty_array and jax_versions.is_in_shard_map(module.axis_context),
+    )
+
+
+def _sorts_rows(call: OpCall, platform: str) -> bool:
+    """Whether the kernel first sorts the ids of floating rows."""
+    is_served = call.op.plan_parameters is not None and call.unsupported_reason(platform) is None
+    return bool(
+        is_served
+        and call.num_batch_dims == 0
+        and jnp.issubdtype(call.dtype, jnp.floating)
+        and call.plan(platform).strategy == "sort_then_tiles"
     )
 
 
@@ -177,23 +190,21 @@ def _lower_partitioned(
     ]
 
 
-def _call_target(
-    call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any], donated: tuple[int, ...]
-) -> Any:
+def _call_target(call: OpCall, site: Site, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     """Lowers to a call of the native target, or to the op's program of several kernels."""
     op = call.op
-    if (program := op.program or program_of(call, platform)) is not None:
+    if (program := op.program or program_of(call, site)) is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
         return lower_without_mesh(functools.partial(map_over_batch, call.of_operands(program), mapped), ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)
     num_results = len(ctx.avals_out)
     if op.plan_parameters is not None:
-        scratch_bytes = call.plan(platform).scratch_bytes
+        scratch_bytes = call.plan(site.platform).scratch_bytes
         if scratch_bytes > 0:
             scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
     of_donated = call.resolve(op.in_place_if_donated)
-    in_place = dict(call.resolve(op.in_place)) | {i: of_donated[i] for i in donated}
+    in_place = dict(call.resolve(op.in_place)) | {i: of_donated[i] for i in site.donated}
     avals_in: Sequence[Any] = ctx.avals_in
     avals_out: Sequence[Any] = ctx.avals_out
     aliases = {
@@ -356,19 +367,22 @@ def may_be_computed(value: ir.Value[Any]) -> bool:
 
 def splat_of(ctx: Any, value: ir.Value[Any]) -> bool | int | float | None:
     """The number that an array holds everywhere; None if it is unknown or complex."""
-    operation: Any = _origin(ctx, value, _SPREADING).owner
-    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
-        return None
-    try:
-        elements = ir.DenseElementsAttr(operation.attributes["value"])
-        number: Any = elements.get_splat_value() if elements.is_splat else None
-    except (TypeError, ValueError):  # complex
-        return None
-    if number is None:
+    elements = _constant(_origin(ctx, value, _SPREADING))
+    if elements is None or not elements.is_splat:
         return None
     for kind in (ir.FloatAttr, ir.BoolAttr, ir.IntegerAttr):
-        with contextlib.suppress(ValueError, TypeError):
-            return kind(number).value
+        with contextlib.suppress(ValueError, TypeError):  # also if it is complex
+            return kind(elements.get_splat_value()).value
+    return None
+
+
+def _constant(value: ir.Value[Any]) -> Any:
+    """The elements of a constant array, as a ``DenseElementsAttr``; None if the value is no such array."""
+    operation: Any = value.owner
+    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return ir.DenseElementsAttr(operation.attributes["value"])
     return None
 
 
@@ -438,12 +452,10 @@ def _known_ids(ctx: Any, ids: ir.Value[Any]) -> np.ndarray | None:
 
 def _known(value: ir.Value[Any]) -> np.ndarray | None:
     """The elements of a constant array of integers or bool."""
-    operation: Any = value.owner
-    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
+    elements = _constant(value)
+    if elements is None or len(elements) > _MAX_KNOWN_IDS:
         return None
-    if math.prod(ir.RankedTensorType(value.type).shape) > _MAX_KNOWN_IDS:
-        return None
-    known = np.asarray(ir.DenseElementsAttr(operation.attributes["value"]))
+    known = np.asarray(elements)
     return known if known.dtype.kind in "iub" else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,16 @@ from jax import Array
 
 import jax_baracuda as jb
 from jax_baracuda._core.arrays import reshard_as
-from jax_baracuda._examples.example import ROUNDED_ONCE, Example, Operand, Sizes, Tolerance, flags, integers
+from jax_baracuda._examples.example import (
+    ROUNDED_ONCE,
+    Example,
+    Operand,
+    Sizes,
+    Tolerance,
+    distinct_slots,
+    flags,
+    integers,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plain JAX
@@ -196,12 +204,6 @@ def packed(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, si
 def ends_of_sequences(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
     """The ends of sequences that follow each other. Some are empty, and some tokens are padding."""
     return np.sort(rng.integers(0, sizes["token"] + 1, shape), axis=-1).astype(dtype)
-
-
-def distinct_slots(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    """Slots without duplicates. Some sequences have none."""
-    slots = [rng.permutation(sizes["slot"])[: shape[-1]] for _ in range(math.prod(shape[:-1]))]
-    return np.where(rng.random(shape) < 0.2, -1, np.reshape(slots, shape)).astype(dtype)
 
 
 CHECKED = {

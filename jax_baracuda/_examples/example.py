@@ -46,6 +46,12 @@ def flags(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, siz
     return repeated(lambda count: rng.random(count) < 0.5, shape, dtype)
 
 
+def distinct_slots(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+    """Numbers of slots without duplicates, -1 for some."""
+    slots = [rng.permutation(sizes["slot"])[: shape[-1]] for _ in range(math.prod(shape[:-1]))]
+    return np.where(rng.random(shape) < 0.2, -1, np.reshape(slots, shape)).astype(dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """An array of a call."""

@@ -9,9 +9,9 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import Example, Operand, integers
+from jax_baracuda._examples.example import Example, Operand, distinct_slots, integers
 from jax_baracuda._examples.rope import LAST_POSITION, rope
-from jax_baracuda._examples.write_rows import distinct, number_of_layer, write_rows
+from jax_baracuda._examples.write_rows import number_of_layer, write_rows
 
 
 def rope_write(
@@ -56,7 +56,7 @@ ROWS = {
     "k": Operand(("token", "head", "feature")),
     "v": Operand(("token", "head", "feature")),
 }
-SLOTS = {"slots": Operand(("token",), distinct, "int32")}
+SLOTS = {"slots": Operand(("token",), distinct_slots, "int32")}
 POSITIONS = {"positions": Operand(("token",), integers(0, LAST_POSITION), "int32")}
 OF_SECTIONS = {"positions": Operand(("section", "token"), integers(0, LAST_POSITION), "int32")}
 LAYER = {"layer": Operand((), number_of_layer, "int32")}

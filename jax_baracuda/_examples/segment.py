@@ -243,6 +243,9 @@ GATHERED_CHECKED = {use: {**sizes, "node": sizes["row"] // 6, "feature1": 4} for
 GATHERED_TIMED = {use: {**sizes, "node": sizes["segment"]} for use, sizes in TIMED.items()}
 # Plain JAX also rounds the products, and the gradient of a weight is a sum of products.
 WEIGHTED: Tolerance = {"float32": (4e-6, 2e-5), "bfloat16": (3e-2, 6e-2), "float16": (4e-3, 8e-3)}
+# The gradient of a logit is a difference of two products, one of them with rounded results. Plain JAX in 16 bits errs
+# three times as much.
+ATTENDED: Tolerance = WEIGHTED | {"bfloat16": (3e-2, 1.2e-1), "float16": (4e-3, 1.6e-2)}
 
 TIED, NUMBERS, COTANGENTS = Operand(ROWS, with_ties), Operand(ROWS), Operand(CELLS)
 WINNERS = dataclasses.replace(TIED, differentiable=False)
@@ -350,7 +353,7 @@ EXAMPLES = [
         jb.segment_attention,
         attention,
         {"logits": OF_HEADS, "data": NODES_WITH_HEADS},
-        WEIGHTED,
+        ATTENDED,
         timed={use: {**sizes, "feature": 8, "feature1": 16} for use, sizes in GATHERED_TIMED.items()},
     ),
     *(

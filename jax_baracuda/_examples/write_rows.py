@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes
+from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes, distinct_slots
 
 
 def write_rows(dests: Any, rows: Any, slots: Array, axis: int = 0, layer: Array | None = None) -> Any:
@@ -37,13 +37,6 @@ def write_both(
     return function([keys, values], [new_keys, new_values], slots, **options)
 
 
-def distinct(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    """Slots without duplicates. Some are skipped."""
-    batch, rows = shape[:-1], shape[-1]
-    slots = np.array([rng.permutation(sizes["slot"])[:rows] for _ in range(int(np.prod(batch)))]).reshape(shape)
-    return np.where(rng.random(shape) < 0.2, -1, slots).astype(dtype)
-
-
 def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
     return rng.integers(0, sizes["layer"], shape).astype(dtype)
 
@@ -57,7 +50,7 @@ PAGED = {
     "cuda": {"slot": 262_144, "token": 512, "head": 8, "feature": 128},
 }
 
-SLOTS = {"slots": Operand(("token",), distinct, "int32")}
+SLOTS = {"slots": Operand(("token",), distinct_slots, "int32")}
 ONE = {"dests": Operand(("slot", "head", "feature")), "rows": Operand(("token", "head", "feature"))}
 LAYERS = {"dests": Operand(("layer", "slot", "head", "feature")), "rows": Operand(("token", "head", "feature"))}
 LAYER = {"layer": Operand((), number_of_layer, "int32")}

@@ -22,13 +22,21 @@ def report_of(script: str, arguments: Sequence[str]) -> int:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         status = _status_of(end)
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        _print_error(error)
         status = 1
     finally:
         context.uninstall()
     print(f"\nInside redirect(indexed_updates=True, slice_updates=True), {os.path.basename(script)} ran:\n{report}")
     return status
+
+
+def _print_error(error: Exception) -> None:
+    """Prints an error of the script as Python does for a script: without the frames that run it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        frames = frames.tb_next
+    traceback.print_exception(error.with_traceback(frames))
 
 
 def _status_of(end: SystemExit) -> int:

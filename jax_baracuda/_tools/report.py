@@ -34,17 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; returns 0, or 1 if JAX has no device to report on. With ``--of``: the status of the script."""
     statuses = {0: "JAX has a device that there are kernels for", 1: "it has none, or cannot start"}
     parser = parser_of("jax_baracuda report", __doc__, statuses)
+    parser.usage = f"{parser.prog} [-h] [--of script.py [argument ...]]"
     parser.add_argument(
         "--of",
         nargs=argparse.REMAINDER,
-        metavar="script.py [argument ...]",
-        help="instead, run this script inside jax_baracuda.redirect, and report what ran for its calls of jax.ops, its "
-        "gathers' gradients, indexed updates and slice updates, and why; the exit status is that of the script",
+        help="script.py [argument ...]: instead, run this script inside jax_baracuda.redirect, and report what ran for "
+        "its calls of jax.ops, its gathers' gradients, indexed updates and slice updates, and why; the exit status is "
+        "that of the script",
     )
     options = parser.parse_args(arguments)
     if options.of is not None:
         if not options.of or not Path(options.of[0]).is_file():
-            parser.error(f"--of needs a script, got {' '.join(options.of) or 'nothing'}")
+            parser.error(f"--of needs a file with a Python script, got {' '.join(options.of) or 'nothing'}")
         return report_of(options.of[0], options.of[1:])
     # First what needs no device: it may show why JAX cannot start.
     print("\n\n".join(filter(None, (_versions(), _variables(), _modules()))), flush=True)

@@ -26,6 +26,7 @@ from jax_baracuda._core.arrays import (
     INTEGER_DTYPES,
     accumulation_dtype,
     as_array,
+    flag,
     in_automatic_mode,
     reshard_as,
     whole_number,
@@ -36,7 +37,7 @@ from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
@@ -128,8 +129,8 @@ def causal_conv1d(
         input has another id, even if that input is NaN. Equal ids are one sequence, adjacent or not. The initial state
         belongs to the sequence of the first id of its row.
       return_final_state: whether to also return the state that continues the last sequence, or each of them.
-      num_segments: with `segment_ids` and `return_final_state`, asks for the state of every sequence: of the ids 0 to
-        ``num_segments - 1``, whose number must be static.
+      num_segments: a static integer, with `segment_ids` and `return_final_state`: the final state is that of each
+        sequence with an id from 0 to ``num_segments - 1``, instead of the last sequence alone.
 
     Returns:
       y with the shape and dtype of `x`, or ``(y, final_state)``. The final state, ``[B, C, W - 1]`` with the dtype of
@@ -159,10 +160,11 @@ def causal_conv1d(
     """
     name = "causal_conv1d"
     params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, initial_state, segment_ids)
+    returns_state = flag(name, "return_final_state", return_final_state)
     if num_segments is None:
-        return _convolution(Params(params, returns_state=bool(return_final_state)), **arrays)
+        return _convolution(Params(params, returns_state=returns_state), **arrays)
     num_segments = whole_number(name, "num_segments", num_segments, minimum=0)
-    if segment_ids is None or not return_final_state:
+    if segment_ids is None or not returns_state:
         raise ValueError(f"{name}: num_segments needs segment_ids and return_final_state=True")
     y = _convolution(Params(params, returns_state=False), **arrays)
     return y, _states_of_segments(arrays, as_array(name, "segment_ids", segment_ids), num_segments, params)
@@ -216,7 +218,7 @@ def causal_conv1d_backward(
     shape_of_state = state_shape(x, weight)
     d_output = _array_like_x(name, "d_output", d_output, x, x.shape)
     if d_final_state is not None:
-        d_final_state = _array_like_x(name, "d_final_state", d_final_state, x, shape_of_state)
+        d_final_state = _array_like_x(name, "d_final_state", d_final_state, x, shape_of_state, "[B, C, W - 1] = ")
     gradients = gradients_of(params, arrays, d_output, d_final_state)
     dx, dweight = gradients["x"], gradients["weight"].astype(weight.dtype)
     dbias = None if arrays["bias"] is None else gradients["bias"].astype(arrays["bias"].dtype)
@@ -500,8 +502,8 @@ def _gradients_of_one_step(
 # Ops: one per native kernel.
 
 
-def dimensions_of(names: Sequence[str], channels_last: bool) -> NamedDimensions:
-    """The dimensions of operands or results."""
+def dimensions_of(names: Sequence[str], channels_last: bool, **others: Dimensions) -> NamedDimensions:
+    """The dimensions of operands or results. `others` are those of operands that only some functions have."""
     signal = ("example", "time", "channel") if channels_last else ("example", "channel", "time")
     weight, bias, state = ("channel", "tap"), ("channel",), ("example", "channel", "state")
     of_all = {
@@ -509,7 +511,9 @@ def dimensions_of(names: Sequence[str], channels_last: bool) -> NamedDimensions:
         **dict.fromkeys(("weight", "dweight"), weight),
         **dict.fromkeys(("bias", "dbias"), bias),
         **dict.fromkeys(("state", "new_state", "initial_state", "d_initial_state", "d_final_state"), state),
+        **dict.fromkeys(("states", "new_states", "d_states", "d_old_states"), ("slot", "channel", "state")),
         "same_sequence": ("example", "time"),
+        **others,
     }
     return {name: of_all[name] for name in names}
 
@@ -706,7 +710,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
 # Derivative rules.
 
 
-def call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
+def _call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
     return op.of_arrays(arrays, channels_last=params["channels_last"], silu=params["silu"])
 
 
@@ -719,12 +723,12 @@ def gradients_of(
     """
     d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
     arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
-    gradients = call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
+    gradients = _call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
     return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
 def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-    [y] = call_op(CAUSAL_CONV1D, params, arrays)
+    [y] = _call_op(CAUSAL_CONV1D, params, arrays)
     if not params["returns_state"]:
         return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]
@@ -760,25 +764,32 @@ def canonicalize(
     channels_last: bool,
     initial_state: ArrayLike | None,
     segment_ids: ArrayLike | None,
+    given_x: str | None = None,
 ) -> tuple[Params, dict[str, Any]]:
-    """Checks the arguments that all functions share. Returns the params, and the arrays of a convolution by name."""
+    """Checks the arguments that all functions share. Returns the params, and the arrays of a convolution by name.
+
+    `given_x`: the layout and shape of x before the caller added a dimension, for messages.
+    """
     x, weight = as_array(name, "x", x), as_array(name, "weight", weight)
-    channels_last = bool(channels_last)
+    channels_last = flag(name, "channels_last", channels_last)
     layout = "[B, L, C] (channels_last=True)" if channels_last else "[B, C, L] (channels_last=False)"
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}: x must have a real floating dtype, got {x.dtype}")
     if x.ndim != 3:
-        raise ValueError(f"{name}: x must have shape {layout}, got {x.shape}")
+        advice = "; x[None] is a batch of one" if x.ndim == 2 else ""
+        raise ValueError(f"{name}: x must have shape {layout}, got {x.shape}{advice}")
     channel_axis, time_axis = (2, 1) if channels_last else (1, 2)
     examples, channels, length = (x.shape[axis] for axis in (0, channel_axis, time_axis))
     _check_parameter_dtype(name, "weight", weight, x)
-    fits_x = f"to fit x of shape {layout} = {x.shape}"
+    fits_x = f"to fit x of shape {given_x or f'{layout} = {x.shape}'}"
     if weight.ndim != 2 or weight.shape[0] != channels:
         advice = ""
         if weight.ndim == 3 and weight.shape[1] == 1:
             advice = "; weights [C, 1, W], as those of PyTorch, are weight[:, 0] here"
-        elif weight.ndim > 0 and weight.shape[0] == length and not channels_last:
+        elif weight.ndim > 0 and weight.shape[0] == length and not channels_last and given_x is None:
             advice = "; for x of shape [B, L, C] pass channels_last=True"
+        elif weight.ndim == 2 and weight.shape[1] == channels:
+            advice = "; weights [W, C] are weight.T here"
         raise ValueError(
             f"{name}: weight must have shape [C, W] = ({channels}, W) {fits_x}, got {weight.shape}{advice}"
         )
@@ -793,7 +804,9 @@ def canonicalize(
     if activation is not None and not (isinstance(activation, str) and activation in ("silu", "swish")):
         raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
     if initial_state is not None:
-        initial_state = _array_like_x(name, "initial_state", initial_state, x, state_shape(x, weight))
+        initial_state = _array_like_x(
+            name, "initial_state", initial_state, x, state_shape(x, weight), "[B, C, W - 1] = "
+        )
         initial_state = reshard_as(initial_state, x, (0, channel_axis, None)) if width > 1 else None
     same_sequence = None
     if segment_ids is not None:
@@ -830,8 +843,10 @@ def with_dtype_of_x(name: str, argument: str, value: ArrayLike, x: Array) -> Arr
     return array
 
 
-def _array_like_x(name: str, argument: str, value: ArrayLike, x: Array, shape: tuple[int, ...]) -> Array:
+def _array_like_x(
+    name: str, argument: str, value: ArrayLike, x: Array, shape: tuple[int, ...], letters: str = ""
+) -> Array:
     array = with_dtype_of_x(name, argument, value, x)
     if array.shape != shape:
-        raise ValueError(f"{name}: {argument} must have shape {shape} to fit x and weight, got {array.shape}")
+        raise ValueError(f"{name}: {argument} must have shape {letters}{shape} to fit x and weight, got {array.shape}")
     return array

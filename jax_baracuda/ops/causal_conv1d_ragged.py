@@ -13,33 +13,32 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, index_array, reshard_as, slots_as_int32
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.arrays import as_array, index_array, reshard_as, slots_as_int32
+from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
 from jax_baracuda.ops.causal_conv1d import (
-    CAUSAL_CONV1D_BACKWARD,
     MAX_WIDTH,
     Activation,
     canonicalize,
     causal_conv1d,
+    dimensions_of,
     limit_of_width,
     optional_operands,
     plan_parameters,
-    reference_backward,
     reference_convolution,
-    widened,
     with_dtype_of_x,
 )
 from jax_baracuda.ops.causal_conv1d_update import (
     checked_pool,
     numbers_of_sequences,
     of_pools,
+    of_pools_backward,
     of_slots,
     of_writers,
-    pool_dimensions,
+    vjp_of_pools,
     with_added_states,
     with_states,
 )
@@ -114,8 +113,9 @@ def causal_conv1d_ragged(
     name = "causal_conv1d_ragged"
     x = as_array(name, "x", x)
     if x.ndim != 2:
-        raise ValueError(f"{name}: x must have shape [T, C], got {x.shape}")
-    params, arrays = canonicalize(name, x[None], weight, bias, activation, True, None, None)
+        raise ValueError(f"{name}: x must have shape [T, C], the tokens of all sequences, got {x.shape}")
+    given_x = f"[T, C] = {x.shape}"
+    params, arrays = canonicalize(name, x[None], weight, bias, activation, True, None, None, given_x)
     arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     states = with_dtype_of_x(name, "states", states, x)
     states = checked_pool(name, "states", states, arrays["x"], arrays["weight"], num_written=0)
@@ -125,12 +125,15 @@ def causal_conv1d_ragged(
         raise ValueError(f"{name}: state_slots must have shape [N], got {slots.shape}")
     num_sequences = slots.shape[0]
     slots = numbers_of_sequences(name, "state_slots", slots, num_sequences)
-    starts = numbers_of_sequences(name, "cu_seqlens", cu_seqlens, num_sequences + 1, "[N + 1]")
+    fits_slots = f" for state_slots of shape [N] = {slots.shape}"
+    starts = numbers_of_sequences(name, "cu_seqlens", cu_seqlens, num_sequences + 1, "[N + 1]", fits_slots)
     has_state = as_array(name, "has_state", has_state)
     if has_state.dtype != bool:
-        raise TypeError(f"{name}: has_state must have dtype bool, got {has_state.dtype}")
+        raise TypeError(f"{name}: has_state must have dtype bool, got {has_state.dtype}; has_state != 0 has it")
     if has_state.shape != (num_sequences,):
-        raise ValueError(f"{name}: has_state must have shape [N] = ({num_sequences},), got {has_state.shape}")
+        raise ValueError(
+            f"{name}: has_state must have shape [N] = ({num_sequences},){fits_slots}, got {has_state.shape}"
+        )
     y, new_states = _ragged(
         Params(silu=params["silu"]),
         states=states,
@@ -167,7 +170,8 @@ class _Layout(NamedTuple):
     """``[N]``: the slots to which sequences write; -1 for none."""
 
 
-def _layout(length: int, width: int, pool: Array, starts: Array, slots: Array, has_state: Array) -> _Layout:
+def _layout(x: Array, states: Array, weight: Array, starts: Array, slots: Array, has_state: Array) -> _Layout:
+    length, width = x.shape[1], weight.shape[1]
     num_sequences, kept = slots.shape[0], width - 1
     time = jnp.arange(length)
     sequence = jnp.searchsorted(starts, time, side="right", method="scan_unrolled") - 1
@@ -179,12 +183,12 @@ def _layout(length: int, width: int, pool: Array, starts: Array, slots: Array, h
     elif width > 1:
         same_sequence = sequence[None]
     begins, ends = starts[:-1], starts[1:]
-    readers = jnp.where(has_state & (slots < pool.shape[0]), slots, -1)
+    readers = jnp.where(has_state & (slots < states.shape[0]), slots, -1)
     heads = begins[:, None] + jnp.arange(kept)
     heads = jnp.where((readers[:, None] >= 0) & (heads < ends[:, None]), heads, length)
     tails = ends[:, None] - kept + jnp.arange(kept)
     is_in_state = tails < begins[:, None]
-    writers = of_writers(pool, slots, ends > begins)
+    writers = of_writers(states, slots, ends > begins)
     return _Layout(same_sequence, is_token, heads, begins, ends, tails, is_in_state, readers, writers)
 
 
@@ -198,21 +202,12 @@ def _first_entries(count: int, kept: int) -> Array:
     return jnp.broadcast_to(jnp.arange(kept), (count, kept))
 
 
-def _reference_ragged(
-    x: Array,
-    states: Array,
-    weight: Array,
-    starts: Array,
-    slots: Array,
-    has_state: Array,
-    bias: Array | None,
-    *,
-    silu: bool,
-) -> tuple[Array, Array]:
+def _reference_ragged(x: Array, states: Array, weight: Array, *others: Any, silu: bool) -> tuple[Array, Array]:
+    *sequences, bias = others
     if 0 in x.shape:
         return jnp.zeros_like(x), states
-    num_sequences, kept = slots.shape[0], weight.shape[1] - 1
-    layout = _layout(x.shape[1], weight.shape[1], states, starts, slots, has_state)
+    layout = _layout(x, states, weight, *sequences)
+    num_sequences, kept = layout.heads.shape
     [y] = reference_convolution(x, weight, bias, None, layout.same_sequence, channels_last=True, silu=silu)
     if kept > 0 and num_sequences > 0:
         history = of_slots(states, layout.readers, _first_entries(num_sequences, kept))
@@ -233,21 +228,13 @@ def _backward(
     x: Array,
     states: Array,
     weight: Array,
-    starts: Array,
-    slots: Array,
-    has_state: Array,
-    d_output: Array,
-    d_states: Array,
-    bias: Array | None,
-    *,
+    *others: Any,
     silu: bool,
 ) -> list[Array]:
     """The gradients of x, states, weight and bias, with the gradient of a convolution of packed sequences."""
-    wide = accumulation_dtype(x.dtype)
-    if 0 in x.shape:
-        return [jnp.zeros_like(x), d_states, *(jnp.zeros(shape, wide) for shape in (weight.shape, weight.shape[:1]))]
-    length, num_sequences, kept = x.shape[1], slots.shape[0], weight.shape[1] - 1
-    layout = _layout(length, weight.shape[1], states, starts, slots, has_state)
+    *sequences, d_output, d_states, bias = others
+    layout = _layout(x, states, weight, *sequences)
+    (num_sequences, kept), length = layout.heads.shape, x.shape[1]
     options = {"channels_last": True, "silu": silu}
     is_head = jnp.zeros(length, bool).at[layout.heads].set(True, mode="drop")
     d_bodies = jnp.where((layout.is_token & ~is_head)[None, :, None], d_output, 0)
@@ -275,28 +262,6 @@ def _backward(
     return [dx, d_states, dweight + dweight_heads, dbias + dbias_heads]
 
 
-def _reference_ragged_backward(
-    x: Array,
-    states: Array,
-    weight: Array,
-    starts: Array,
-    slots: Array,
-    has_state: Array,
-    d_output: Array,
-    d_states: Array,
-    *others: Any,
-    silu: bool,
-) -> list[Array]:
-    of_x = widened(x, x, states, d_output, d_states)
-    operands = *of_x[:2], weight, starts, slots, has_state, *of_x[2:], *others
-    dx, d_states, dweight, dbias = _backward(reference_backward, *operands, silu=silu)
-    return [dx.astype(x.dtype), d_states.astype(states.dtype), dweight, dbias]
-
-
-def _program_ragged_backward(*operands: Any, silu: bool) -> list[Array]:
-    return _backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, silu=silu)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops. The first has a native kernel. The second calls that of packed sequences.
 
@@ -307,19 +272,10 @@ def _limit(x: Any, states: Any, weight: Any, *others: Any) -> str | None:
     return f"there are more than {_MAX_LENGTH} tokens" if x.shape[1] > _MAX_LENGTH else limit_of_width(x, weight)
 
 
-_DIMENSIONS: NamedDimensions = {
-    **dict.fromkeys(("x", "d_output", "y", "dx"), ("row", "time", "channel")),
-    **dict.fromkeys(("weight", "dweight"), ("channel", "tap")),
-    **dict.fromkeys(("bias", "dbias"), ("channel",)),
-    **dict.fromkeys(("slots", "has_state"), ("sequence",)),
-    "starts": ("start",),
-    **pool_dimensions("states", "new_states", "d_states", "d_old_states"),
-}
-"""x has one row, so that it is a signal of the convolution."""
-
-
 def _dimensions(*names: str) -> NamedDimensions:
-    return {name: _DIMENSIONS[name] for name in names}
+    """Those of the convolution of one example, which has all tokens."""
+    of_sequences = {"slots": ("sequence",), "has_state": ("sequence",)}
+    return dimensions_of(names, channels_last=True, starts=("start",), **of_sequences)
 
 
 _OPERANDS = ("x", "states", "weight", "starts", "slots", "has_state")
@@ -327,7 +283,7 @@ _of_ragged: Any = of_pools | {
     "attributes": ("silu", "has_bias"),
     "optional": optional_operands("bias"),
     "limit": _limit,
-    "replicated_dims": ("row", "time", "slot", "state", "tap", "start", "sequence"),
+    "replicated_dims": ("example", "time", "slot", "state", "tap", "start", "sequence"),
 }
 
 CAUSAL_CONV1D_RAGGED = Op(
@@ -345,27 +301,11 @@ CAUSAL_CONV1D_RAGGED_BACKWARD = Op(
     name="causal_conv1d_ragged_backward",
     operands=_dimensions(*_OPERANDS, "d_output", "d_states", "bias"),
     results=_dimensions("dx", "d_old_states", "dweight", "dbias"),
-    result_dtypes=lambda x, *_: [x.dtype, x.dtype, *[accumulation_dtype(x.dtype)] * 2],
-    reference=_reference_ragged_backward,
-    program=_program_ragged_backward,
-    **_of_ragged | {"in_place": {7: 1}},
+    **_of_ragged | of_pools_backward(_backward, d_output_operand=len(_OPERANDS)),
 )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
+# Derivative rule.
 
-
-def _ragged_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    y, new_states = CAUSAL_CONV1D_RAGGED.of_arrays(arrays, silu=params["silu"])
-    return (y, new_states), arrays
-
-
-def _ragged_vjp(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
-    d_output, d_states = cotangents
-    arrays = {**arrays, "d_output": d_output, "d_states": d_states}
-    gradients = CAUSAL_CONV1D_RAGGED_BACKWARD.of_arrays(arrays, silu=params["silu"])
-    return dict(zip(("x", "states", "weight", "bias"), gradients, strict=True))
-
-
-_ragged = KernelVjp("causal_conv1d_ragged", _ragged_forward, _ragged_vjp)
+_ragged = vjp_of_pools("causal_conv1d_ragged", CAUSAL_CONV1D_RAGGED, CAUSAL_CONV1D_RAGGED_BACKWARD)

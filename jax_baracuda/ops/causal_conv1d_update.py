@@ -6,6 +6,7 @@ rules, canonicalisation of arguments.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
+    flag,
     index_array,
     reshard_as,
     reshard_like,
@@ -26,14 +28,13 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import fused, on_gpu
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import Params
+from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
 from jax_baracuda.ops.causal_conv1d import (
     CAUSAL_CONV1D_BACKWARD,
     OF_ALL,
     Activation,
-    call_op,
     canonicalize,
     causal_conv1d,
     dimensions_of,
@@ -82,11 +83,16 @@ def causal_conv1d_update(
         the previous call were accepted, and 1 in the first call after :func:`causal_conv1d_ragged`. Numbers are clipped
         to 1 ... K - W + 2. Needs K >= W - 2 + T. The previous state begins at entry ``num_accepted - 1`` of its row.
         The new row holds the last W - 2 inputs of that state, then all T inputs. Further entries keep their values.
+        Calls without inputs (T = 0) leave the pool as it is, so the next call passes the same numbers. A filter of one
+        tap (W = 1) has no state: the numbers have no effect, and nothing is written.
 
     Returns:
-      ``(y, new_state)`` with the shapes and the dtype of `x` and `state`. The new state holds the last K inputs, so the
-      oldest drop out. If `state` is donated (or carried by a loop), it is updated in place. In a pool, only the rows of
-      the slots are written. Each sequence begins with the state before the call. Of several sequences with the same
+      ``(y, new_state)``. y has the shape and dtype of `x`. The new state has the shape and dtype of `state`; it is
+      written in place if `state` is donated or carried by a loop.
+
+      Without `state_slots`, the new state holds the last K inputs: the oldest drop out. With `state_slots`, it is the
+      pool, in which only the rows of the slots change. Their first W - 1 entries are the last W - 1 inputs, unless
+      `num_accepted` is given. Each sequence begins with the state before the call. Of several sequences with the same
       slot, the state of the last one is kept, in every run.
 
     Numerical guarantees: y as in :func:`causal_conv1d`; the new state is exact.
@@ -106,10 +112,18 @@ def causal_conv1d_update(
     """
     name = "causal_conv1d_update"
     x = as_array(name, "x", x)
+    channels_last = flag(name, "channels_last", channels_last)
+    letters = "[B, T, C] (channels_last=True)" if channels_last else "[B, C, T] (channels_last=False)"
+    if x.ndim not in (2, 3):
+        advice = "; x[None] is a batch of one" if x.ndim == 1 else ""
+        raise ValueError(
+            f"{name}: x must have shape [B, C] or {letters}, with or without state_slots, got {x.shape}{advice}"
+        )
     time = -2 if channels_last else -1
     is_single = x.ndim == 2
+    given_x = f"[B, C] = {x.shape}" if is_single else None
     x = jnp.expand_dims(x, time) if is_single else x
-    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None)
+    params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None, given_x)
     arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     state = with_dtype_of_x(name, "state", state, arrays["x"])
     if state_slots is None:
@@ -124,9 +138,12 @@ def causal_conv1d_update(
 def _checked_state(name: str, state: Array, arrays: Mapping[str, Any]) -> Array:
     examples, channels, state_length = state_shape(arrays["x"], arrays["weight"])
     if state.ndim != 3 or state.shape[:2] != (examples, channels) or state.shape[2] < state_length:
+        advice = ""
+        if state.ndim == 3 and state.shape[1] == channels and state.shape[0] != examples:
+            advice = "; a pool of states needs state_slots"
         raise ValueError(
             f"{name}: state must have shape [B, C, K] = ({examples}, {channels}, K) with K >= W - 1 = "
-            f"{state_length} to fit x and weight, got {state.shape}"
+            f"{state_length} to fit x and weight, got {state.shape}{advice}"
         )
     return state
 
@@ -262,9 +279,6 @@ def _pool_update_backward(
 ) -> list[Array]:
     """The gradients of x, states, weight and bias, with the gradient of a convolution of sequences with states."""
     width, num_inputs = weight.shape[1], x.shape[time_axis(channels_last)]
-    wide = accumulation_dtype(x.dtype)
-    if 0 in x.shape:
-        return [jnp.zeros_like(x), d_states, *(jnp.zeros(shape, wide) for shape in (weight.shape, weight.shape[:1]))]
     entries = _entries(states, width, x.shape[0], num_accepted)
     writers = of_writers(states, slots)
     num_written = _num_written(width, num_inputs, num_accepted is not None)
@@ -282,31 +296,8 @@ def _pool_update_backward(
     return [dx, d_states, dweight, dbias]
 
 
-def _reference_pool_update_backward(
-    x: Array,
-    states: Array,
-    weight: Array,
-    slots: Array,
-    d_output: Array,
-    d_states: Array,
-    *others: Any,
-    channels_last: bool,
-    silu: bool,
-) -> list[Array]:
-    wide_x, wide_states, d_output, d_states = widened(x, x, states, d_output, d_states)
-    operands = wide_x, wide_states, weight, slots, d_output, d_states, *others
-    dx, d_states, dweight, dbias = _pool_update_backward(
-        reference_backward, *operands, channels_last=channels_last, silu=silu
-    )
-    return [dx.astype(x.dtype), d_states.astype(states.dtype), dweight, dbias]
-
-
-def _program_pool_update_backward(*operands: Any, channels_last: bool, silu: bool) -> list[Array]:
-    return _pool_update_backward(CAUSAL_CONV1D_BACKWARD.kernel, *operands, channels_last=channels_last, silu=silu)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel.
+# Ops: one per native kernel, but for the gradients with pools, which call that of the convolution.
 
 
 CAUSAL_CONV1D_UPDATE = Op(
@@ -326,17 +317,47 @@ CAUSAL_CONV1D_UPDATE = Op(
 )
 
 
-def pool_dimensions(*names: str) -> NamedDimensions:
-    return dict.fromkeys(names, ("slot", "channel", "state"))
-
-
 def _pool_operands(*more: str, channels_last: bool) -> NamedDimensions:
-    signals = dimensions_of(("x", "weight", "d_output", "bias"), channels_last)
-    signals |= {"slots": ("example",), "num_accepted": ("example",), **pool_dimensions("states", "d_states")}
-    return {name: signals[name] for name in ("x", "states", "weight", "slots", *more, "bias", "num_accepted")}
+    names = ("x", "states", "weight", "slots", *more, "bias", "num_accepted")
+    return dimensions_of(names, channels_last, slots=("example",), num_accepted=("example",))
 
 
 of_pools: Any = OF_ALL | {"independent_dims": ("channel",), "in_place": {1: 1}}
+
+
+def of_pools_backward(backward: Callable[..., list[Array]], d_output_operand: int) -> dict[str, Any]:
+    """The fields of a gradient with respect to x, states, weight and bias.
+
+    Args:
+      backward: ``(gradient of the convolution, x, states, weight, *operands, **params) -> gradients``, for tokens
+        and channels.
+      d_output_operand: the position of d_output, which d_states follows. The latter is updated in place.
+    """
+
+    def gradients(convolution_backward: Callable[..., Sequence[Array]], *operands: Any, **params: Any) -> list[Array]:
+        x, _, weight = operands[:3]
+        if 0 in x.shape:
+            of_parameters = (
+                jnp.zeros(shape, accumulation_dtype(x.dtype)) for shape in (weight.shape, weight.shape[:1])
+            )
+            return [jnp.zeros_like(x), operands[d_output_operand + 1], *of_parameters]
+        return with_named(backward, params)(convolution_backward, *operands)
+
+    def reference(*operands: Any, **params: Any) -> list[Array]:
+        x, states, wide = *operands[:2], list(operands)
+        for i in (0, 1, d_output_operand, d_output_operand + 1):
+            [wide[i]] = widened(x, operands[i])
+        dx, d_states, *of_parameters = gradients(reference_backward, *wide, **params)
+        return [dx.astype(x.dtype), d_states.astype(states.dtype), *of_parameters]
+
+    return {
+        "result_dtypes": lambda x, *_: [x.dtype, x.dtype, *[accumulation_dtype(x.dtype)] * 2],
+        "reference": reference,
+        "program": functools.partial(gradients, CAUSAL_CONV1D_BACKWARD.kernel),
+        "in_place": {d_output_operand + 1: 1},
+    }
+
+
 _of_pool_updates: Any = of_pools | {
     "attributes": ("channels_last", "silu", "has_bias", "has_num_accepted"),
     "optional": optional_operands("bias", "num_accepted"),
@@ -347,7 +368,7 @@ _of_pool_updates: Any = of_pools | {
 CAUSAL_CONV1D_UPDATE_POOL = Op(
     name="causal_conv1d_update_pool",
     operands=lambda *, channels_last: _pool_operands(channels_last=channels_last),
-    results=lambda *, channels_last: dimensions_of(["y"], channels_last) | pool_dimensions("new_states"),
+    results=lambda *, channels_last: dimensions_of(["y", "new_states"], channels_last),
     reference=_reference_pool_update,
     plan_parameters=lambda x, states, weight, *others, has_num_accepted, **params: (
         plan_parameters(x, weight, **params) | {"state_length": states.shape[2], "has_num_accepted": has_num_accepted}
@@ -355,28 +376,20 @@ CAUSAL_CONV1D_UPDATE_POOL = Op(
     **_of_pool_updates,
 )
 
-# Its in-place operand is the cotangent of the pool.
 CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
     name="causal_conv1d_update_pool_backward",
     operands=lambda *, channels_last: _pool_operands("d_output", "d_states", channels_last=channels_last),
-    results=lambda *, channels_last: {
-        **dimensions_of(["dx"], channels_last),
-        **pool_dimensions("d_old_states"),
-        **dimensions_of(["dweight", "dbias"], channels_last),
-    },
-    result_dtypes=lambda x, *_: [x.dtype, x.dtype, *[accumulation_dtype(x.dtype)] * 2],
-    reference=_reference_pool_update_backward,
-    program=_program_pool_update_backward,
-    **_of_pool_updates | {"in_place": {5: 1}},
+    results=lambda *, channels_last: dimensions_of(["dx", "d_old_states", "dweight", "dbias"], channels_last),
+    **_of_pool_updates | of_pools_backward(_pool_update_backward, d_output_operand=4),
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Derivative rules.
 
 
-def _update_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    y, new_state = call_op(CAUSAL_CONV1D_UPDATE, params, arrays)
-    return (y, new_state), arrays
+def _forward(op: Op, params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
+    y, new_states = op.of_arrays(arrays, **params)
+    return (y, new_states), arrays
 
 
 def _update_backward(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
@@ -408,22 +421,21 @@ def _update_backward(params: Params, arrays: dict[str, Any], cotangents: tuple[A
     return {"x": dx, "state": d_state, "weight": gradients["weight"], "bias": gradients["bias"]}
 
 
-_update = KernelVjp("causal_conv1d_update", _update_forward, _update_backward)
+_update = KernelVjp("causal_conv1d_update", functools.partial(_forward, CAUSAL_CONV1D_UPDATE), _update_backward)
 
 
-def _pool_update_forward(params: Params, **arrays: Any) -> tuple[tuple[Array, Array], dict[str, Any]]:
-    y, new_states = call_op(CAUSAL_CONV1D_UPDATE_POOL, params, arrays)
-    return (y, new_states), arrays
+def vjp_of_pools(name: str, op: Op, backward_op: Op) -> KernelVjp:
+    """Binds an op ``(x, states, ...) -> (y, new states)`` to its gradient. The params are those of both ops."""
+
+    def backward(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
+        d_output, d_states = cotangents
+        gradients = backward_op.of_arrays({**arrays, "d_output": d_output, "d_states": d_states}, **params)
+        return dict(zip(("x", "states", "weight", "bias"), gradients, strict=True))
+
+    return KernelVjp(name, functools.partial(_forward, op), backward)
 
 
-def _pool_update_vjp(params: Params, arrays: dict[str, Any], cotangents: tuple[Array, Array]) -> dict[str, Array]:
-    d_output, d_states = cotangents
-    arrays = {**arrays, "d_output": d_output, "d_states": d_states}
-    gradients = call_op(CAUSAL_CONV1D_UPDATE_POOL_BACKWARD, params, arrays)
-    return dict(zip(("x", "states", "weight", "bias"), gradients, strict=True))
-
-
-_pool_update = KernelVjp("causal_conv1d_update", _pool_update_forward, _pool_update_vjp)
+_pool_update = vjp_of_pools("causal_conv1d_update", CAUSAL_CONV1D_UPDATE_POOL, CAUSAL_CONV1D_UPDATE_POOL_BACKWARD)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -443,10 +455,12 @@ def checked_pool(name: str, argument: str, pool: Array, x: Array, weight: Array,
     return pool
 
 
-def numbers_of_sequences(name: str, argument: str, value: ArrayLike, count: int, what: str = "[B]") -> Array:
+def numbers_of_sequences(
+    name: str, argument: str, value: ArrayLike, count: int, letters: str = "[B]", fits: str = ""
+) -> Array:
     numbers = index_array(name, argument, value)
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise TypeError(f"{name}: {argument} must have an integer dtype, got {numbers.dtype}")
     if numbers.shape != (count,):
-        raise ValueError(f"{name}: {argument} must have shape {what} = ({count},), got {numbers.shape}")
+        raise ValueError(f"{name}: {argument} must have shape {letters} = ({count},){fits}, got {numbers.shape}")
     return numbers

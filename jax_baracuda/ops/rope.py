@@ -27,8 +27,10 @@ from jax_baracuda._core.arrays import (
     FLOATING_DTYPES,
     accumulation_dtype,
     as_array,
+    flag,
     real_number,
     reshard_to,
+    static_type_error,
     whole_number,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
@@ -69,10 +71,11 @@ def rope(
     Args:
       x: ``[B, H, S, D]``, or ``[B, S, H, D]`` with layout "BSHD"; a real floating dtype. float16, bfloat16, float32 and
         float64 have kernels; other dtypes run as plain JAX.
-      positions: integers, ``[S]``, or ``[B, S]`` for separate positions per example (``[1, S]`` is ``[S]``). Default: 0
-        to S - 1, so decoding one token must pass its position; under ``jax.shard_map``, S is the length of the device's
-        part of the sequence. Any value of any integer dtype, also negative. uint64, and uint32 while 64-bit types are
-        off, run as plain JAX. With `sections`, one row for each: ``[sections, S]`` or ``[sections, B, S]``.
+      positions: integers of any dtype, also negative, but no floats: ``[S]``, or ``[B, S]`` for separate positions per
+        example (``[1, S]`` is ``[S]``). Default: 0 to S - 1, so decoding one token must pass its position; under
+        ``jax.shard_map``, S is the length of the device's part of the sequence. uint64, and uint32 while 64-bit types
+        are off, run as plain JAX. NumPy arrays of 64 bits must hold numbers of 32 bits while 64-bit types are off. With
+        `sections`, one row for each: ``[sections, S]`` or ``[sections, B, S]``.
       base: finite and positive, 10,000 by default; the frequencies are ``base^(-2i/rotary_dim)``.
       interleaved: True: pairs are adjacent, ``(2i, 2i + 1)``. False: they are half of the rotated features apart,
         ``(i, i + rotary_dim/2)``, as in GPT-NeoX, and in Llama's weights as Hugging Face publishes them. The shapes
@@ -99,16 +102,17 @@ def rope(
       The rotated features, with the shape and dtype of `x`.
 
     Raises:
-      TypeError: an argument is not an array or number, or has an unsuitable dtype.
+      TypeError: an argument is not an array or number, has an unsuitable dtype, or is traced: only arrays may be.
       ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
-        `rotary_offset` is out of range; `sections` do not sum to ``rotary_dim/2``, or lack positions; `base` or `scale`
-        is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
+        `rotary_offset` is out of range; `sections` do not sum to ``rotary_dim/2``, or lack positions; `base` or
+        `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
 
     In place: if `jax.jit` donates an array that is passed to this function unchanged, the result is written to its
     memory.
 
-    Numerical guarantees: for positions up to 2^20, sine and cosine are those of the exact angle, whatever the dtype.
-    float32 results are within 2 units in the last place of the pair's length. 16-bit results are computed in float32
+    Numerical guarantees: for positions from -2^20 to 2^20, sine and cosine are those of the exact angle, whatever the
+    dtype; beyond, the error of the angle grows with the position. float32 results are within 2 units in the last place
+    of the pair's length. 16-bit results are computed in float32
     and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
     frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
     from run to run.
@@ -530,6 +534,8 @@ def _has_halves_or_32_bits(traits: Traits) -> bool:
     return not traits.params["interleaved"] or traits.sizes["element_bits"] == 32
 
 
+ATTRIBUTES_OF_ROTATION = ("interleaved", "rotary_dim", "rotary_offset", "sections", "sections_interleaved", "scale")
+
 # H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
 # 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small
 # arrays that XLA fuses 0.7.
@@ -551,16 +557,7 @@ ROPE = Op(
     reference=reference_rotation,
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
-    attributes=(
-        "heads_first",
-        "interleaved",
-        "rotary_dim",
-        "rotary_offset",
-        "sections",
-        "sections_interleaved",
-        "scale",
-        "has_positions",
-    ),
+    attributes=("heads_first", "has_positions", *ATTRIBUTES_OF_ROTATION),
     plan_parameters=_plan_parameters,
     limit=positions_limit,
     replicated_dims=("part", "pair", "section", "feature"),
@@ -643,11 +640,11 @@ class RotationOptions(NamedTuple):
         base = real_number(name, "base", self.base, positive=True)
         frequencies, constants = _frequencies(name, self.inv_freq, base, rotary_dim, dtype)
         params = {
-            "interleaved": bool(self.interleaved),
+            "interleaved": flag(name, "interleaved", self.interleaved),
             "rotary_dim": rotary_dim,
             "rotary_offset": rotary_offset,
             "sections": _checked_sections(name, self.sections, rotary_dim),
-            "sections_interleaved": bool(self.sections_interleaved),
+            "sections_interleaved": flag(name, "sections_interleaved", self.sections_interleaved),
             "scale": real_number(name, "scale", self.scale),
         }
         return params, frequencies, constants
@@ -658,7 +655,7 @@ def _checked_sections(name: str, sections: Sequence[int] | None, rotary_dim: int
     if sections is None:
         return ()
     if not isinstance(sections, list | tuple | np.ndarray):
-        raise TypeError(f"{name}: sections must be a sequence of integers, got {type(sections).__name__}")
+        raise static_type_error(name, "sections", "a tuple of integers, such as (16, 24, 24)", sections)
     sections = tuple(whole_number(name, f"sections[{i}]", x, minimum=0) for i, x in enumerate(sections))
     if not sections or sum(sections) != rotary_dim // 2:
         raise ValueError(
@@ -688,7 +685,10 @@ def _canonicalize(
             raise TypeError(f"{name}: {argument} must have a real floating dtype, got {x.dtype}")
         if x.ndim != 4:
             shape = "[B, H, S, D]" if heads_first else "[B, S, H, D]"
-            raise ValueError(f"{name}: {argument} must have shape {shape} ({_named(heads_first)}), got {x.shape}")
+            advice = f"; {argument}[None] is a batch of one" if x.ndim == 3 else ""
+            raise ValueError(
+                f"{name}: {argument} must have shape {shape} ({_named(heads_first)}), got {x.shape}{advice}"
+            )
     if layout is None and all(x.shape[1] == x.shape[2] != 1 for x in arrays.values()):
         shapes = " and ".join(f"{argument} of shape {x.shape}" for argument, x in arrays.items())
         raise ValueError(
@@ -722,6 +722,7 @@ def _canonicalize(
     return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}
 
 
+ADVICE_ON_SECTIONS = "; positions of three axes (M-RoPE) need sections"
 _ADVICE_ON_LAYOUT = '; for arrays [B, S, H, D] pass layout="BSHD"'
 
 
@@ -732,6 +733,11 @@ def _named(heads_first: bool) -> str:
 def _checked_rotary_dim(name: str, argument: str, size: int, rotary_offset: int, rotary_dim: int | None) -> int:
     from_offset = f" from rotary_offset = {rotary_offset} on" if rotary_offset else ""
     rest = size - rotary_offset
+    if rotary_offset > 0 and rest <= 0:
+        raise ValueError(
+            f"{name}: rotary_offset must be less than the number of features D of {argument}, {size}, got "
+            f"{rotary_offset}"
+        )
     if rotary_dim is None:
         if rest % 2 or rest <= 0:
             raise ValueError(
@@ -829,7 +835,7 @@ def _checked_positions(
         if positions.ndim > 0 and positions.shape[-1] == other_length:
             advice = _ADVICE_ON_LAYOUT
         elif not sections and positions.ndim > 1 and positions.shape[0] == 3:
-            advice = "; positions of three axes (M-RoPE) need sections"
+            advice = ADVICE_ON_SECTIONS
         raise ValueError(
             f"{name}: positions must have shape [{letter}S] = {shared} or [{letter}B, S] = {own} "
             f"({_named(heads_first)}), got {positions.shape}{advice}"

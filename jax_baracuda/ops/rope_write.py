@@ -14,15 +14,15 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, index_array
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import at_least, on_gpu, param
-from jax_baracuda._core.functions import Params
+from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope import (
+    ADVICE_ON_SECTIONS,
+    ATTRIBUTES_OF_ROTATION,
     ROPE,
     RotationOptions,
     integer_positions,
@@ -31,19 +31,20 @@ from jax_baracuda.ops.rope import (
 )
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE
 from jax_baracuda.ops.write_rows import (
+    ATTRIBUTES_OF_WRITE,
     CONVERTIBLE_POOLS,
-    CheckedWrite,
     PoolNames,
     PoolWrite,
     WriteOperands,
     checked_write,
-    is_last_of_slot,
     kernel_converts,
-    local_operands,
     other_dimensions,
     pool_dimensions,
     reference_write,
     row_dimensions,
+    shard_write,
+    transpose_of,
+    unique_first,
     write_cotangents,
 )
 
@@ -84,7 +85,7 @@ def rope_write(
       v: ``[T, V, E]``, with the dtype of `q`. Heads and features may differ from those of `k`.
       key_cache: ``[slots, K, D]``, or ``[K, slots, D]`` with ``axis=1``; with `layer`, a dimension of layers comes
         first. Keys are rotated in the dtype of `k` and then converted to that of the cache, as by :func:`write_rows`.
-      value_cache: the same for `v`, with as many slots and layers.
+      value_cache: ``[slots, V, E]``, or ``[V, slots, E]`` with ``axis=1``; with as many slots and layers.
       positions: ``[T]``, integers as in :func:`rope`; ``[sections, T]`` with `sections`.
       slots: ``[T]``, integers. Tokens with a negative slot, or one beyond the last, are rotated and not written. Of
         several tokens with the same slot, the last one is written.
@@ -135,6 +136,7 @@ def rope_write(
     )
     rows = {argument: as_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
     _check_rows(name, rows)
+    slots = _checked_slots(name, slots, rows["q"])
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (0, 1):
         raise ValueError(f"{name}: axis must be 0 or 1, the axis of slots in caches [slots, H, D], got {axis!r}")
     names = [PoolNames("key_cache", "k", "k_scale"), PoolNames("value_cache", "v", "v_scale")]
@@ -146,54 +148,35 @@ def rope_write(
     q = rows["q"]
     rotation, frequencies, _ = options.checked(name, "q", q.shape[2], np.dtype(accumulation_dtype(q.dtype)))
     positions = _checked_positions(name, positions, q.shape[0], rotation["sections"])
+    keys, values = write.pools
     if q.shape[0] == 0:
-        return q, write.pools[0].dest, write.pools[1].dest
-    return _rotate_and_write(write, q, frequencies, positions, rotation)
+        return q, keys.dest, values.dest
+    key_cache, value_cache, q = _rope_write(
+        Params(write.params(), **rotation),
+        caches=[keys.dest, values.dest],
+        k=keys.rows,
+        v=values.rows,
+        q=q,
+        others=[*write.others(), frequencies, positions],
+    )
+    return q, key_cache, value_cache
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX. Operands are those of write_rows, then q, frequencies and positions.
 
 
-def _reference(
-    *operands: Array,
-    axis: int,
-    has_layer: bool,
-    scales: Sequence[int],
-    has_unique_slots: bool,
-    interleaved: bool,
-    rotary_dim: int,
-    rotary_offset: int,
-    sections: tuple[int, ...],
-    sections_interleaved: bool,
-    scale: float,
-) -> list[Array]:
-    *written, q, frequencies, positions = operands
-    own = WriteOperands.of(written, has_layer, scales)
-    keys, values = own.rows
-    rotated = reference_rotation(
-        q[None],
-        keys[None],
-        frequencies,
-        _of_one_example(positions),
-        heads_first=False,
-        constant_angles=None,
-        inverse=False,
-        interleaved=interleaved,
-        rotary_dim=rotary_dim,
-        rotary_offset=rotary_offset,
-        sections=sections,
-        sections_interleaved=sections_interleaved,
-        scale=scale,
-    )
-    caches = reference_write(
-        *own._replace(rows=[rotated[1][0], values]).flat(),
-        axis=axis,
-        has_layer=has_layer,
-        scales=scales,
-        has_unique_slots=has_unique_slots,
-    )
-    return [*caches, rotated[0][0]]
+_OF_TOKENS = {"heads_first": False, "constant_angles": None}
+"""The params of a rotation of tokens, which are the sequence of a single example."""
+
+
+def _reference(*operands: Array, **params: Any) -> list[Array]:
+    own = WriteOperands.of(operands, params["has_layer"], params["scales"])
+    [keys, values], [q, frequencies, positions] = own.rows, own.others
+    rotate = with_named(reference_rotation, {**params, **_OF_TOKENS, "inverse": False})
+    q, keys = rotate(q[None], keys[None], frequencies, _of_one_example(positions))
+    caches = with_named(reference_write, params)(*own._replace(rows=[keys[0], values]).flat())
+    return [*caches, q[0]]
 
 
 def _of_one_example(positions: Array) -> Array:
@@ -216,8 +199,8 @@ def _linear_dimensions(ranks: Sequence[int], axis: int, has_layer: bool) -> Name
 def _plan_parameters(
     *operands: Any, has_layer: bool, scales: Sequence[int], rotary_dim: int, rotary_offset: int, interleaved: bool
 ) -> dict[str, int]:
-    *written, q, _, _ = operands
-    own = WriteOperands.of(written, has_layer, scales)
+    own = WriteOperands.of(operands, has_layer, scales)
+    q = own.others[0]
     return {
         "features": q.shape[2],
         "value_features": own.rows[1].shape[2],
@@ -233,29 +216,13 @@ MAX_ROTARY_DIM = 4096
 
 
 def _limit(*operands: Any, has_layer: bool, scales: Sequence[int], sections: tuple[int, ...], rotary_dim: int) -> Any:
-    *written, q, _, _ = operands
-    own = WriteOperands.of(written, has_layer, scales)
+    own = WriteOperands.of(operands, has_layer, scales)
     if rotary_dim > MAX_ROTARY_DIM:
         return f"kernels rotate at most {MAX_ROTARY_DIM} features, not {rotary_dim}"
     for pool, rows, kind in zip(own.pools, own.rows, scales, strict=True):
         if rows.dtype.name not in FLOATING_DTYPES or not kernel_converts(rows.dtype, pool.dtype, kind != 0):
             return f"kernels do not convert {rows.dtype.name} to {pool.dtype.name}"
     return positions_limit(*operands, sections=sections)
-
-
-def _shard(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array, axis: int, has_layer: bool, scales: Sequence[int]
-) -> Sequence[Array]:
-    *written, q, frequencies, positions = operands
-    return kernel(*local_operands(WriteOperands.of(written, has_layer, scales), axes, axis), q, frequencies, positions)
-
-
-def _unique_first(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
-    *written, q, frequencies, positions = operands
-    own = WriteOperands.of(written, has_layer, scales)
-    own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
-    params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
-    return ROPE_WRITE.kernel(*own.flat(), q, frequencies, positions, **params)
 
 
 WRITE_PARAMS = ("ranks", "axis", "has_layer", "scales", "has_unique_slots")
@@ -276,18 +243,10 @@ def _cotangents(
         _of_one_example(positions),
         num_arrays=len(features),
         inverse=True,
-        heads_first=False,
-        constant_angles=None,
+        **_OF_TOKENS,
         **params,
     )
     return [d_key_cache, d_value_cache, None if d_k is None else rotated[1][0], d_v, rotated[0][0]]
-
-
-def _transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
-    """Also returns zeros for the rows of integer caches."""
-    row_dtypes = tuple(x.dtype.name for x in types[2:4])
-    gradients = _cotangents(cotangents, *others, row_dtypes=row_dtypes, **params)
-    return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
 
 
 def _dtypes(*, scales: Sequence[int] | None = None) -> frozenset[str]:
@@ -312,33 +271,16 @@ ROPE_WRITE = Op(
     reference=_reference,
     dtypes=_dtypes,
     guarantee=accumulated,
-    attributes=(
-        "axis",
-        "has_layer",
-        "has_unique_slots",
-        "scales",
-        "interleaved",
-        "rotary_dim",
-        "rotary_offset",
-        "sections",
-        "sections_interleaved",
-        "scale",
-    ),
+    attributes=(*ATTRIBUTES_OF_WRITE, *ATTRIBUTES_OF_ROTATION),
     plan_parameters=_plan_parameters,
     limit=_limit,
-    programs={
-        on_gpu(
-            "the kernel compares each row with all later ones",
-            param("has_unique_slots", False),
-            at_least(row=1 << 17),
-        ): _unique_first,
-    },
+    programs=unique_first(lambda: ROPE_WRITE),
     # The features of keys are those of the last dimension of the first pool.
     replicated_dims=("row", "section", "part", "pair", "feature", "0.2"),
-    shard_program=_shard,
+    shard_program=shard_write,
     in_place={0: 0, 1: 1},
     linear=lambda *, ranks, axis, has_layer: (*_linear_dimensions(ranks, axis, has_layer), "q"),
-    transpose=_transpose,
+    transpose=transpose_of(_cotangents),
 )
 
 
@@ -350,8 +292,8 @@ def _forward(
     params: Params, *, caches: Sequence[Array], k: Array, v: Array, q: Array, others: Sequence[Array]
 ) -> tuple[list[Array], Sequence[Array]]:
     *of_write, frequencies, positions = others
-    of_op = {name: value for name, value in params.items() if name != "row_dtypes"}
-    return ROPE_WRITE(*caches, k, v, *of_write, q, frequencies, positions, **of_op), others
+    operands = *caches, k, v, *of_write, q, frequencies, positions
+    return ROPE_WRITE(*operands, **params.without("row_dtypes")), others
 
 
 def _backward(params: Params, others: Sequence[Array], cotangents: Sequence[Array]) -> dict[str, Any]:
@@ -360,21 +302,6 @@ def _backward(params: Params, others: Sequence[Array], cotangents: Sequence[Arra
 
 
 _rope_write = KernelVjp("rope_write", _forward, _backward)
-
-
-def _rotate_and_write(
-    write: CheckedWrite, q: Array, frequencies: Array, positions: Array, rotation: dict[str, Any]
-) -> tuple[Array, Array, Array]:
-    keys, values = write.pools
-    key_cache, value_cache, q = _rope_write(
-        Params(write.params()._asdict(), **rotation),
-        caches=[keys.dest, values.dest],
-        k=keys.rows,
-        v=values.rows,
-        q=q,
-        others=[*write.others(), frequencies, positions],
-    )
-    return q, key_cache, value_cache
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -389,11 +316,24 @@ def _check_rows(name: str, rows: dict[str, Array]) -> None:
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: {argument} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.ndim != 3:
-            raise ValueError(f"{name}: {argument} must have shape [T, heads, features], got {x.shape}")
+            advice = ""
+            if x.ndim == 4:
+                advice = f"; for a batch [B, S, heads, features] pass {argument}.reshape(-1, *{argument}.shape[2:])"
+            raise ValueError(f"{name}: {argument} must have shape [T, heads, features], got {x.shape}{advice}")
         if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: {argument} must have as many tokens as q, {q.shape[0]}, got shape {x.shape}")
+            raise ValueError(
+                f"{name}: {argument} must have shape [T, heads, features] with as many tokens as q of shape {q.shape}, "
+                f"got {x.shape}"
+            )
     if rows["k"].shape[2] != q.shape[2]:
         raise ValueError(f"{name}: k must have as many features as q, {q.shape[2]}, got shape {rows['k'].shape}")
+
+
+def _checked_slots(name: str, slots: ArrayLike, q: Array) -> Array:
+    slots = index_array(name, "slots", slots)
+    if slots.shape != q.shape[:1]:
+        raise ValueError(f"{name}: slots must have shape [T] = {q.shape[:1]}, one for each token, got {slots.shape}")
+    return slots
 
 
 def _checked_positions(name: str, positions: ArrayLike, tokens: int, sections: tuple[int, ...]) -> Array:
@@ -401,5 +341,6 @@ def _checked_positions(name: str, positions: ArrayLike, tokens: int, sections: t
     expected = (len(sections), tokens) if sections else (tokens,)
     if positions.shape != expected:
         letters = "[sections, T]" if sections else "[T]"
-        raise ValueError(f"{name}: positions must have shape {letters} = {expected}, got {positions.shape}")
+        advice = ADVICE_ON_SECTIONS if not sections and positions.ndim == 2 and positions.shape[0] == 3 else ""
+        raise ValueError(f"{name}: positions must have shape {letters} = {expected}, got {positions.shape}{advice}")
     return positions

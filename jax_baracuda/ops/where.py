@@ -18,9 +18,9 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import (
-    FLOAT8_DTYPES,
+    DIFFERENTIABLE_DTYPES,
+    DTYPES_OF_WHOLE_BYTES,
     FLOATING_DTYPES,
-    INTEGER_DTYPES,
     accumulation_dtype,
     as_array,
     as_bits,
@@ -167,9 +167,6 @@ def _reference_backward(d_output: Array, cond: Array, *, a_axes: Axes, b_axes: A
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-COMPLEX_DTYPES = frozenset({"complex64", "complex128"})
-WITHOUT_ZERO = frozenset({"float8_e8m0fnu"})
-
 MAX_DIMENSIONS = 32
 
 DIMENSIONS = ("...",)
@@ -253,7 +250,7 @@ WHERE = Op(
     operands={"a": DIMENSIONS, "b": DIMENSIONS, "cond": DIMENSIONS},
     results={"output": DIMENSIONS},
     reference=lambda a, b, cond: (_select(cond, a, b),),
-    dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES | WITHOUT_ZERO | INTEGER_DTYPES | {"bool"},
+    dtypes=DTYPES_OF_WHOLE_BYTES,
     guarantee=EXACT,
     plan_parameters=_plan_parameters,
     limit=_limit_of_rank,
@@ -269,7 +266,7 @@ WHERE_BACKWARD = Op(
     results={"da": DIMENSIONS, "db": DIMENSIONS},
     result_types=_backward_types,
     reference=_reference_backward,
-    dtypes=FLOATING_DTYPES | COMPLEX_DTYPES | FLOAT8_DTYPES,
+    dtypes=DIFFERENTIABLE_DTYPES,
     # Of sums, for dtypes that kernels sum. Elements that are not summed are exact.
     guarantee=lambda dtype, platform: accumulated(dtype, platform) if dtype in FLOATING_DTYPES else EXACT,
     plan_parameters=_backward_plan_parameters,

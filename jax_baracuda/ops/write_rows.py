@@ -7,7 +7,7 @@ and no byte outside the slots is touched. Numbers are scaled and converted on th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,18 +18,19 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import (
-    FLOAT8_DTYPES,
-    FLOATING_DTYPES,
-    INTEGER_DTYPES,
+    DIFFERENTIABLE_DTYPES,
+    DTYPES_OF_WHOLE_BYTES,
     accumulation_dtype,
     as_array,
     as_bits,
     index_array,
     of_bits,
     slots_as_int32,
+    static_type_error,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import at_least, at_most, on_cpu, on_gpu, param
+from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
@@ -72,7 +73,8 @@ def write_rows(
       The updated pools, in the structure of `dests`.
 
     Raises:
-      TypeError: an argument is not an array, has no integer dtype, or complex rows are scaled or written to real pools.
+      TypeError: an argument is not an array; `slots` or `layer` has no integer dtype; `axis` is not an integer; or
+        complex rows are scaled or written to real pools.
       ValueError: shapes or structures do not fit. Nothing runs before these checks.
 
     In place: if pools are donated to ``jax.jit`` or carried by a loop, and not used afterwards, they are updated in
@@ -98,7 +100,9 @@ def write_rows(
     """
     name = "write_rows"
     is_one = not isinstance(dests, list | tuple)
-    all_dests, all_rows, all_scales = ([dests], [rows], [scale]) if is_one else _of_structure(name, dests, rows, scale)
+    all_dests, all_rows, all_scales = (
+        _of_one(name, dests, rows, scale) if is_one else _of_several(name, dests, rows, scale)
+    )
     labels = [""] if is_one else [f"[{i}]" for i in range(len(all_dests))]
     names = [PoolNames(f"dests{label}", f"rows{label}", f"scale{label}") for label in labels]
     pools = [
@@ -116,13 +120,14 @@ def write_rows(
 
 
 class WriteOperands(NamedTuple):
-    """The operands of the ops by kind. The gradient has no rows."""
+    """The operands of the ops by kind. The gradient has no rows; ops that also do something else have `others`."""
 
     pools: Sequence[Array]
     rows: Sequence[Array]
     slots: Array
     layer: Array | None
     scales: Sequence[Array | None]
+    others: Sequence[Array] = ()
 
     @staticmethod
     def of(operands: Sequence[Array], has_layer: bool, scales: Sequence[int], has_rows: bool = True) -> WriteOperands:
@@ -130,11 +135,16 @@ class WriteOperands(NamedTuple):
         pools = [next(rest) for _ in range(num)]
         rows = [next(rest) for _ in range(num if has_rows else 0)]
         slots, layer = next(rest), next(rest) if has_layer else None
-        return WriteOperands(pools, rows, slots, layer, [next(rest) if kind else None for kind in scales])
+        of_pools = [next(rest) if kind else None for kind in scales]
+        return WriteOperands(pools, rows, slots, layer, of_pools, list(rest))
 
     def flat(self) -> list[Array]:
         optional = [self.layer, *self.scales]
-        return [*self.pools, *self.rows, self.slots, *(x for x in optional if x is not None)]
+        return [*self.pools, *self.rows, self.slots, *(x for x in optional if x is not None), *self.others]
+
+
+MAX_COMPARED_ROWS = 32
+"""Up to so many rows, comparing each with all later ones takes less time than a sort."""
 
 
 def is_last_of_slot(slots: Array) -> Array:
@@ -142,6 +152,9 @@ def is_last_of_slot(slots: Array) -> Array:
     if slots.shape[0] == 1:
         return jnp.ones(slots.shape, bool)
     positions = jax.lax.iota(jnp.int32, slots.shape[0])
+    if slots.shape[0] <= MAX_COMPARED_ROWS:
+        is_later = positions[:, None] < positions
+        return ~jnp.any(is_later & (slots[:, None] == slots), axis=1)
     in_order, order = jax.lax.sort((slots, positions), num_keys=1, is_stable=True)
     is_last = jnp.concatenate([in_order[1:] != in_order[:-1], jnp.ones(1, bool)])
     return _set(jnp.zeros_like(is_last), (order,), is_last)
@@ -200,7 +213,7 @@ def _with_rows(pool: Array, rows: Array, index: tuple[Any, ...], axis: int) -> A
 def reference_write(
     *operands: Array, axis: int, has_layer: bool, scales: Sequence[int], has_unique_slots: bool
 ) -> list[Array]:
-    pools, rows, slots, layer, of_pools = WriteOperands.of(operands, has_layer, scales)
+    pools, rows, slots, layer, of_pools, _ = WriteOperands.of(operands, has_layer, scales)
     index = _index(pools[0], slots, layer, axis, has_unique_slots)
     return [
         _with_rows(pool, _converted(_scaled(x, scale), pool.dtype), index, axis)
@@ -216,7 +229,7 @@ def _reference_backward(
     has_unique_slots: bool,
     row_dtypes: Sequence[str],
 ) -> list[Array]:
-    cotangents, _, slots, layer, of_pools = WriteOperands.of(operands, has_layer, scales, has_rows=False)
+    cotangents, _, slots, layer, of_pools, _ = WriteOperands.of(operands, has_layer, scales, has_rows=False)
     index = _index(cotangents[0], slots, layer, axis, has_unique_slots)
     rest, taken = [], []
     for cotangent, scale, dtype in zip(cotangents, of_pools, row_dtypes, strict=True):
@@ -230,8 +243,6 @@ def _reference_backward(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops. The first has a native kernel. XLA gathers and writes zeros for the second.
 
-DIFFERENTIABLE_DTYPES = FLOATING_DTYPES | FLOAT8_DTYPES | {"complex64", "complex128"}
-DTYPES = DIFFERENTIABLE_DTYPES | INTEGER_DTYPES | {"bool", "float8_e8m0fnu"}
 CONVERTIBLE_ROWS = frozenset({"float32", "float16", "bfloat16"})
 """The dtypes of rows that the kernel scales and converts."""
 CONVERTIBLE_POOLS = CONVERTIBLE_ROWS | {"float8_e4m3fn", "float8_e5m2", "int8"}
@@ -270,6 +281,8 @@ def other_dimensions(ranks: Sequence[int], axis: int, has_layer: bool, scales: S
 ONE_SCALE, PER_HEAD = 1, 2
 """The kinds of scales that the handler knows; 0: none."""
 
+ATTRIBUTES_OF_WRITE = ("axis", "has_layer", "has_unique_slots", "scales")
+
 
 def _plan_parameters(*operands: Any, has_layer: bool, scales: Sequence[int]) -> dict[str, int]:
     pools, rows, *_ = WriteOperands.of(operands, has_layer, scales)
@@ -285,7 +298,7 @@ def _within_shard(index: Array, axes: MeshAxes, size: int) -> Array:
     return jnp.where(index >= begin, index - begin, -1)
 
 
-def local_operands(own: WriteOperands, axes: ShardAxes, axis: int) -> list[Array]:
+def _local_operands(own: WriteOperands, axes: ShardAxes, axis: int) -> list[Array]:
     """The operands in the program of a shard, which writes what lies in its part of the slots and layers."""
     has_layer = own.layer is not None
     slots = _within_shard(own.slots, axes.get("slot", ()), own.pools[0].shape[axis + has_layer])
@@ -294,10 +307,10 @@ def local_operands(own: WriteOperands, axes: ShardAxes, axis: int) -> list[Array
     return own._replace(slots=slots).flat()
 
 
-def _shard_write(
+def shard_write(
     kernel: ShardKernel, axes: ShardAxes, *operands: Array, axis: int, has_layer: bool, scales: Sequence[int]
 ) -> Sequence[Array]:
-    return kernel(*local_operands(WriteOperands.of(operands, has_layer, scales), axes, axis))
+    return kernel(*_local_operands(WriteOperands.of(operands, has_layer, scales), axes, axis))
 
 
 def _shard_backward(
@@ -305,17 +318,23 @@ def _shard_backward(
 ) -> Sequence[Array]:
     """Each device gathers what lies in its part, with zeros elsewhere; an all-reduce adds the parts."""
     own = WriteOperands.of(operands, has_layer, scales, has_rows=False)
-    results = kernel(*local_operands(own, axes, axis))
+    results = kernel(*_local_operands(own, axes, axis))
     names = (*axes.get("slot", ()), *axes.get("layer", ()))
     rest, taken = results[: len(scales)], results[len(scales) :]
     return [*rest, *(jax.lax.psum(x, names) if names else x for x in taken)]
 
 
-def _unique_first(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
-    own = WriteOperands.of(operands, has_layer, scales)
-    own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
-    params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
-    return WRITE_ROWS.kernel(*own.flat(), **params)
+def unique_first(op: Callable[[], Op]) -> dict[Rule, Callable[..., Sequence[Array]]]:
+    """For many rows, the program that leaves out all but the last row of a slot, then calls the kernel of `op`."""
+
+    def program(*operands: Array, has_layer: bool, scales: Sequence[int], **params: Any) -> Sequence[Array]:
+        own = WriteOperands.of(operands, has_layer, scales)
+        own = own._replace(slots=jnp.where(is_last_of_slot(own.slots), own.slots, -1))
+        params |= {"has_layer": has_layer, "scales": scales, "has_unique_slots": True}
+        return op().kernel(*own.flat(), **params)
+
+    reason = "the kernel compares each row with all later ones"
+    return {on_gpu(reason, param("has_unique_slots", False), at_least(row=1 << 17)): program}
 
 
 def write_cotangents(
@@ -349,13 +368,16 @@ def write_cotangents(
     return [by_position.get(i) for i in range(2 * len(ranks))]
 
 
-def _transpose_write(
-    types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any
-) -> list[Array | None]:
-    """Also returns zeros for the rows of integer pools, which may be floating."""
-    row_types = types[len(cotangents) :]
-    gradients = write_cotangents(cotangents, *others, row_dtypes=tuple(x.dtype.name for x in row_types), **params)
-    return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
+def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callable[..., list[Array]]:
+    """The transpose of an op that writes rows. It also returns zeros for the rows of integer pools."""
+
+    def transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
+        num = len(params["ranks"])
+        row_dtypes = tuple(x.dtype.name for x in types[num : 2 * num])
+        gradients = cotangents_of(cotangents, *others, row_dtypes=row_dtypes, **params)
+        return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
+
+    return transpose
 
 
 def _transpose_backward(
@@ -372,8 +394,8 @@ _common: dict[str, Any] = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
-# Two cores, loops of appends of 2 × 8 × 64 numbers, time of plain JAX / kernel: 0.5 to 0.8 with one row, 0.8 to 2.1
-# with 8 to 512 rows. XLA copies float8 pools in every step.
+# Two cores, loops of appends of 8 × 128 numbers to one or two pools, time of plain JAX / kernel: 0.4 to 0.7 with 1 to 8
+# rows, 0.6 to 0.9 with 16 and 32. XLA copies float8 pools in every step.
 WRITE_ROWS = Op(
     name="write_rows",
     operands=lambda *, ranks, axis, has_layer, scales: {
@@ -384,29 +406,23 @@ WRITE_ROWS = Op(
     results=lambda *, ranks, axis, has_layer: pool_dimensions("result", ranks, axis, has_layer),
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]],
     reference=reference_write,
-    dtypes=DTYPES,
-    attributes=("axis", "has_layer", "has_unique_slots", "scales"),
+    dtypes=DTYPES_OF_WHOLE_BYTES,
+    attributes=ATTRIBUTES_OF_WRITE,
     plan_parameters=_plan_parameters,
-    programs={
-        on_gpu(
-            "the kernel compares each row with all later ones",
-            param("has_unique_slots", False),
-            at_least(row=1 << 17),
-        ): _unique_first,
-    },
+    programs=unique_first(lambda: WRITE_ROWS),
     xla_rules=(
         on_cpu(
-            "XLA's update of one row takes less time than the call of a kernel",
-            at_most(rows=1),
+            "XLA's update of a few rows takes less time than the call of a kernel",
+            at_most(rows=MAX_COMPARED_ROWS),
             at_least(element_bits=16),
         ),
     ),
-    shard_program=_shard_write,
+    shard_program=shard_write,
     linear=lambda *, ranks, axis, has_layer: (
         *pool_dimensions("dest", ranks, axis, has_layer),
         *row_dimensions("rows", ranks, axis),
     ),
-    transpose=_transpose_write,
+    transpose=transpose_of(write_cotangents),
     **_common,
 )
 
@@ -438,27 +454,15 @@ WRITE_ROWS_BACKWARD = Op(
 # Derivative rules.
 
 
-class WriteParams(NamedTuple):
-    """The static arguments, named like the params of the ops."""
-
-    ranks: tuple[int, ...]
-    axis: int
-    has_layer: bool
-    scales: tuple[int, ...]
-    has_unique_slots: bool
-    row_dtypes: tuple[str, ...]
-
-
 def _forward(
-    params: WriteParams, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
+    params: Params, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
 ) -> tuple[list[Array], list[Array]]:
-    of_op = {name: value for name, value in params._asdict().items() if name != "row_dtypes"}
-    return WRITE_ROWS(*dests, *rows, *others, **of_op), others
+    return WRITE_ROWS(*dests, *rows, *others, **params.without("row_dtypes")), others
 
 
-def _backward(params: WriteParams, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
+def _backward(params: Params, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
     num = len(cotangents)
-    gradients = write_cotangents(cotangents, *others, **params._asdict())
+    gradients = write_cotangents(cotangents, *others, **params)
     return {"dests": gradients[:num], "rows": gradients[num:]}
 
 
@@ -491,9 +495,10 @@ class CheckedWrite(NamedTuple):
     axis: int
     layer: Array | None
 
-    def params(self) -> WriteParams:
+    def params(self) -> Params:
+        """Those of the op, and the dtypes of the rows, which the gradient needs."""
         scales = (pool.scale for pool in self.pools)
-        return WriteParams(
+        return Params(
             ranks=tuple(pool.rows.ndim for pool in self.pools),
             axis=self.axis,
             has_layer=self.layer is not None,
@@ -524,15 +529,32 @@ def _for_kernel(pool: PoolWrite) -> PoolWrite:
     return PoolWrite(dest, _converted(_scaled(rows, scale), dest.dtype), None)
 
 
-def _of_structure(name: str, dests: Any, rows: Any, scale: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+_Arguments = tuple[Sequence[Any], Sequence[Any], Sequence[Any]]
+"""The pools, their rows and their scales."""
+
+
+def _of_one(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
+    for argument, value in (("rows", rows), ("scale", scale)):
+        if isinstance(value, list | tuple):
+            raise TypeError(
+                f"{name}: {argument} must be an array if dests is one, got {type(value).__name__}; for several pools, "
+                "dests is a list or tuple, too"
+            )
+    return [dests], [rows], [scale]
+
+
+def _of_several(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
     scale = [None] * len(dests) if scale is None else scale
     for argument, arrays in (("rows", rows), ("scale", scale)):
         if not isinstance(arrays, list | tuple):
             raise TypeError(
-                f"{name}: {argument} must be a list or tuple like dests, of {len(dests)}, got {type(arrays).__name__}"
+                f"{name}: {argument} must be a list or tuple with one entry for each pool in dests ({len(dests)}), "
+                f"got {type(arrays).__name__}"
             )
         if len(arrays) != len(dests):
-            raise ValueError(f"{name}: {argument} must have as many arrays as dests, {len(dests)}, got {len(arrays)}")
+            raise ValueError(
+                f"{name}: {argument} must have one entry for each pool in dests ({len(dests)}), got {len(arrays)}"
+            )
     return dests, rows, scale
 
 
@@ -544,9 +566,10 @@ def checked_write(
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise TypeError(f"{name}: slots must have an integer dtype, got {slots.dtype}")
     if slots.ndim != 1:
-        raise ValueError(f"{name}: slots must have one dimension, got shape {slots.shape}")
+        advice = "; slots[None] and rows[None] write one row" if slots.ndim == 0 else ""
+        raise ValueError(f"{name}: slots must have shape [T], one for each row, got {slots.shape}{advice}")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
-        raise TypeError(f"{name}: axis must be an integer, got {axis!r}")
+        raise static_type_error(name, "axis", "an integer", axis)
     if layer is not None:
         layer = index_array(name, "layer", layer)
         if not jnp.issubdtype(layer.dtype, jnp.integer) or layer.ndim != 0:
@@ -555,6 +578,9 @@ def checked_write(
     checked = []
     for own, (dest, rows, scale) in zip(names, pools, strict=True):
         rank = dest.ndim - first
+        if rank < 1:
+            letters = "[layers, slots, ...] with layer" if first else "[slots, ...]"
+            raise ValueError(f"{name}: {own.dest} must have shape {letters}, got {dest.shape}")
         if not 0 <= axis < rank:
             raise ValueError(
                 f"{name}: axis must be 0 or more, and less than {rank}, the dimensions of {own.dest} of shape "
@@ -571,12 +597,30 @@ def checked_write(
         if rows.shape != expected:
             raise ValueError(
                 f"{name}: {own.rows} must have shape {expected} for {slots.shape[0]} slots and {own.dest} of shape "
-                f"{dest.shape}, got {rows.shape}"
+                f"{dest.shape}, got {rows.shape}{_advice_on_rows(own, dest, rows, slots.shape[0], axis, first)}"
             )
         if jax_versions.is_static_shape((num_slots, *slots.shape)) and num_slots + slots.shape[0] >= 2**31:
             raise ValueError(f"{name}: {own.dest} must have less than 2^31 slots and rows, got {num_slots} slots")
         checked.append(PoolWrite(dest, rows, _checked_scale(name, own, dest, rows, scale)))
     return CheckedWrite(checked, slots_as_int32(slots), int(axis), None if layer is None else slots_as_int32(layer))
+
+
+def _advice_on_rows(own: PoolNames, dest: Array, rows: Array, num_rows: int, axis: int, first: int) -> str:
+    """What the caller may have meant, if the rows fit the pool with another `layer` or `axis`."""
+
+    def fits(axis: int, first: int) -> bool:
+        shape = dest.shape[first:]
+        return len(shape) > axis and rows.shape == (num_rows, *shape[:axis], *shape[axis + 1 :])
+
+    if not first and fits(axis, 1):
+        return f"; if {own.dest} has layers first, pass layer="
+    if first and fits(axis, 0):
+        return f"; if {own.dest} has no layers, leave out layer="
+    if axis == 0 and fits(1, first):
+        return f"; if {own.dest} has heads before slots, pass axis=1"
+    if axis == 1 and fits(0, first):
+        return f"; if {own.dest} has slots before heads, leave out axis="
+    return ""
 
 
 def _checked_scale(name: str, own: PoolNames, dest: Array, rows: Array, scale: Any) -> Array | None:

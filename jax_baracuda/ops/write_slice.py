@@ -18,9 +18,8 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import (
-    FLOAT8_DTYPES,
-    FLOATING_DTYPES,
-    INTEGER_DTYPES,
+    DIFFERENTIABLE_DTYPES,
+    DTYPES_OF_WHOLE_BYTES,
     as_array,
     as_bits,
     element_bits,
@@ -290,13 +289,7 @@ def _reference_extract(*operands: Array, ranks: Sequence[int], windows: Sequence
 
 MAX_AXES = 8
 
-DIFFERENTIABLE_DTYPES = FLOATING_DTYPES | FLOAT8_DTYPES | {"complex64", "complex128"}
-DTYPES = (
-    DIFFERENTIABLE_DTYPES
-    | INTEGER_DTYPES
-    | {"bool", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
-    | {"float8_e8m0fnu"}  # has no zero, and no derivatives by these kernels
-)
+DTYPES = DTYPES_OF_WHOLE_BYTES | {"int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 
 
 def _dimension(array: int, axis: int) -> str:

@@ -253,7 +253,7 @@ declare(
 def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     """Updates of states in a pool."""
     wide, has_accepted = _wide(dtype, options), options["slots"] == "accepted"
-    is_single, kept = options["inputs"] == "one", sizes["tap"] - 1
+    is_single = options["inputs"] == "one"
     signal = ("example", "channel") if is_single else _signal(options)
     num_inputs = 1 if is_single else sizes["time"]
     operands = [
@@ -270,18 +270,8 @@ def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         def call(*arrays: Any) -> Any:
             given = dict(zip(names, arrays, strict=True))
             x = given["x"][:, :, None] if is_single else _swapped(given["x"], options["channels_last"])
-            pool, own_slots = given["pool"], given["state_slots"]
-            rows = _old_states(pool, own_slots, _is_slot(pool, own_slots))
-            first = jnp.zeros(x.shape[0], jnp.int32)
-            if has_accepted:
-                first = jnp.clip(given["num_accepted"], 1, pool.shape[2] - kept + 1) - 1
-            entries = first[:, None] + jnp.arange(kept)
-            state = jnp.take_along_axis(rows, entries[:, None], axis=2)
-            y, _ = reference(activation, x, given["weight"], given.get("bias"), state, None)
-            y = y[:, :, 0] if is_single else _swapped(y, options["channels_last"])
-            written = 0 if kept == 0 else kept - 1 + num_inputs if has_accepted else kept
-            inputs = jnp.concatenate([state, x], axis=2)[:, :, kept + num_inputs - written :]
-            return y, _with_states(pool, own_slots, _is_slot(pool, own_slots) & (num_inputs > 0), inputs)
+            y, pool = pool_reference(activation, {**given, "x": x})
+            return y[:, :, 0] if is_single else _swapped(y, options["channels_last"]), pool
 
         return call
 
@@ -435,7 +425,24 @@ def _with_states(pool: Any, slots: Any, is_written: Any, states: Any) -> Any:
     return pool.at[:, :, :written].set(jnp.where((last >= 0)[:, None, None], new, pool[:, :, :written]))
 
 
+def pool_reference(activation: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    """y and the new pool of inputs x ``[B, C, T]``."""
+    x, pool, own_slots, weight = (arrays[name] for name in ("x", "pool", "state_slots", "weight"))
+    kept, num_inputs, has_accepted = weight.shape[1] - 1, x.shape[2], "num_accepted" in arrays
+    first = jnp.zeros(x.shape[0], jnp.int32)
+    if has_accepted:
+        first = jnp.clip(arrays["num_accepted"], 1, pool.shape[2] - kept + 1) - 1
+    entries = first[:, None] + jnp.arange(kept)
+    rows = _old_states(pool, own_slots, _is_slot(pool, own_slots))
+    state = jnp.take_along_axis(rows, entries[:, None], axis=2)
+    y, _ = reference(activation, x, weight, arrays.get("bias"), state, None)
+    written = 0 if kept == 0 else kept - 1 + num_inputs if has_accepted else kept
+    inputs = jnp.concatenate([state, x], axis=2)[:, :, kept + num_inputs - written :]
+    return y, _with_states(pool, own_slots, _is_slot(pool, own_slots) & (num_inputs > 0), inputs)
+
+
 def ragged_reference(activation: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    """y and the new pool of tokens x ``[T, C]``. The first sequence begins with the first token."""
     x, pool, weight = arrays["x"], arrays["states"], arrays["weight"]
     ends, own_slots = (arrays[name].astype(jnp.int64) for name in ("ends", "state_slots"))
     kept, tokens, count = weight.shape[1] - 1, x.shape[0], own_slots.shape[0]

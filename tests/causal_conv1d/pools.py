@@ -1,73 +1,41 @@
-"""Ragged batches and pools of states: a NumPy reference in float64, sequence by sequence, and random operands."""
+"""Ragged batches and pools of states: random operands, and the references of the matrix in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from causal_conv1d import matrix
 
-PARAMETERS = ("x", "states", "weight", "bias")
-"""The differentiable operands."""
-
-
-def convolved(x: np.ndarray, history: np.ndarray, weight: np.ndarray, bias: Any, activation: str | None) -> np.ndarray:
-    """One sequence: ``x [L, C]`` after ``history [C, W - 1]``."""
-    width = weight.shape[1]
-    inputs = np.concatenate([history.T, x])
-    z = np.zeros(x.shape) + (0 if bias is None else bias)
-    for tap in range(width):
-        z = z + weight[:, tap] * inputs[tap : tap + len(x)]
-    with np.errstate(over="ignore"):
-        return z if activation is None else z / (1 + np.exp(-z))
+ACTIVATIONS = {None: lambda z: z, "silu": jax.nn.silu}
 
 
-def last_inputs(x: np.ndarray, history: np.ndarray, count: int) -> np.ndarray:
-    """The last inputs ``[C, count]`` of a sequence."""
-    inputs = np.concatenate([history, x.T], axis=1)
-    return inputs[:, inputs.shape[1] - count :]
+def ragged(given: Mapping[str, Any], batch: Any, activation: str | None = "silu") -> tuple[Any, Any]:
+    """y and the new states, for ``batch == (cu_seqlens, state_slots, has_state)``. The first start is 0."""
+    cu_seqlens, slots, has_state = batch
+    names = {"ends": jnp.asarray(cu_seqlens)[1:], "state_slots": jnp.asarray(slots), "has_state": has_state}
+    return matrix.ragged_reference(ACTIVATIONS[activation], {**given, **names})
 
 
-def _wide(arrays: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if x is None else np.asarray(x).astype(np.float64) for name, x in arrays.items()}
+def updated(
+    given: Mapping[str, Any], slots: Any, num_accepted: Any = None, activation: str | None = "silu"
+) -> tuple[Any, Any]:
+    """y ``[B, T, C]`` and the new states, for ``x [B, T, C]``."""
+    accepted = {} if num_accepted is None else {"num_accepted": jnp.asarray(num_accepted)}
+    arrays = {**given, "x": jnp.swapaxes(given["x"], 1, 2), "pool": given["states"], "state_slots": jnp.asarray(slots)}
+    y, states = matrix.pool_reference(ACTIVATIONS[activation], {**arrays, **accepted})
+    return jnp.swapaxes(y, 1, 2), states
 
 
-def reference_ragged(
-    arrays: dict[str, Any], cu_seqlens: Any, slots: Any, has_state: Any, activation: str | None
-) -> tuple[np.ndarray, np.ndarray]:
-    given = _wide(arrays)
-    x, old, weight, bias = given["x"], given["states"], given["weight"], given.get("bias")
-    kept, y, new = weight.shape[1] - 1, np.zeros(x.shape), old.copy()
-    for n, (begin, end) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
-        if begin == end:
-            continue
-        slot = int(slots[n])
-        is_slot = 0 <= slot < len(old)
-        history = old[slot, :, :kept] if is_slot and has_state[n] else np.zeros((x.shape[1], kept))
-        y[begin:end] = convolved(x[begin:end], history, weight, bias, activation)
-        if is_slot:
-            new[slot, :, :kept] = last_inputs(x[begin:end], history, kept)
-    return y, new
-
-
-def reference_update(
-    arrays: dict[str, Any], slots: Any, num_accepted: Any, activation: str | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """For ``x [B, T, C]``."""
-    given = _wide(arrays)
-    x, old, weight, bias = given["x"], given["states"], given["weight"], given.get("bias")
-    kept, y, new = weight.shape[1] - 1, np.zeros(x.shape), old.copy()
-    written = kept if num_accepted is None or kept == 0 else kept - 1 + x.shape[1]
-    for n, inputs in enumerate(x):
-        slot, first = int(slots[n]), 0
-        if num_accepted is not None:
-            first = min(max(int(num_accepted[n]), 1), old.shape[2] - kept + 1) - 1
-        is_slot = 0 <= slot < len(old)
-        history = old[slot, :, first : first + kept] if is_slot else np.zeros((x.shape[2], kept))
-        y[n] = convolved(inputs, history, weight, bias, activation)
-        if is_slot:
-            new[slot, :, :written] = last_inputs(inputs, history, written)
-    return y, new
+def in_float64(reference: Any, arrays: Mapping[str, Any], *others: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The results of one of these references."""
+    with jax.enable_x64(True):
+        wide = {name: np.asarray(x).astype(np.float64) for name, x in arrays.items()}
+        y, states = jax.jit(lambda wide: reference(wide, *others))(wide)
+    return np.asarray(y), np.asarray(states)
 
 
 def random_parameters(

@@ -7,58 +7,29 @@ import dataclasses
 import pytest
 from causal_conv1d.reference import LAYOUTS, SIZES, TARGETS, Sizes, good_call, named_arrays
 from support.cases import FLOATING
-from support.handlers import Array, assert_refused, with_dtypes
+from support.handlers import assert_refused, with_dtypes
 
 WITHOUT_KERNEL = ("int8", "uint8", "int32", "bool", "complex64")
-
 
 each_target = pytest.mark.parametrize("target", TARGETS)
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
 
 
 @each_target
-def test_dtypes_of_parameters(target: str) -> None:
-    """Parameters have the dtype of x or, for x of 16 bits, float32. Other dtypes are refused."""
+def test_bad_dtypes_are_refused(target: str) -> None:
+    """Each operand and result is refused with a dtype that does not fit the others, or that has no kernel. For x of 16
+    bits, parameters may be of float32."""
     for dtype in FLOATING:
         good = good_call(target, dtype=dtype)
         good.run()
-        for other, array, call in good.with_other(lambda array: with_dtypes(array, FLOATING)):
-            if array.name in ("weight", "bias"):
-                if other == "float32" and dtype != "float64":
-                    call.run()
-                else:
-                    assert_refused(call, f"{array.name} {other} for {dtype}", array.name)
-
-
-@each_target
-def test_bad_dtypes_are_refused(target: str) -> None:
-    """Each operand and result is refused with a dtype that does not fit the others, or that has no kernel."""
-    good = good_call(target)
-    tells_dtype = good.results[0].name
-
-    def with_bad_dtypes(array: Array) -> dict[str, Array]:
-        return with_dtypes(
-            array, FLOATING + (WITHOUT_KERNEL if array.name in ("same_sequence", tells_dtype) else ("int32",))
-        )
-
-    for dtype, array, call in good.with_other(with_bad_dtypes):
-        assert_refused(call, f"{array.name} {dtype}", *(() if array.name == tells_dtype else (array.name,)))
-
-
-@each_target
-@pytest.mark.parametrize("dtype", WITHOUT_KERNEL)
-def test_dtypes_without_kernels_are_refused(target: str, dtype: str) -> None:
-    assert_refused(good_call(target, dtype=dtype), f"everything {dtype}", TARGETS[target].results[0])
-
-
-@pytest.mark.parametrize("target", [target for target in TARGETS if len(TARGETS[target].results) > 1])
-def test_bad_dtypes_of_further_results_are_refused(target: str) -> None:
-    """Gradients of parameters must have the accumulation dtype; other results must have the dtype of x."""
-    for dtype in ("bfloat16", "float64"):
-        good = good_call(target, dtype=dtype)
-        for other, array, call in good.with_other(lambda array: with_dtypes(array, FLOATING)):
-            if array in good.results[1:]:
-                assert_refused(call, f"{array.name} {other} for {dtype}", array.name)
+        for other, array, call in good.with_other(lambda array: with_dtypes(array, (*FLOATING, *WITHOUT_KERNEL))):
+            if array.name in ("weight", "bias") and other == "float32" and dtype != "float64":
+                call.run()
+            else:
+                names = () if array.name == good.results[0].name else (array.name,)
+                assert_refused(call, f"{array.name} {other} for {dtype}", *names)
+    for dtype in WITHOUT_KERNEL:
+        assert_refused(good_call(target, dtype=dtype), f"everything {dtype}", TARGETS[target].results[0])
 
 
 @each_layout

@@ -409,6 +409,32 @@ def test_report_where_jax_cannot_start() -> None:
         assert expected in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "printed"),
+    [
+        ("print(sys.argv[1:])", 0, "['--steps', '3']"),
+        ("jax.ops.segment_max(jnp.ones(9), jnp.zeros(9, int), 2)", 0, "1 x jax.ops.segment_max: "),
+        ("sys.exit(3)", 3, "no calls that can be redirected"),
+        ("sys.exit('no data')", 1, "no data"),
+        ("raise ValueError('a mistake')", 1, "ValueError: a mistake"),
+    ],
+)
+def test_report_of_a_script(line: str, status: int, printed: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys, jax, jax.numpy as jnp\n{line}\n")
+    result = run_tool("jax_baracuda", "report", "--of", str(script), "--steps", "3")
+    assert result.returncode == status
+    assert printed in result.stdout + result.stderr
+    assert "script.py ran:" in result.stdout
+    assert "runpy" not in result.stderr and "_tools" not in result.stderr
+
+
+def test_report_of_no_script(tmp_path: Path) -> None:
+    for arguments in ([], [str(tmp_path)], ["-m", "json"]):
+        result = run_tool("jax_baracuda", "report", "--of", *arguments)
+        assert result.returncode == CANNOT_RUN and "--of needs a file with a Python script, got" in result.stderr
+
+
 def test_exit_status_of_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
     def raising(error: BaseException) -> Callable[[], int]:
         def main() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,11 +23,6 @@ def features_shape(layout: str, examples: int, heads: int, length: int, size: in
 
 def make_features(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return rng.normal(size=shape).astype(jnp.dtype(dtype))
-
-
-def copies_in(text: str) -> list[str]:
-    """The instructions of a compiled program that copy an array of features."""
-    return re.findall(r"= \(?\w+\[\d+,\d+,\d+,\d+\]\S* copy(?:-start)?\(.*", text)
 
 
 def _in_pairs(features: np.ndarray, interleaved: bool) -> np.ndarray:

@@ -169,22 +169,22 @@ BY_HAND: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("case", BY_HAND)
-def test_by_hand(case: str) -> None:
-    arguments, expected, *scales = BY_HAND[case]
-    inv_freq, scale = rope_frequencies(**({"dim": 8} | arguments))
-    assert inv_freq.dtype == np.float64 and type(scale) is float
-    np.testing.assert_allclose(inv_freq, expected, rtol=2e-5 if case == "yarn without truncation" else 1e-12)
-    assert scale == pytest.approx(*scales or [1.0], rel=1e-9)
+def test_by_hand() -> None:
+    for case, (arguments, expected, *scales) in BY_HAND.items():
+        inv_freq, scale = rope_frequencies(**({"dim": 8} | arguments))
+        assert inv_freq.dtype == np.float64 and type(scale) is float, case
+        rtol = 2e-5 if case == "yarn without truncation" else 1e-12
+        np.testing.assert_allclose(inv_freq, expected, rtol, err_msg=case)
+        assert scale == pytest.approx(*scales or [1.0], rel=1e-9), case
 
 
-@pytest.mark.parametrize("dim", [2, 64, 96, 128, 256])
-def test_exactness(dim: int) -> None:
+def test_exactness() -> None:
     """Frequencies have the precision of float64, even with JAX's 64-bit types off."""
-    with jax.enable_x64(False):
-        inv_freq, _ = rope_frequencies(dim, 500000.0)
-    exponents = -2 * np.arange(dim // 2).astype(np.longdouble) / dim
-    np.testing.assert_allclose(inv_freq, np.longdouble(500000) ** exponents, rtol=1e-15)
+    for dim in (2, 64, 96, 128, 256):
+        with jax.enable_x64(False):
+            inv_freq, _ = rope_frequencies(dim, 500000.0)
+        exponents = -2 * np.arange(dim // 2).astype(np.longdouble) / dim
+        np.testing.assert_allclose(inv_freq, np.longdouble(500000) ** exponents, rtol=1e-15)
 
 
 def published(dim: int, base: float, scaling: dict[str, Any], scale: float = 1.0, **lengths: int) -> Any:
@@ -303,13 +303,12 @@ def as_published(dim: int, base: float, scaling: dict[str, Any], seq_len: int = 
     return np.array([frequency(pair) for pair in range(dim // 2)])
 
 
-@pytest.mark.parametrize("model", PUBLISHED)
-def test_published_configurations(model: str) -> None:
-    arguments, expected_scale = PUBLISHED[model]
-    inv_freq, scale = rope_frequencies(**arguments)
-    expected = as_published(arguments["dim"], arguments["base"], arguments["scaling"], arguments.get("seq_len", 0))
-    np.testing.assert_allclose(inv_freq, expected, rtol=1e-12)
-    assert scale == pytest.approx(expected_scale, rel=1e-12)
+def test_published_configurations() -> None:
+    for model, (arguments, expected_scale) in PUBLISHED.items():
+        inv_freq, scale = rope_frequencies(**arguments)
+        expected = as_published(arguments["dim"], arguments["base"], arguments["scaling"], arguments.get("seq_len", 0))
+        np.testing.assert_allclose(inv_freq, expected, rtol=1e-12, err_msg=model)
+        assert scale == pytest.approx(expected_scale, rel=1e-12), model
 
 
 def test_arrays_and_numpy_numbers() -> None:
@@ -323,22 +322,21 @@ def test_arrays_and_numpy_numbers() -> None:
 REQUIRED = {"linear": {"factor": 2.0}, "dynamic": {"factor": 2.0}, "yarn": YARN, "llama3": LLAMA3, "longrope": LONG}
 
 
-@pytest.mark.parametrize(("rope_type", "key"), [(name, key) for name, keys in REQUIRED.items() for key in keys])
-def test_missing_keys(rope_type: str, key: str) -> None:
-    scaling = {"rope_type": rope_type, **REQUIRED[rope_type], "factor": 2.0}
-    del scaling[key]
-    message = rf"^rope_frequencies: scaling of rope_type '{rope_type}' lacks the keys \['{key}'\]"
-    with pytest.raises(ValueError, match=message):
-        rope_frequencies(4, 10000.0, scaling, seq_len=4)
-
-
-@pytest.mark.parametrize("rope_type", ["default", "proportional", *REQUIRED])
-@pytest.mark.parametrize("key", ["facter", "low_freq_factors", "long_mscales", 3])
-def test_unknown_keys(rope_type: str, key: Any) -> None:
-    scaling = {"rope_type": rope_type, **REQUIRED.get(rope_type, {}), key: 1.0}
-    message = rf"^rope_frequencies: scaling of rope_type '{rope_type}' has unknown keys \[{key!r}\]; it takes \["
-    with pytest.raises(ValueError, match=message):
-        rope_frequencies(4, 10000.0, scaling, max_position_embeddings=8)
+def test_missing_and_unknown_keys() -> None:
+    for rope_type in ("default", "proportional", *REQUIRED):
+        required = REQUIRED.get(rope_type, {})
+        for key in required:
+            scaling = {"rope_type": rope_type, **required, "factor": 2.0}
+            del scaling[key]
+            message = rf"^rope_frequencies: scaling of rope_type '{rope_type}' lacks the keys \['{key}'\]"
+            with pytest.raises(ValueError, match=message):
+                rope_frequencies(4, 10000.0, scaling, seq_len=4)
+        for key in ("facter", "low_freq_factors", "long_mscales", 3):
+            message = (
+                rf"^rope_frequencies: scaling of rope_type '{rope_type}' has unknown keys \[{key!r}\]; it takes \["
+            )
+            with pytest.raises(ValueError, match=message):
+                rope_frequencies(4, 10000.0, {"rope_type": rope_type, **required, key: 1.0}, max_position_embeddings=8)
 
 
 def test_keys_of_another_scheme() -> None:
@@ -471,8 +469,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(case: str) -> None:
-    arguments, error = ERRORS[case]
-    with cases.raises(error, "^rope_frequencies: "):
-        rope_frequencies(**({"dim": 8} | arguments))
+def test_errors() -> None:
+    for arguments, error in ERRORS.values():
+        with cases.raises(error, "^rope_frequencies: "):
+            rope_frequencies(**({"dim": 8} | arguments))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rope_write.reference import LAYERS, RopeWrite, make_call
-from segment.reference import Batch
+from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, assert_same_bits, assert_same_values
-from support.programs import small_integers
+from support.programs import copies_of, small_integers
 
 from jax_baracuda import forward_mode, rope_write
 
@@ -47,10 +46,6 @@ PLACES = ((0, None), (1, None), (0, 1), (1, 0), (0, -1), (1, LAYERS))
 
 def run(call: RopeWrite, function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return jax.jit(function or (lambda *arrays: call.run(*arrays, **options)))(*call.arrays)
-
-
-def kernels_in(text: str) -> list[str]:
-    return re.findall(r"@jax_baracuda\.(\w+)\(", text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,12 +235,6 @@ def test_every_order_and_mode(rng: np.random.Generator) -> None:
 # Programs in place.
 
 
-def copies_of(cache: np.ndarray, text: str) -> list[str]:
-    """The instructions of a compiled program that copy or transpose an array as large as the cache."""
-    sizes = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
-    return [shape for shape in sizes if np.prod([int(x) for x in shape.split(",")]) >= cache.size]
-
-
 @pytest.mark.parametrize("place", [(0, None), (1, None), (0, 1), (1, 1)], ids=str)
 def test_caches_are_written_in_place(rng: np.random.Generator, place: tuple[int, int | None]) -> None:
     """Donated caches keep their memory, and a loop does not copy those that it carries."""
@@ -289,7 +278,10 @@ def test_errors() -> None:
          lambda: rope_write(x, x.astype(np.float16), x, cache, cache, p, s)),
         (r"v must have shape \[T, heads, features\], got \(4, 12\)", ValueError,
          lambda: rope_write(x, x, x.reshape(4, 12), cache, cache, p, s)),
-        ("v must have as many tokens as q, 4", ValueError, lambda: rope_write(x, x, x[:3], cache, cache, p, s)),
+        (r"v must have shape \[T, heads, features\] with as many tokens as q of shape \(4, 2, 6\), got \(3", ValueError,
+         lambda: rope_write(x, x, x[:3], cache, cache, p, s)),
+        (r"slots must have shape \[T\] = \(4,\), one for each token, got \(3,\)", ValueError,
+         lambda: rope_write(x, x, x, cache, cache, p, s[:3])),
         ("k must have as many features as q, 6", ValueError, lambda: rope_write(x, x[..., :4], x, cache, cache, p, s)),
         ("axis must be 0 or 1", ValueError, lambda: rope_write(x, x, x, cache, cache, p, s, axis=2)),
         (r"k must have shape \(4, 2, 5\) for 4 slots and key_cache", ValueError,

@@ -22,8 +22,8 @@ Options = dict[str, Any]
 
 
 def kernels_in(text: str) -> list[str]:
-    """The targets of jax_baracuda that a lowered program calls, in order."""
-    return re.findall(r"custom_call @jax_baracuda\.(\w+)\(", text)
+    """The targets of jax_baracuda that a lowered or compiled program calls, in order."""
+    return re.findall(r"custom_call(?: @|_target=\")jax_baracuda\.(\w+)[(\"]", text)
 
 
 def value_and_pullback(function: Callable[..., Any], x: Any, cotangent: Any) -> tuple[jax.Array, jax.Array]:
@@ -274,21 +274,6 @@ class Batch:
         for check, result in zip(self.checks, results, strict=True):
             check(*result) if isinstance(result, tuple) else check(result)
         return collections.Counter(kernels_in(lowered.as_text()))
-
-
-def extremum_gradient_of_rows(
-    extremum: Reduction, d_output: np.ndarray, data: np.ndarray, ids: np.ndarray
-) -> np.ndarray:
-    """The gradient in float64; ties share it. It takes more rows than the other references can."""
-    order = np.argsort(ids, kind="stable")
-    order = order[(ids[order] >= 0) & (ids[order] < len(d_output))]
-    present, starts, counts = np.unique(ids[order], return_index=True, return_counts=True)
-    values = data[order].astype(np.float64) * (1 if extremum is MAX else -1)
-    attains = values == np.repeat(np.maximum.reduceat(values, starts), counts, axis=0)
-    members = np.add.reduceat(attains.astype(np.int64), starts)
-    gradient = np.zeros(data.shape)
-    gradient[order] = np.where(attains, np.repeat(d_output[present] / members, counts, axis=0), 0)
-    return gradient
 
 
 def errors_of_softmax(data: np.ndarray, ids: np.ndarray, cotangent: np.ndarray, segments: int) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.gather_reference import FORMS, call_of, gathered, hot_graph, make_graph, run_twice
+from segment.gather_reference import FORMS, call_of, gathered, make_graph, run_twice
 from support import cases, handlers
 from support.handlers import with_dtypes
 from support.programs import small_floats
@@ -57,17 +57,6 @@ def test_value_and_gradients(rng: np.random.Generator, sizes: Any, dtype: str, f
     graph.gradient_of_data(d_output).check(gradients["data"], "gradient of data")
     if graph.weights is not None:
         graph.gradient_of_weights(d_output).check(gradients["weights"], "gradient of weights")
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("features", [1, 33, 64, 300])
-def test_hot_segment_among_few_edges(rng: np.random.Generator, features: int, form: str) -> None:
-    """Most edges have one segment and gather one row: on GPUs, more edges than a block takes at once."""
-    graph = hot_graph(rng, (features,), form)
-    d_output = cases.cotangent(rng, (graph.num_segments, features), "float32")
-    output, vjp = jax.vjp(jax.jit(call_of("sum", graph, form)), graph.data)
-    graph.value().check(output, "value")
-    graph.gradient_of_data(d_output).check(vjp(d_output)[0], "gradient")
 
 
 @pytest.mark.parametrize("ids_dtype", cases.INTEGERS)

@@ -569,19 +569,21 @@ def test_rows_of_winners_have_no_derivative(reduction: Reduction) -> None:
 # Residuals and kernels.
 
 
-KEPT_FOR_BACKWARD = {SUM: 0, MEAN: 0, PROD: 1, SOFTMAX: 1}
+KEPT_FOR_BACKWARD = [(SUM, {}, 0), (MEAN, {}, 0), (PROD, {}, 1), (SOFTMAX, {}, 1)]
+KEPT_FOR_BACKWARD += [(r, {"tie_break": of}, of == "split") for r in (MAX, MIN) for of in ("split", "first")]
 """The number of residuals that are as large as the data or larger."""
 
 
-@pytest.mark.parametrize("reduction", KEPT_FOR_BACKWARD, ids=str)
-def test_residuals(rng: np.random.Generator, reduction: Reduction) -> None:
-    """Linear reductions keep no residual of the size of the data; nonlinear ones keep one."""
+def test_residuals(rng: np.random.Generator) -> None:
+    """Linear reductions keep no residual of the size of the data; nonlinear ones keep one, unless they know the winners
+    of all cells."""
     shape = Shape(500, (6,), 9)
-    data, ids = jnp.asarray(reduction.make_data(rng, shape, "float32")), cases.make_ids(rng, 500, 9)
-    _, vjp = jax.vjp(lambda x: reduction(x, ids, 9), data)
-    kept = [x for x in jax.tree.leaves(vjp) if hasattr(x, "shape")]
-    assert kept, "this version of JAX does not show the residuals"
-    assert sum(x.size >= data.size for x in kept) == KEPT_FOR_BACKWARD[reduction]
+    for reduction, options, count in KEPT_FOR_BACKWARD:
+        data, ids = jnp.asarray(reduction.make_data(rng, shape, "float32")), cases.make_ids(rng, 500, 9)
+        _, vjp = jax.vjp(lambda x, r=reduction, o=options, ids=ids: r(x, ids, 9, **o), data)
+        kept = [x for x in jax.tree.leaves(vjp) if hasattr(x, "shape")]
+        assert kept, "this version of JAX does not show the residuals"
+        assert sum(x.size >= data.size for x in kept) == count, (reduction, options)
 
 
 @each_reduction

@@ -1,7 +1,8 @@
-"""The order of rows by segments, and reductions that sort first on GPUs: XLA computes equal orders once."""
+"""Programs that serve reductions on GPUs: orders of rows by segments, which XLA computes once, and longer rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from support import cases
 
 import jax_baracuda as jb
-from jax_baracuda._core.dispatch import program_of
+from jax_baracuda._core.dispatch import Site, Traits, program_of
 from jax_baracuda._core.op import Op, OpCall
 from jax_baracuda._tools.calls import traced_calls
+from jax_baracuda.ops.segment import edges
 from jax_baracuda.ops.segment.plan import SEGMENT_ORDER
 
 NODES, EDGES, SEGMENTS = 30, 200, 17
@@ -85,7 +87,7 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
     assert calls
     for call in calls:
         params: dict[str, Any] = dict(call.params)
-        operands = [_operand(rng, operand, of_name) for of_name, operand in _named(call).items()]
+        operands = [_operand(rng, operand) for operand in call.operands]
         program = _program(call.op, operands, params)
         expected = call.op(*call.op.by_name(operands, params).values(), **params)
         for actual, wanted in zip(jax.jit(program)(*operands), expected, strict=True):
@@ -101,14 +103,10 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
 def _program(op: Op, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
     """The program that serves a call on GPUs."""
     call = OpCall(op, operands, params)
-    return call.of_operands(program_of(call, "cuda"))
+    return call.of_operands(program_of(call, Site("cuda")))
 
 
-def _named(call: OpCall) -> dict[str, Any]:
-    return dict(zip(call.operand_dims, call.operands, strict=True))
-
-
-def _operand(rng: np.random.Generator, aval: Any, name: str) -> jax.Array:
+def _operand(rng: np.random.Generator, aval: Any) -> jax.Array:
     """Small integers, which add up exactly. Some ids and winners are out of range."""
     low, high = (-2, EDGES // 4) if aval.dtype == np.int32 else (-2, 3)
     return jnp.asarray(rng.integers(low, high, aval.shape), aval.dtype)
@@ -158,7 +156,7 @@ def test_narrow_rows_of_sorted_edges(
 def test_which_sorted_edges_take_two_steps(edges: int, features: int, dtype: str, gathers_first: bool) -> None:
     types = [jax.ShapeDtypeStruct(shape, of) for shape, of in (((edges + 1, features), dtype), ((edges,), "int32"))]
     [call, *_] = traced_calls(sorted_sum, *types, types[1])
-    assert (program_of(call, "cuda") is not None) == gathers_first
+    assert (program_of(call, Site("cuda")) is not None) == gathers_first
 
 
 @pytest.mark.skipif(cases.PLATFORM != "cuda", reason="only GPUs need an order")
@@ -175,3 +173,79 @@ def test_a_program_sorts_once(rng: np.random.Generator) -> None:
 
     text = jax.jit(jax.grad(loss)).lower(data, senders, receivers).compile().as_text()
     assert text.count('custom_call_target="jax_baracuda.segment_order"') == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows that are made longer, so that vector loads fit.
+
+REDUCTIONS = {
+    "sum": (jb.gather_segment_sum, {}),
+    "weighted sum": (jb.gather_segment_sum, {"weights": True}),
+    "max": (jb.gather_segment_max, {}),
+    "min, first": (jb.gather_segment_min, {"tie_break": "first"}),
+}
+
+
+@pytest.mark.parametrize("dims", [(33,), (3, 15)])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_longer_rows(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, dims: tuple[int, ...]
+) -> None:
+    """On any device, a reduction by a plan and its gradient are the same with longer rows."""
+    monkeypatch.setattr(edges, "MIN_EDGES", 1)
+    monkeypatch.setattr(edges, "MIN_EDGES_PER_ROW", 1)
+    function, options = REDUCTIONS[name]
+    data = jnp.asarray(rng.integers(-2, 3, (NODES, *dims)), jnp.bfloat16)
+    senders, receivers = (rng.integers(0, size, EDGES).astype(np.int32) for size in (NODES, SEGMENTS))
+    plan = jb.segment_plan(receivers, SEGMENTS, senders, NODES)
+    if "weights" in options:
+        shape = (EDGES,) if len(dims) == 1 else (EDGES, dims[0])
+        options = {"weights": jnp.asarray(rng.integers(1, 4, shape), jnp.bfloat16)}
+
+    def value_and_gradient(data: jax.Array) -> Any:
+        output, vjp = jax.vjp(lambda data: function(data, plan=plan, **options), data)
+        return output, vjp(output)
+
+    calls = [call for call in traced_calls(value_and_gradient, data) if call.op.programs]
+    assert len(calls) == 2
+    for call in calls:
+        operands = [jnp.sort(_operand(rng, aval), axis=0) for aval in call.operands]
+        program = call.of_operands(program_of(call, Site("cuda")))
+        features = math.prod(operands[0].shape[2 if "weights" in options else 1 :])  # of a head, or of a row
+        assert f",{features + -features % 8}] = pad[" in str(jax.make_jaxpr(program)(*operands))
+        unpadded = call.op(*call.op.by_name(operands, call.params).values(), **call.params)
+        for actual, expected in zip(jax.jit(program)(*operands), unpadded, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "num_edges", "is_longer"),
+    [
+        ((1000, 33), "bfloat16", 2**17, True),
+        ((1000, 33), "bfloat16", 2**17 - 1, False),  # few edges
+        ((60000, 33), "bfloat16", 2**17, False),  # many rows
+        ((1000, 33), "float32", 2**17, True),
+        ((1000, 40), "bfloat16", 2**17, False),  # vectors fit
+        ((1000, 20), "bfloat16", 2**17, False),  # vectors of 8 bytes fit
+        ((1000, 5), "float32", 2**17, False),  # would be much longer
+        ((1000, 3), "float32", 2**17, False),  # would still be short
+        ((1000, 11, 3), "bfloat16", 2**17, True),
+        ((1000, 8, 4), "float32", 2**17, False),
+        ((1000,), "float32", 2**17, False),
+        ((1000, 0), "float32", 2**17, False),
+    ],
+)
+def test_which_rows_are_made_longer(shape: tuple[int, ...], dtype: str, num_edges: int, is_longer: bool) -> None:
+    features = math.prod(shape[1:])
+    assert edges.fit_no_vectors(_traits(shape[0], features, dtype, num_edges)) == is_longer
+
+
+def _traits(rows: int, features: int, dtype: str, num_edges: int, **of_head: int) -> Traits:
+    sizes = {"gathered": rows, "segment": 1000, "edge": num_edges, "features": features, **of_head}
+    return Traits({}, {**sizes, "row_bytes": features * jnp.dtype(dtype).itemsize}, fuses=False)
+
+
+def test_heads_are_made_longer_one_by_one() -> None:
+    assert edges.fit_no_vectors(_traits(1000, 21, "float32", 2**17, feature=7))
+    assert not edges.fit_no_vectors(_traits(1000, 24, "float32", 2**17, feature=8))
+    assert not edges.fit_no_vectors(_traits(1000, 15, "float32", 2**17, feature=5))  # would be much longer

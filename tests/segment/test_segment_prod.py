@@ -126,6 +126,30 @@ def test_products_of_shards_out_of_range(of_cells: P) -> None:
         np.testing.assert_array_equal(d_data, 1 / data)
 
 
+@pytest.mark.parametrize(("features", "segments"), [(1, 300), (1, 3000), (7, 3000), (40, 2), (40, 2500), (100, 3000)])
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_few_unusual_rows_among_ordinary_ones(
+    rng: np.random.Generator, dtype: str, features: int, segments: int
+) -> None:
+    """Kernels on CPUs first multiply as if all products were ordinary numbers, then find those that were not."""
+    info = jnp.finfo(dtype)
+    huge, small = (1.25 * 2.0 ** (exponent * 3 // 4) for exponent in (info.maxexp, info.minexp))
+    data = rng.uniform(0.8, 1.25, (6000, features)) * rng.choice([-1.0, 1.0], (6000, features))
+    ids = rng.integers(-2, segments + 2, len(data)).astype(np.int32)
+    # In some segments, two rows bring a product out of range, and the next two bring it back.
+    for factor in (huge, small):
+        first = 4 * rng.permutation(len(data) // 4)[:60]
+        for row, value in enumerate((factor, factor, 1 / factor, 1 / factor)):
+            data[first + row], ids[first + row] = value, ids[first]
+    some = rng.random(data.shape) < 0.003
+    data[some] = rng.choice([0.0, np.inf, np.nan, huge, small], some.sum())
+    cotangent = rng.uniform(1, 2, (segments, features)).astype(jnp.dtype(dtype))
+    data = data.astype(jnp.dtype(dtype))
+    check_value_and_gradient(data, ids, segments, cotangent)
+    order = np.argsort(ids, kind="stable")
+    check_value_and_gradient(data[order], ids[order], segments, cotangent)
+
+
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_factors_and_products(rng: np.random.Generator, dtype: str) -> None:
     """Subnormal factors and products are not zeros, and lose no precision."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,20 +87,6 @@ def test_intermediate_sums_out_of_range_of_float16() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_special_values_by_hand(dtype: str) -> None:
-    """Infinities of one sign stay; infinities of both give NaN. Zeros of any sign sum to +0, as in jax.ops."""
-    data = np.array([np.inf, 1, np.inf, -np.inf, np.nan, 2, -0.0, -0.0, 0.0, -0.0, -0.0], jnp.dtype(dtype))
-    ids = np.array([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5])
-    expected = np.array([np.inf, np.nan, np.nan, 0, 0, 0, 0], data.dtype)
-    with cases.x64_for(dtype):
-        for function in (segment_sum, segment_mean):
-            for is_sorted in (False, True):
-                assert_same_bits(function(data, ids, 7, indices_are_sorted=is_sorted), expected)
-                wide = function(np.stack([data] * 40, axis=1), ids, 7, indices_are_sorted=is_sorted)
-                assert_same_bits(wide, np.stack([expected] * 40, axis=1))
-
-
-@pytest.mark.parametrize("dtype", FLOATING)
 def test_subnormal_numbers(rng: np.random.Generator, dtype: str) -> None:
     """Subnormal numbers are summed exactly, and their means are rounded once.
 
@@ -131,6 +119,29 @@ def test_mean_divides_by_an_exact_count(count: int) -> None:
             output, d_data = MEAN.pullback(data, ids, 1, d_output)
         assert_same_bits(output, expected)
         assert_same_bits(d_data, np.broadcast_to(expected, data.shape))
+
+
+IMPLEMENTATIONS: tuple[jb.Implementation, ...] = ("kernel", "xla")
+COUNTS = (257, 2049, 1, 4099, 3, 771)
+"""float16 holds all whole numbers up to 2048, bfloat16 up to 256."""
+
+
+def test_16_bit_cotangents_of_means_are_divided_in_float32(rng: np.random.Generator) -> None:
+    """So they are in the gradients of both means, here of edges that gather a row each, and in the public gradient."""
+    ids = rng.permutation(np.repeat(np.arange(len(COUNTS), dtype=np.int32), COUNTS))
+
+    def gradients(d_output: Any, data: Any) -> list[Any]:
+        edges = jnp.arange(len(ids)), ids, len(COUNTS)
+        means = (lambda x: segment_mean(x, ids, len(COUNTS)), lambda x: jb.gather_segment_mean(x, *edges))
+        return [*(jax.vjp(mean, data)[1](d_output)[0] for mean in means), segment_mean_backward(d_output, ids)]
+
+    for dtype in ("bfloat16", "float16"):
+        data = np.zeros((len(ids), 5)).astype(jnp.dtype(dtype))
+        d_output = rng.normal(size=(len(COUNTS), 5)).astype(jnp.dtype(dtype))
+        for implementation in IMPLEMENTATIONS:
+            with jb.implementation(implementation):
+                for actual in jax.jit(gradients)(d_output, data):
+                    cases.reference_mean_gradient(d_output, data, ids).check(np.asarray(actual))
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x64 off", "x64 on"])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,6 +112,12 @@ def program_of(rng: np.random.Generator, example: Example) -> Program:
 def tiny_programs(rng: np.random.Generator) -> list[Program]:
     """A launch-bound program for each example."""
     return [program_of(rng, example) for example in all_examples()]
+
+
+def copies_of(array: Any, text: str) -> list[str]:
+    """The sizes of arrays, as large as this one or larger, that a compiled program copies or transposes."""
+    sizes = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+    return [shape for shape in sizes if math.prod(map(int, shape.split(","))) >= array.size]
 
 
 def assert_same(example: Example, actual: Any, expected: Any, where: Any = "") -> None:

@@ -15,7 +15,6 @@ from where.reference import (
     KERNEL_DTYPES,
     SHAPE,
     make_condition,
-    reference,
     reference_gradients,
     select_call,
     split_call,
@@ -26,20 +25,6 @@ each_good_call = pytest.mark.parametrize("good", GOOD_CALLS.values(), ids=list(G
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Valid calls.
-
-
-def test_repeated_operands(rng: np.random.Generator) -> None:
-    """Any dimension of any operand may be 1."""
-    good = select_call(cond_dtype="uint8")
-    for numbers in rng.integers(0, 2, (12, 3, len(SHAPE))):
-        shapes = [tuple(np.where(choice, SHAPE, 1).tolist()) for choice in (numbers[0], numbers[1], numbers[2])]
-        output = dataclasses.replace(good.results[0], shape=np.broadcast_shapes(*shapes))
-        arrays = tuple(dataclasses.replace(x, shape=shape) for x, shape in zip(good.operands, shapes, strict=True))
-        a, b = (rng.normal(size=shape).astype(np.float32) for shape in shapes[:2])
-        cond = make_condition(rng, shapes[2], "uint8")
-        call = dataclasses.replace(good, operands=arrays, results=(output,))
-        result = call.results_of({"a": a, "b": b, "cond": cond})["output"]
-        cases.assert_same_memory(result, reference(cond, a, b), str(shapes))
 
 
 SUMS = ((0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2))

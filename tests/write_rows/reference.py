@@ -1,4 +1,4 @@
-"""An independent NumPy reference for writing rows, and direct calls of the native target."""
+"""An independent NumPy reference for writing rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support import cases, handlers
-from support.handlers import Array, Call
+from support import cases
 
-from jax_baracuda.ops.write_rows import DTYPES
+from jax_baracuda._core.arrays import DTYPES_OF_WHOLE_BYTES
 
-ALL_DTYPES = tuple(sorted(DTYPES))
+ALL_DTYPES = tuple(sorted(DTYPES_OF_WHOLE_BYTES))
 ROW_DTYPES = ("float32", "float16", "bfloat16")
 POOL_DTYPES = (*ROW_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 """The dtypes between which the kernel converts."""
@@ -94,53 +93,3 @@ def assert_same_numbers(actual: Any, expected: np.ndarray, what: str = "") -> No
     bits = f"u{expected.dtype.itemsize}"
     got, want = (np.where(is_nan, 0, x.view(bits)) for x in (actual, expected))
     np.testing.assert_array_equal(got, want, what)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Direct calls of the native target.
-
-BATCH, LAYERS, SLOTS, ROWS = 3, 2, 7, 5
-NO_SCALE, ONE_SCALE, PER_HEAD = range(3)
-
-
-def good_call(
-    batched: bool = True,
-    *,
-    dtypes: Sequence[str] = ("float32", "float8_e4m3fn"),
-    row_dtypes: Sequence[str] = ("float32", "bfloat16"),
-    shapes: Sequence[tuple[int, ...]] = ((4, 3), (4, 16)),
-    axis: int = 0,
-    has_layer: bool = True,
-    scales: Sequence[int] = (NO_SCALE, PER_HEAD),
-    rows: int = ROWS,
-    slots: int = SLOTS,
-    batch: int = BATCH,
-    shared: Sequence[str] = (),
-    has_unique_slots: bool = False,
-) -> Call:
-    """A valid call. `shapes`: those of rows, without their first dimension. The batch shares operands in `shared`."""
-    first, layers = (batch,) if batched else (), (LAYERS,) if has_layer else ()
-    pools = [(*first, *layers, *shape[:axis], slots, *shape[axis:]) for shape in shapes]
-    operands = [Array(f"dest {i}", pool, dtype) for i, (pool, dtype) in enumerate(zip(pools, dtypes, strict=True))]
-    operands += [
-        Array(f"rows {i}", (*first, rows, *shape), dtype)
-        for i, (shape, dtype) in enumerate(zip(shapes, row_dtypes, strict=True))
-    ]
-    operands += [Array("slots", (*first, rows), "int32")]
-    operands += [Array("layer", first, "int32")] if has_layer else []
-    operands += [
-        Array(f"scale {i}", (*first, *(shape[:1] if kind == PER_HEAD else ())), "float32")
-        for i, (shape, kind) in enumerate(zip(shapes, scales, strict=True))
-        if kind != NO_SCALE
-    ]
-    operands = [x.shared() if x.name in shared else x for x in operands]
-    results = [Array(f"result {i}", pool, dtype) for i, (pool, dtype) in enumerate(zip(pools, dtypes, strict=True))]
-    params = {
-        "ranks": tuple(1 + len(shape) for shape in shapes),
-        "axis": axis,
-        "has_layer": has_layer,
-        "has_unique_slots": has_unique_slots,
-        "scales": tuple(scales),
-        "num_batch_dims": int(batched),
-    }
-    return handlers.good_call("write_rows", operands, results, params)

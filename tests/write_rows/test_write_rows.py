@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from segment.reference import kernels_in
 from support import cases
 from support.cases import assert_same_memory
-from support.programs import small_integers
+from support.programs import copies_of, small_integers
 from write_rows.reference import (
     ALL_DTYPES,
     POOL_DTYPES,
@@ -28,11 +30,6 @@ from write_rows.reference import (
 from jax_baracuda import forward_mode, write_rows
 
 each_implementation = pytest.mark.parametrize("implementation", ["kernel", "xla"])
-
-
-def kernels_in(text: str) -> int:
-    """How often a lowered or compiled program calls the kernel."""
-    return text.count("@jax_baracuda.write_rows(") + text.count('custom_call_target="jax_baracuda.write_rows"')
 
 
 def pools_of(rng: np.random.Generator, dtype: str, axis: int, layers: int | None, slots: int = 9) -> np.ndarray:
@@ -67,18 +64,19 @@ def test_every_dtype_and_place(rng: np.random.Generator, dtype: str, implementat
             assert_same_memory(result, reference_write(dest, rows, slots, axis, layer), f"{axis} {layer}")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
-def test_dtypes_of_slots(rng: np.random.Generator, dtype: str) -> None:
+def test_dtypes_of_slots(rng: np.random.Generator) -> None:
     """Slots that int32 does not hold are out of range, even if they would be in range without their upper bits."""
-    info = np.iinfo(dtype)
-    some = [0, 3, 3, 8, 9, -1, 2**31, 2**31 + 1, 2**32 + 2, 2**63 + 1, -(2**32) + 1, info.max, info.min]
-    with jax.enable_x64(True):
-        slots = np.array([x for x in some if info.min <= x <= info.max], object).astype(dtype)
-        dest, rows = random_numbers(rng, (9, 2), "float32"), random_numbers(rng, (len(slots), 2), "float32")
-        expected = reference_write(dest, rows, slots.astype(object))
-        assert_same_numbers(write_rows(dest, rows, slots), expected)
-        layers = write_rows(np.stack([dest, dest]), rows[:1], np.zeros(1, np.int32), layer=np.array(info.max, dtype))
-        assert_same_numbers(layers, np.stack([dest, dest]))
+    for dtype in ("int8", "uint8", "int16", "uint32", "int64", "uint64"):
+        info = np.iinfo(dtype)
+        some = [0, 3, 3, 8, 9, -1, 2**31, 2**31 + 1, 2**32 + 2, 2**63 + 1, -(2**32) + 1, info.max, info.min]
+        with jax.enable_x64(True):
+            slots = np.array([x for x in some if info.min <= x <= info.max], object).astype(dtype)
+            dest, rows = random_numbers(rng, (9, 2), "float32"), random_numbers(rng, (len(slots), 2), "float32")
+            written = jax.jit(write_rows)(dest, rows, slots)
+            assert_same_numbers(written, reference_write(dest, rows, slots.astype(object)), dtype)
+            layer = np.array(info.max, dtype)
+            layers = jax.jit(write_rows)(np.stack([dest, dest]), rows[:1], np.zeros(1, np.int32), layer=layer)
+            assert_same_numbers(layers, np.stack([dest, dest]), dtype)
 
 
 SCALES = (None, 0.37, np.array([0.1, 3, 1.7], np.float32))
@@ -87,12 +85,15 @@ SCALES = (None, 0.37, np.array([0.1, 3, 1.7], np.float32))
 @pytest.mark.parametrize("pool", POOL_DTYPES)
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 def test_conversions(rng: np.random.Generator, dtype: str, pool: str) -> None:
-    """The kernel scales rows in float32 and rounds as NumPy does."""
-    rows, slots = random_numbers(rng, (30, 3, 8), dtype), rng.permutation(40)[:30].astype(np.int32)
-    dest = random_numbers(rng, (40, 3, 8), pool)
-    for scale in SCALES:
-        result = jax.jit(lambda d, r, s, c: write_rows(d, r, s, scale=c))(dest, rows, slots, scale)
-        assert_same_numbers(result, reference_write(dest, rows, slots, scale=scale), str(scale))
+    """The kernel scales rows in float32. It rounds ties, subnormal numbers, overflow and NaN as NumPy does, in vectors
+    and alone."""
+    calls = []
+    for features, scale in itertools.product((16, 24, 5), SCALES):
+        rows, slots = random_numbers(rng, (40, 3, features), dtype), rng.permutation(50)[:40].astype(np.int32)
+        calls.append((random_numbers(rng, (50, 3, features), pool), rows, slots, scale))
+    results = jax.jit(lambda calls: [write_rows(d, r, s, scale=c) for d, r, s, c in calls])(calls)
+    for result, (dest, rows, slots, scale) in zip(results, calls, strict=True):
+        assert_same_numbers(result, reference_write(dest, rows, slots, scale=scale), f"{rows.shape} {scale}")
 
 
 @pytest.mark.parametrize("pool", [*POOL_DTYPES, "uint8", "int16", "int32"])
@@ -157,20 +158,48 @@ def test_several_pools(rng: np.random.Generator) -> None:
     assert_same_numbers(results[0], reference_write(keys, new_keys, slots, scale=0.7))
     assert_same_numbers(results[1], reference_write(values, new_values, slots))
     text = run.lower((keys, values), (new_keys, new_values), (0.7, None)).as_text()
-    assert kernels_in(text) == 1
+    assert kernels_in(text) == ["write_rows"]
     assert isinstance(write_rows([keys], [new_keys], slots), list)
     assert write_rows([], [], slots) == []
 
 
 def test_last_row_wins_in_every_run(rng: np.random.Generator) -> None:
-    """Few slots and many rows. Rows have several lengths, also longer than a block of threads takes."""
-    for rows, slots, features in ((3000, 7, 16), (2000, 500, 3), (40, 3, 9000)):
-        data, at = rng.normal(size=(rows, features)).astype(np.float32), rng.integers(0, slots, rows)
+    """With few slots and many, and with rows that are fewer and longer than a block of threads takes, and more."""
+    sizes = [*((rows, slots, 16) for rows in (1, 2, 31, 33, 255, 257, 2047, 2049, 5000) for slots in (1, 3, 1500))]
+    for rows, slots, features in (*sizes, (2000, 500, 3), (5000, 7, 1), (257, 3, 4099), (40, 3, 9000)):
+        data, at = rng.normal(size=(rows, features)).astype(np.float32), rng.integers(-1, slots, rows)
         dest = np.zeros((slots, features), np.float32)
         expected = reference_write(dest, data, at)
-        run = jax.jit(write_rows)
-        for _ in range(3):
-            assert_same_memory(run(dest, data, at), expected)
+        run = jax.jit(functools.partial(write_rows, implementation="kernel"))
+        for _ in range(3 if rows == 5000 else 1):
+            assert_same_memory(run(dest, data, at), expected, f"{rows} rows, {slots} slots, {features} features")
+
+
+def test_slots_with_one_hash(rng: np.random.Generator) -> None:
+    """Slots that are multiples of a large power of two share a bucket of a hash table."""
+    dest, rows = np.zeros((1 << 24, 1), np.int8), cases.random_bits(rng, (700, 1), np.int8)
+    slots = (rng.integers(0, 16, 700) << 20).astype(np.int32)
+    result = write_rows(dest, rows, slots, implementation="kernel")
+    assert_same_memory(result, reference_write(dest, rows, slots))
+
+
+def test_words_of_every_width(rng: np.random.Generator) -> None:
+    """Rows of 1 to 64 bytes are copied in words of every width, one array or more than fit in a launch."""
+    slots = random_slots(rng, 9, 8)
+    dests = [cases.random_bits(rng, (8, n), dtype) for n in (1, 2, 3, 4, 7, 8, 16) for dtype in (np.int8, np.float32)]
+    rows = [cases.random_bits(rng, (9, *dest.shape[1:]), dest.dtype) for dest in dests]
+    for result, dest, own in zip(write_rows(dests, rows, slots, implementation="kernel"), dests, rows, strict=True):
+        assert_same_memory(result, reference_write(dest, own, slots))
+
+
+@pytest.mark.parametrize("shapes", [((7, 3), (0, 3)), ((0, 3), (5, 3)), ((7, 0), (5, 0))], ids=str)
+def test_empty_arrays(shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """Without rows, slots or features, a pool passes through, alone and in a batch."""
+    dest, rows = (np.ones(shape, np.float32) for shape in shapes)
+    slots = np.arange(len(rows), dtype=np.int32)
+    assert_same_memory(write_rows(dest, rows, slots, implementation="kernel"), dest)
+    batched = jax.vmap(functools.partial(write_rows, implementation="kernel"), (0, None, None))
+    assert_same_memory(batched(dest[None], rows, slots), dest[None])
 
 
 def test_vmap(rng: np.random.Generator) -> None:
@@ -183,7 +212,7 @@ def test_vmap(rng: np.random.Generator) -> None:
         each = [[x[i] if axis == 0 else x for x, axis in zip(operands, mapped, strict=True)] for i in range(4)]
         assert_same_numbers(run(*operands), np.stack([reference_write(*x) for x in each]), str(mapped))
         assert kernels_in(jax.jit(jax.vmap(lambda *x: write_rows(*x, implementation="kernel"), mapped))
-                          .lower(*operands).as_text()) == 1  # fmt: skip
+                          .lower(*operands).as_text()) == ["write_rows"]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -257,12 +286,6 @@ def test_gradient_of_scaled_rows(rng: np.random.Generator) -> None:
 # Programs in place.
 
 LAYOUTS = {"slots first": (0, False), "heads first": (1, False), "layers": (0, True), "layers, heads first": (1, True)}
-
-
-def copies_of(pool: np.ndarray, text: str) -> list[str]:
-    """The instructions of a compiled program that copy or transpose an array as large as the pool."""
-    sizes = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
-    return [shape for shape in sizes if np.prod([int(x) for x in shape.split(",")]) >= pool.size]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
@@ -340,7 +363,8 @@ def test_errors() -> None:
     dest, rows, slots = np.zeros((2, 5, 3), np.float32), np.zeros((4, 5, 3), np.float32), np.zeros(4, np.int32)
     for match, error, function in (
         ("slots must have an integer dtype, got float32", TypeError, lambda: write_rows(dest, rows, rows[:, 0, 0])),
-        ("slots must have one dimension", ValueError, lambda: write_rows(dest, rows, slots[None])),
+        (r"slots must have shape \[T\], one for each row, got \(1, 4\)", ValueError,
+         lambda: write_rows(dest, rows, slots[None])),
         ("axis must be an integer, got 'x'", TypeError, lambda: write_rows(dest, rows, slots, axis="x")),
         (r"axis must be 0 or more, and less than 3", ValueError, lambda: write_rows(dest, rows, slots, axis=3)),
         (r"axis must be 0 or more, and less than 2.*without layers, got -1", ValueError,
@@ -353,8 +377,9 @@ def test_errors() -> None:
          lambda: write_rows(dest, rows, slots, layer=slots)),
         (r"dests\[1\] must have the layers and slots of dests\[0\]", ValueError,
          lambda: write_rows([dest, dest[:1]], [rows, rows], slots)),
-        ("rows must be a list or tuple like dests, of 1", TypeError, lambda: write_rows([dest], rows, slots)),
-        ("scale must have as many arrays as dests, 1, got 2", ValueError,
+        (r"rows must be a list or tuple with one entry for each pool in dests \(1\)", TypeError,
+         lambda: write_rows([dest], rows, slots)),
+        (r"scale must have one entry for each pool in dests \(1\), got 2", ValueError,
          lambda: write_rows([dest], [rows], slots, scale=[None, None])),
         (r"scale must be a scalar or have shape \(5,\)", ValueError,
          lambda: write_rows(dest, rows, slots, scale=np.ones(3))),

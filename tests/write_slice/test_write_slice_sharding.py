@@ -26,10 +26,10 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 # A cache [examples, times, heads].
 CACHE, NEW = (8, 24, 6), (8, 5, 6)
 SPLITS = {
+    "times over both axes": P(None, ("a", "b"), None),
+    "times": P(None, "a", None),
     "examples": P("a", None, None),
     "heads": P(None, None, "b"),
-    "times": P(None, "a", None),
-    "times over both axes": P(None, ("a", "b"), None),
     "examples and times": P("b", "a", None),
     "times and heads": P(None, "a", "b"),
 }

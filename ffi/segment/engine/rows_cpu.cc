@@ -52,6 +52,20 @@ int64_t Convert(const int64_t* ids, int64_t count, int64_t segments, int32_t* to
   return 1;
 }
 
+// Whether ids ascend. Vectorised, which a loop that may end at every id is not.
+template <typename Id>
+JB_AVX2_CLONES bool Ascend(const Id* ids, int64_t count) {
+  constexpr int64_t kBlock = 512;
+  for (int64_t begin = 1; begin < count; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, count);
+    Id descends = 0;
+    JB_VECTORIZE
+    for (int64_t i = begin; i < end; ++i) descends |= ids[i] < ids[i - 1] ? 1 : 0;
+    if (descends != 0) return false;
+  }
+  return true;
+}
+
 // Calls body with the ids as a typed array.
 template <typename Body>
 auto Visit(SegmentIds ids, const Body& body) {
@@ -133,31 +147,52 @@ class CellMemory {
   std::unique_ptr<char[]> first_, second_;
 };
 
+void StartNumbers(const RowReduction& reduction, int64_t num_segments, const FoldTarget& target) {
+  reduction.Start(num_segments * target.width, target.cells);
+  if (target.row_counts != nullptr) std::fill_n(target.row_counts, num_segments, 0);
+}
+
 // Initialises the cells of some segments and features of a batch element.
 FoldTarget StartCells(const RowReduction& reduction, int64_t batch, SegmentRange segments, int64_t feature_begin,
                       int64_t width, UntypedCells cells, int32_t* row_counts) {
   const int64_t num_segments = segments.end - segments.begin;
-  reduction.Start(num_segments * width, cells);
-  if (row_counts != nullptr) std::fill_n(row_counts, num_segments, 0);
-  return {cells,
-          row_counts,
-          batch,
-          segments.begin,
-          static_cast<uint64_t>(reduction.problem.segments),
-          feature_begin,
-          width,
-          AreFar(num_segments * width, reduction.type.Bytes()),
-          /*has_runs=*/true,
-          /*rows_are_scattered=*/false};
+  const FoldTarget target{cells,
+                          row_counts,
+                          batch,
+                          segments.begin,
+                          static_cast<uint64_t>(reduction.problem.segments),
+                          feature_begin,
+                          width,
+                          AreFar(num_segments * width, reduction.type.Bytes()),
+                          reduction.problem.rows >= kMinRowsPerRun * reduction.problem.segments,
+                          /*rows_are_scattered=*/false};
+  StartNumbers(reduction, num_segments, target);
+  return target;
+}
+
+// Folds blocks of rows into the cells of `num_segments` segments, which are started.
+void FoldBlocks(const RowReduction& reduction, int64_t num_segments, const FoldTarget& target,
+                FunctionRef<void(FunctionRef<void(const RowBlock&)>)> for_each_block) {
+  if (reduction.HasUnchecked()) {
+    {
+      const ScopedZerosForSubnormals zeros;
+      for_each_block([&](const RowBlock& block) { reduction.FoldUnchecked(block, target); });
+    }
+    if (reduction.EndUnchecked(num_segments * target.width, target.cells)) return;
+    StartNumbers(reduction, num_segments, target);
+  }
+  for_each_block([&](const RowBlock& block) { reduction.Fold(block, target); });
 }
 
 // Folds the rows [row_begin, row_end), in order, into the cells of `segments`. With `are_listed`, rows of other segments
 // are skipped; otherwise there must be none.
 void FoldInOrder(SegmentIds ids, const RowReduction& reduction, int64_t row_begin, int64_t row_end,
                  SegmentRange segments, bool are_listed, FoldTarget target) {
-  target.has_runs = !are_listed;  // listed rows have few
-  ForEachBlockOfRows(reduction.problem, ids, target.batch, row_begin, row_end, segments, are_listed,
-                     reduction.block_rows, [&](const RowBlock& block) { reduction.Fold(block, target); });
+  target.has_runs = target.has_runs && !are_listed;  // listed rows have few
+  FoldBlocks(reduction, segments.end - segments.begin, target, [&](FunctionRef<void(const RowBlock&)> fold) {
+    ForEachBlockOfRows(reduction.problem, ids, target.batch, row_begin, row_end, segments, are_listed,
+                       reduction.block_rows, fold);
+  });
 }
 
 // One thread's cells, of a few segments at a time, from their start to their results.
@@ -366,7 +401,7 @@ bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& red
       const auto for_each_block = [&](FunctionRef<void(const RowBlock&)> body) {
         grouped.ForEachBlock(begin - block.segment_begin, end - block.segment_begin, begin, reduction.block_rows, body);
       };
-      for_each_block([&](const RowBlock& rows) { reduction.Fold(rows, target); });
+      FoldBlocks(reduction, end - begin, target, for_each_block);
       cells.Write(target, {begin, end});
       if (then != nullptr) for_each_block([&](const RowBlock& rows) { (*then)(block, rows); });
     }
@@ -399,9 +434,7 @@ const char* StrategyName(Strategy strategy) {
 
 bool AreSorted(const Problem& problem, SegmentIds ids) {
   for (int64_t b = 0; b < (problem.ids_are_shared ? 1 : problem.batch); ++b) {
-    const auto is_sorted = [&](const auto* values) {
-      return std::is_sorted(values + b * problem.rows, values + (b + 1) * problem.rows);
-    };
+    const auto is_sorted = [&](const auto* values) { return Ascend(values + b * problem.rows, problem.rows); };
     if (!Visit(ids, is_sorted)) return false;
   }
   return true;

@@ -29,6 +29,11 @@
 //                                             the next one (only if the caller of ReduceAll asked for counts)
 //   ResultCells()                             the results as cells, if these can hold the unfinished numbers; otherwise
 //                                             nullptr
+// A reduction that must check each row may have the type
+//   Unchecked       a reduction with the same cells, whose Fold checks nothing and sees subnormal numbers as zeros
+// and the function
+//   EndUnchecked(count, cells)                makes cells of an Unchecked reduction its own; false if some are lost, so
+//                                             that the rows must be folded again, with checks
 #pragma once
 
 #include <algorithm>
@@ -45,6 +50,7 @@
 #include "ffi/core/function_ref.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/streaming_store.h"
+#include "ffi/core/subnormals.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/decoding.h"
 #include "ffi/segment/problem.h"
@@ -60,6 +66,7 @@ inline constexpr int64_t kScanPrefetchDistance = 16;  // in narrow rows
 inline constexpr int64_t kConvertedIds = 1024;        // ids converted at a time, and the most rows of a block
 inline constexpr int64_t kConvertedNumbers = 2048;    // numbers converted together
 inline constexpr int64_t kMaxNarrowWidth = 8;
+inline constexpr int64_t kMinRowsPerRun = 16;  // in shorter runs, a mispredicted branch takes longer than the rows
 
 enum class Strategy {
   kNothing,
@@ -211,6 +218,9 @@ class RowReduction {
   virtual UntypedCells ResultCells() const = 0;
   virtual void Start(int64_t count, UntypedCells cells) const = 0;
   virtual void Fold(const RowBlock& block, const FoldTarget& target) const = 0;
+  virtual bool HasUnchecked() const { return false; }
+  virtual void FoldUnchecked(const RowBlock& /*block*/, const FoldTarget& /*target*/) const {}
+  virtual bool EndUnchecked(int64_t /*count*/, UntypedCells /*cells*/) const { return true; }
   virtual void Merge(int64_t count, UntypedCells later, UntypedCells cells) const = 0;
   virtual void Write(int64_t count, int64_t first_cell, const int32_t* counts, UntypedCells cells) const = 0;
 
@@ -269,6 +279,11 @@ constexpr CellType CellTypeOf() {
   return {sizeof(typename Reduction::Element), sizeof(typename Reduction::First),
           kHasSecond<Reduction> ? sizeof(typename Reduction::Second) : 0, Reduction::kRounds, kSecondIsRare<Reduction>};
 }
+
+template <typename Reduction, typename = void>
+inline constexpr bool kHasUnchecked = false;
+template <typename Reduction>
+inline constexpr bool kHasUnchecked<Reduction, std::void_t<typename Reduction::Unchecked>> = kCanFlushSubnormals;
 
 // Uses a result array as cells if it has the type of a cell's first number; otherwise nullptr.
 template <typename Reduction, typename T>
@@ -422,6 +437,11 @@ JB_AVX2_CLONES void MergeCells(const Reduction& reduction, int64_t count, CellsO
 }
 
 template <typename Reduction>
+JB_AVX2_CLONES bool EndUncheckedCells(const Reduction& reduction, int64_t count, CellsOf<Reduction> cells) {
+  return reduction.EndUnchecked(count, cells);
+}
+
+template <typename Reduction>
 JB_AVX2_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_t first_cell, const int32_t* counts,
                                CellsOf<Reduction> cells) {
   reduction.Write(count, first_cell, counts, cells);
@@ -493,13 +513,30 @@ class DirectReduction final : public TypedReduction<Reduction> {
         data_(static_cast<const Element*>(data)) {}
 
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
-    const Problem& problem = this->problem;
-    const int64_t first_row = problem.DataRow(target.batch, block.first_row);
-    FoldOwnRows(block, data_ + first_row * problem.features + target.feature_begin, problem.features, this->reduction,
-                target);
+    FoldOwnRows(block, FirstRow(block, target), this->problem.features, this->reduction, target);
+  }
+
+  bool HasUnchecked() const override { return kHasUnchecked<Reduction>; }
+
+  void FoldUnchecked(const RowBlock& block, const FoldTarget& target) const override {
+    if constexpr (kHasUnchecked<Reduction>) {
+      FoldOwnRows(block, FirstRow(block, target), this->problem.features, typename Reduction::Unchecked{}, target);
+    }
+  }
+
+  bool EndUnchecked(int64_t count, UntypedCells cells) const override {
+    if constexpr (kHasUnchecked<Reduction>) {
+      return EndUncheckedCells(this->reduction, count, TypedCells<Reduction>(cells));
+    }
+    return true;
   }
 
  private:
+  const Element* FirstRow(const RowBlock& block, const FoldTarget& target) const {
+    const Problem& problem = this->problem;
+    return data_ + problem.DataRow(target.batch, block.first_row) * problem.features + target.feature_begin;
+  }
+
   const Element* data_;
 };
 

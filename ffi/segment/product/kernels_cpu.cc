@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <limits>
 #include <type_traits>
 
 #include "ffi/segment/engine/map_rows_cpu.h"
@@ -53,12 +54,15 @@ JB_INLINE SignedBits<C> LeavesSide(C cell, C product) {
   return field == 0 || field == FloatingFormat<C>::kExponentMask || IsShifted(cell) != IsShifted(product) ? 1 : 0;
 }
 
-template <typename T>
+// Without checks, every cell is the plain product. If subnormal numbers are zeros, zeros, infinities and NaN stay such
+// in later products. So a product that is ordinary in the end was so after every row.
+template <typename T, bool kChecks = true>
 struct FloatingProduct {
   using Element = T;
   using First = ComputeType<T>;
   using Second = int64_t;
-  using Narrow = FloatingProduct<First>;
+  using Narrow = FloatingProduct<First, kChecks>;
+  using Unchecked = FloatingProduct<T, false>;
   static constexpr bool kRounds = true;
   static constexpr bool kSecondIsRare = true;  // only shifted cells have one
 
@@ -66,22 +70,21 @@ struct FloatingProduct {
   First* mantissa;  // with `packed`, the residual; or nullptr
   int32_t* packed;
 
-  JB_INLINE CellsOf<FloatingProduct> ResultCells() const {
-    return mantissa == nullptr ? CellsAt<FloatingProduct>(output) : CellsOf<FloatingProduct>{mantissa, nullptr};
+  JB_INLINE Cells<First, Second> ResultCells() const {
+    return mantissa == nullptr ? CellsAt<FloatingProduct>(output) : Cells<First, Second>{mantissa, nullptr};
   }
 
-  JB_INLINE void Start(int64_t count, CellsOf<FloatingProduct> cells) const {
-    std::fill_n(cells.first, count, First{1});
-  }
+  JB_INLINE void Start(int64_t count, Cells<First, Second> cells) const { std::fill_n(cells.first, count, First{1}); }
 
-  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, CellsOf<FloatingProduct> cells) const {
+  JB_INLINE void Fold(const T* values, int32_t /*row*/, int64_t width, Cells<First, Second> cells) const {
     ForEachPart(values, width, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
       FoldNumbers(numbers, count, cells + begin);
     });
   }
 
   template <typename Number>
-  JB_INLINE static void FoldNumbers(const Number* values, int64_t width, CellsOf<FloatingProduct> cells) {
+  JB_INLINE static void FoldNumbers(const Number* values, int64_t width, Cells<First, Second> cells) {
+    if constexpr (!kChecks) return Multiply(values, width, cells.first);
     if (width > kMaxNarrowWidth) {
       // Almost all wide rows end here: neither the cells nor the products are shifted.
       BitsOf<First> excess = 0;
@@ -113,26 +116,39 @@ struct FloatingProduct {
   JB_INLINE Narrow ForNarrow() const { return {}; }
   void Convert(const T* from, int64_t count, First* to) const { Widen(from, count, to); }
 
-  JB_INLINE void Merge(int64_t count, CellsOf<FloatingProduct> later, CellsOf<FloatingProduct> cells) const {
+  JB_INLINE void Merge(int64_t count, Cells<First, Second> later, Cells<First, Second> cells) const {
     if (!AnyIsShifted(later.first, count)) return FoldNumbers(later.first, count, cells);
     for (int64_t i = 0; i < count; ++i) {
       SetShifted(ProductOfBoth(ProductOf(cells, i), ProductOf(later, i)), cells, i);
     }
   }
 
-  JB_INLINE static Product<First> ProductOf(CellsOf<FloatingProduct> cells, int64_t i) {
+  JB_INLINE bool EndUnchecked(int64_t count, Cells<First, Second> cells) const {
+    BitsOf<First> excess = 0;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) excess = std::max(excess, ExcessOverSmallest(cells.first[i]));
+    if (excess < kFirstShiftedExcess<First>) return true;
+    for (int64_t i = 0; i < count; ++i) {
+      const auto field = FieldOf(cells.first[i]);
+      if (field == 0 || field == FloatingFormat<First>::kExponentMask) return false;
+      if (!IsShifted(cells.first[i])) continue;
+      SetShifted({MantissaOf(cells.first[i]), ExponentOf(cells.first[i]) * (1 << kCountBits)}, cells, i);
+    }
+    return true;
+  }
+
+  JB_INLINE static Product<First> ProductOf(Cells<First, Second> cells, int64_t i) {
     return {cells.first[i], IsShifted(cells.first[i]) ? cells.second[i] : 0};
   }
 
   // Stores a product whose mantissa is in [1, 4).
-  JB_INLINE static void SetShifted(Product<First> product, CellsOf<FloatingProduct> cells, int64_t i) {
+  JB_INLINE static void SetShifted(Product<First> product, Cells<First, Second> cells, int64_t i) {
     constexpr int kShift = kShiftedField<First> - FloatingFormat<First>::kExponentBias;
     cells.first[i] = product.mantissa * PowerOfTwo<First>(kShift);
     cells.second[i] = product.packed - kShift * (1 << kCountBits);
   }
 
-  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/,
-                       CellsOf<FloatingProduct> cells) const {
+  JB_INLINE void Write(int64_t count, int64_t first_cell, const int32_t* /*counts*/, Cells<First, Second> cells) const {
     T* const to = output + first_cell;
     if (AnyIsShifted(cells.first, count)) {
       StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) { return ValueOf(ProductOf(cells, i)); });
@@ -190,30 +206,42 @@ struct IntegerProduct {
 };
 
 constexpr int64_t kDividedNumbers = 128;  // one unusual number slows down so many
+template <typename C>
+constexpr SignedBits<C> kMaxExponent = FloatingFormat<C>::kExponentBias / 4 - 1;
 
-// Writes the gradient as product * cotangent / number. Returns false if a number needs the general formula. The bounds
-// of exponents keep the intermediates from overflow and underflow.
+// The numerators of gradients, product * cotangent; NaN where the general formula is needed. The bounds of exponents keep
+// the intermediates from overflow and underflow.
 template <typename T, typename C>
-JB_CPU_CLONES bool Divide(const T* d_output, const C* mantissa, const int32_t* packed, const T* data, int64_t count,
-                          T* d_data) {
-  constexpr SignedBits<C> kMaxExponent = FloatingFormat<C>::kExponentBias / 4 - 1;
+JB_CPU_CLONES void WriteNumerators(const T* d_output, const C* mantissa, const int32_t* packed, int64_t count,
+                                   C* numerators) {
   constexpr int32_t kUnit = 1 << kCountBits;
+  ForEachPart(d_output, count, [&](int64_t begin, int64_t part, const auto* factors) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < part; ++i) {
+      const C factor = static_cast<C>(factors[i]);
+      const Residual<C> product{mantissa[begin + i], packed[begin + i]};
+      const bool is_far = factor != 0 && std::abs(ExponentOf(factor)) > kMaxExponent<C>;
+      const bool is_unusual = (std::abs(product.packed) & ~kUnit) != 0 || is_far;
+      numerators[begin + i] = is_unusual ? std::numeric_limits<C>::quiet_NaN() : product.Value() * factor;
+    }
+  });
+}
+
+// Writes numerator / number. Returns false if a number needs the general formula.
+template <typename T, typename C>
+JB_CPU_CLONES bool Divide(const C* numerators, const T* data, int64_t count, T* d_data) {
   int32_t unusual = 0;
-  ForEachPart(d_output, data, count,
-              [&](int64_t begin, int64_t part, const auto* factors, const auto* numbers)
-                  __attribute__((always_inline)) {
-                    JB_VECTORIZE
-                    for (int64_t i = 0; i < part; ++i) {
-                      const C factor = static_cast<C>(factors[i]), number = static_cast<C>(numbers[i]);
-                      const bool is_far = (factor != 0 && std::abs(ExponentOf(factor)) > kMaxExponent) ||
-                                          std::abs(ExponentOf(number)) > kMaxExponent;
-                      unusual |= (std::abs(packed[begin + i]) & ~kUnit) | (is_far ? 1 : 0);
-                    }
-                    StoreEach(part, d_data + begin, [&](int64_t i) __attribute__((always_inline)) {
-                      const Residual<C> product{mantissa[begin + i], packed[begin + i]};
-                      return product.Value() * static_cast<C>(factors[i]) / static_cast<C>(numbers[i]);
-                    });
-                  });
+  ForEachPart(data, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < part; ++i) {
+      const C numerator = numerators[begin + i];
+      const bool is_far = std::abs(ExponentOf(static_cast<C>(numbers[i]))) > kMaxExponent<C>;
+      unusual |= numerator != numerator || is_far ? 1 : 0;
+    }
+    StoreEach(part, d_data + begin, [&](int64_t i) __attribute__((always_inline)) {
+      return numerators[begin + i] / static_cast<C>(numbers[i]);
+    });
+  });
   return unusual == 0;
 }
 
@@ -228,26 +256,102 @@ JB_CPU_CLONES void WriteGradients(const T* d_output, const C* mantissa, const in
   }
 }
 
-template <typename T>
-void GradientOfAll(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
-  using C = ComputeType<T>;
-  const Problem& problem = call.problem;
-  if (problem.batch * problem.rows * problem.features == 0) return;
-  const auto compute = [&](const NumberBlock& block, T* to, const T* d_output, const C* mantissa,
-                           const int32_t* packed) {
-    const T* const data = static_cast<const T*>(call.data) + block.First(problem.rows, problem.data_is_shared);
-    for (int64_t i = 0; i < block.count(); i += kDividedNumbers) {
-      const int64_t count = std::min(kDividedNumbers, block.count() - i);
-      if (Divide(d_output + i, mantissa + i, packed + i, data + i, count, to + i)) continue;
-      WriteGradients(d_output + i, mantissa + i, packed + i, data + i, count, to + i);
-    }
-  };
-  RowMap(problem, static_cast<T*>(call.d_data), compute,
-         CellArray<T>{static_cast<const T*>(call.d_output), call.d_output_is_shared},
-         CellArray<C>{static_cast<const C*>(call.mantissa), call.product_is_shared},
-         CellArray<int32_t>{call.packed, call.product_is_shared})
-      .Run(pool, SegmentIds(call));
+// Calls body(begin, count) for parts of `count` numbers.
+template <typename Body>
+JB_INLINE void ForEachDivision(int64_t count, const Body& body) {
+  for (int64_t begin = 0; begin < count; begin += kDividedNumbers)
+    body(begin, std::min(kDividedNumbers, count - begin));
 }
+
+template <typename T>
+class ProductGradient {
+ public:
+  using C = ComputeType<T>;
+
+  explicit ProductGradient(const ProductBackwardCall& call)
+      : call_(call),
+        d_output_{static_cast<const T*>(call.d_output), call.d_output_is_shared},
+        mantissa_{static_cast<const C*>(call.mantissa), call.product_is_shared},
+        packed_{call.packed, call.product_is_shared} {}
+
+  // Returns false if memory allocation fails.
+  bool Write(ffi::ThreadPool& pool) const {
+    const Problem& problem = call_.problem;
+    if (problem.batch * problem.rows * problem.features == 0) return true;
+    // Wide rows read their cells from memory about as fast as from an array that is made for them.
+    const bool is_narrow = problem.features <= kMaxGatheredWidth;
+    const bool has_few_cells = is_narrow ? problem.segments <= 2 * problem.rows : 2 * problem.segments <= problem.rows;
+    return has_few_cells ? WriteFromNumerators(pool) : (WriteFromCells(pool), true);
+  }
+
+ private:
+  // Computes a numerator for each cell, so that rows gather one number instead of three.
+  bool WriteFromNumerators(ffi::ThreadPool& pool) const {
+    const Problem& problem = call_.problem;
+    const bool are_shared = call_.d_output_is_shared && call_.product_is_shared;
+    const int64_t cells = problem.segments * problem.features, batches = are_shared ? 1 : problem.batch;
+    const auto numerators = Allocate<C>(batches * cells);
+    if (numerators == nullptr) return false;
+    for (int64_t batch = 0; batch < batches; ++batch) {
+      ForEachRange(pool, cells, cells * (sizeof(T) + 2 * sizeof(C) + sizeof(int32_t)), [&](int64_t begin, int64_t end) {
+        const auto at = [&](const auto& array) {
+          return array.numbers + (array.is_shared ? 0 : batch * cells) + begin;
+        };
+        WriteNumerators(at(d_output_), at(mantissa_), at(packed_), end - begin,
+                        numerators.get() + batch * cells + begin);
+      });
+    }
+    const auto compute = [&](const NumberBlock& block, T* to, const C* of_block) {
+      const T* const data = DataOf(block);
+      ForEachDivision(block.count(), [&](int64_t begin, int64_t count) {
+        if (Divide(of_block + begin, data + begin, count, to + begin)) return;
+        T d_output[kDividedNumbers];
+        C mantissa[kDividedNumbers];
+        int32_t packed[kDividedNumbers];
+        for (int64_t i = 0; i < count; ++i) {
+          const auto number = [&](const auto& array) {
+            const int64_t row = (begin + i) / block.width, feature = (begin + i) % block.width;
+            return array.numbers[block.Cell(row, array.is_shared) + feature];
+          };
+          d_output[i] = number(d_output_);
+          mantissa[i] = number(mantissa_);
+          packed[i] = number(packed_);
+        }
+        WriteGradients(d_output, mantissa, packed, data + begin, count, to + begin);
+      });
+    };
+    Map(pool, compute, CellArray<C>{numerators.get(), are_shared});
+    return true;
+  }
+
+  void WriteFromCells(ffi::ThreadPool& pool) const {
+    const auto compute = [&](const NumberBlock& block, T* to, const T* d_output, const C* mantissa,
+                             const int32_t* packed) {
+      const T* const data = DataOf(block);
+      ForEachDivision(block.count(), [&](int64_t begin, int64_t count) {
+        C numerators[kDividedNumbers];
+        WriteNumerators(d_output + begin, mantissa + begin, packed + begin, count, numerators);
+        if (Divide(numerators, data + begin, count, to + begin)) return;
+        WriteGradients(d_output + begin, mantissa + begin, packed + begin, data + begin, count, to + begin);
+      });
+    };
+    Map(pool, compute, d_output_, mantissa_, packed_);
+  }
+
+  template <typename Compute, typename... Numbers>
+  void Map(ffi::ThreadPool& pool, const Compute& compute, const CellArray<Numbers>&... arrays) const {
+    RowMap(call_.problem, static_cast<T*>(call_.d_data), compute, arrays...).Run(pool, SegmentIds(call_));
+  }
+
+  const T* DataOf(const NumberBlock& block) const {
+    return static_cast<const T*>(call_.data) + block.First(call_.problem.rows, call_.problem.data_is_shared);
+  }
+
+  const ProductBackwardCall& call_;
+  const CellArray<T> d_output_;
+  const CellArray<C> mantissa_;
+  const CellArray<int32_t> packed_;
+};
 
 bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
   const Problem& problem = call.problem;
@@ -275,8 +379,10 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
 }
 
 bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
-  DispatchFloating(call.type, [&](auto tag) { GradientOfAll<typename decltype(tag)::type>(pool, call); });
-  return true;
+  bool has_memory = true;
+  DispatchFloating(call.type,
+                   [&](auto tag) { has_memory = ProductGradient<typename decltype(tag)::type>(call).Write(pool); });
+  return has_memory;
 }
 
 Plan PlanProduct(const ProductCall& call) {

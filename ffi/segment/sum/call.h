@@ -1,4 +1,4 @@
-// Calls of segment_sum and segment_mean.
+// Calls of segment_sum and segment_mean, and of those that accumulate in float64.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,12 @@ struct SumArguments : SegmentCall {
 };
 
 struct SumCall : SumArguments {
+  static constexpr const char *kSumName = "segment_sum", *kMeanName = "segment_mean";
+
+  bool HasKernel() const {
+    const auto nothing = [](auto) {};
+    return is_mean ? DispatchFloating(type, nothing) : DispatchWrapping(type, nothing);
+  }
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };

@@ -6,11 +6,6 @@
 
 namespace jax_baracuda::segment {
 
-struct Float64SumCall : SumArguments {
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
-};
-
 // Calls body(TypeTag<T>{}) for a type of these rows; returns false, and calls nothing, for any other.
 template <typename Body>
 bool DispatchBelowFloat64(ElementType type, Body&& body) {
@@ -18,5 +13,15 @@ bool DispatchBelowFloat64(ElementType type, Body&& body) {
            if constexpr (sizeof(typename decltype(tag)::type) < 8) body(tag);
          });
 }
+
+struct Float64SumCall : SumArguments {
+  static constexpr const char *kSumName = "segment_sum_in_float64", *kMeanName = "segment_mean_in_float64";
+
+  bool HasKernel() const {
+    return DispatchBelowFloat64(type, [](auto) {});
+  }
+  Plan CudaPlan() const;
+  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+};
 
 }  // namespace jax_baracuda::segment

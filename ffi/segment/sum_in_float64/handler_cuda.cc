@@ -1,7 +1,8 @@
 // The CUDA targets of segment_sum_in_float64 and segment_mean_in_float64.
 
 #include "ffi/segment/engine/run_cuda.h"
-#include "ffi/segment/sum_in_float64/handler.h"
+#include "ffi/segment/sum/handler.h"
+#include "ffi/segment/sum_in_float64/call.h"
 
 #define JB_TILE_STRATEGIES "fill", "few_rows", "tiles", "staged_tiles", "sort_then_tiles"
 
@@ -10,12 +11,12 @@ namespace {
 
 constexpr auto kRun = RunOnCuda<Float64SumCall>;
 
-JB_CUDA_TARGET("segment_sum_in_float64", (HandleSumInFloat64<cudaStream_t, kRun>),
-               (BindCall<Stream, 2, 1, SumOptions>()), (CudaPlanOf<Float64SumCallOf<false>>), kNothing,
+JB_CUDA_TARGET(Float64SumCall::kSumName, (HandleSum<cudaStream_t, Float64SumCall, kRun>),
+               (BindCall<Stream, 2, 1, SumOptions>()), (CudaPlanOf<SumCallOf<Float64SumCall, false>>), kNothing,
                JB_TILE_STRATEGIES);
-JB_CUDA_TARGET("segment_mean_in_float64", (HandleMeanInFloat64<cudaStream_t, kRun>),
-               (BindCall<Stream, 2, 2, SumOptions>()), (CudaPlanOf<Float64SumCallOf<true>>), kNothing, "fill_counts",
-               JB_TILE_STRATEGIES);
+JB_CUDA_TARGET(Float64SumCall::kMeanName, (HandleMean<cudaStream_t, Float64SumCall, kRun>),
+               (BindCall<Stream, 2, 2, SumOptions>()), (CudaPlanOf<SumCallOf<Float64SumCall, true>>), kNothing,
+               "fill_counts", JB_TILE_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -4,9 +4,10 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/sum/handler.h"
 #include "ffi/segment/sum/reduction_cpu.h"
 #include "ffi/segment/sum_in_float64/arithmetic.h"
-#include "ffi/segment/sum_in_float64/handler.h"
+#include "ffi/segment/sum_in_float64/call.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -81,12 +82,12 @@ Plan PlanSum(const Float64SumCall& call) {
 
 constexpr auto kRun = RunOnCpu<Float64SumCall, RunSum>;
 
-JB_CPU_TARGET("segment_sum_in_float64", (HandleSumInFloat64<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 1, SumOptions>()), (PlanOf<PlanSum, Float64SumCallOf<false>>), kNothing,
-              "scan", "split_scan", "group_by_segment");
-JB_CPU_TARGET("segment_mean_in_float64", (HandleMeanInFloat64<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 2, SumOptions>()), (PlanOf<PlanSum, Float64SumCallOf<true>>), kNothing,
-              "scan", "split_scan", "group_by_segment");
+JB_CPU_TARGET(Float64SumCall::kSumName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun>),
+              (BindCall<ffi::ThreadPool, 2, 1, SumOptions>()), (PlanOf<PlanSum, SumCallOf<Float64SumCall, false>>),
+              kNothing, "scan", "split_scan", "group_by_segment");
+JB_CPU_TARGET(Float64SumCall::kMeanName, (HandleMean<ffi::ThreadPool, Float64SumCall, kRun>),
+              (BindCall<ffi::ThreadPool, 2, 2, SumOptions>()), (PlanOf<PlanSum, SumCallOf<Float64SumCall, true>>),
+              kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

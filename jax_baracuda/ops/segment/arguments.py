@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, broadcasts, reshard_as, reshard_like
+from jax_baracuda._core.arrays import as_array, broadcasts, flag, reshard_as, reshard_like
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import may_run_kernel
@@ -181,9 +181,8 @@ def canonical_segments(
         raise TypeError(f"{name}: segment_ids must be given, or a plan")
     ids = checked_ids(name, segment_ids)
     num_segments = _canonical_num_segments(name, ids, num_segments)
-    return Segments(
-        name, flat_ids(ids, num_segments, clamps(name, mode)), ids.shape, num_segments, bool(indices_are_sorted), None
-    )
+    is_sorted = flag(name, "indices_are_sorted", indices_are_sorted)
+    return Segments(name, flat_ids(ids, num_segments, clamps(name, mode)), ids.shape, num_segments, is_sorted, None)
 
 
 def canonicalize(
@@ -290,6 +289,8 @@ def _check_bucket_size(segments: Segments, bucket_size: int, out_sharding: OutSh
 class EdgeCall:
     """The checked arguments of a function that gathers rows along edges."""
 
+    name: str
+    """The public function, for errors"""
     data: Array
     num_segments: int
     edges: dict[str, Array]
@@ -298,14 +299,18 @@ class EdgeCall:
 
     def params(self, indices_are_sorted: bool, deterministic: bool, **options: Any) -> Params:
         """The static arguments. `deterministic` holds for the gradient's sums, too, whose edges may be unsorted."""
-        is_sorted = bool(indices_are_sorted) or "edge_order" in self.edges
+        is_sorted = self.is_sorted(indices_are_sorted)
         return Params(
             num_segments=self.num_segments,
             num_rows=self.data.shape[0],
             indices_are_sorted=is_sorted,
-            deterministic=bool(deterministic) or (is_sorted and may_run_kernel()),
+            deterministic=flag(self.name, "deterministic", deterministic) or (is_sorted and may_run_kernel()),
             **options,
         )
+
+    def is_sorted(self, indices_are_sorted: bool) -> bool:
+        """Whether the edges are sorted, by the caller's promise or by a plan."""
+        return flag(self.name, "indices_are_sorted", indices_are_sorted) or "edge_order" in self.edges
 
 
 def canonicalize_edges(
@@ -341,4 +346,4 @@ def canonicalize_edges(
     num_edges = edges["segment_ids"].shape[0]
     if num_rows == 0 and num_edges != 0:
         raise ValueError(f"{name}: {data_name} must have rows for {num_edges} edges to gather, got shape {data.shape}")
-    return EdgeCall(data, num_segments, edges)
+    return EdgeCall(name, data, num_segments, edges)

@@ -83,7 +83,7 @@ def segment_attention(
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     bias, value = by_heads(name, "logits", logits, call)
     edges = call.edges if plan is None else call.edges | {"edge_gather_ids": plan.edge_gather_ids}
-    params = attention_params("given", call.num_segments, bool(indices_are_sorted) or plan is not None)
+    params = attention_params("given", call.num_segments, call.is_sorted(indices_are_sorted))
     output = attend(params, value=value, bias=bias.astype(accumulation_dtype(value.dtype)), **edges)
     return output.reshape(call.num_segments, *call.data.shape[1:])
 
@@ -175,7 +175,7 @@ def graph_dot_product_attention(
     arrays = {"query": query, "key": key, "value": value} | _bias(name, bias, query, call)
     width = max(query.shape[2], value.shape[2])
     arrays |= {x: padded_heads(arrays[x], width) for x in ("query", "key", "value")}
-    params = attention_params("dot_product", call.num_segments, _is_sorted(indices_are_sorted, call), scale=scale)
+    params = attention_params("dot_product", call.num_segments, call.is_sorted(indices_are_sorted), scale=scale)
     return attend(params, **arrays, **call.edges)[..., : value.shape[2]]
 
 
@@ -249,7 +249,7 @@ def graph_additive_attention(
     call = _canonicalize(name, query, key, gather_ids, segment_ids, mode, plan)
     arrays = {"query": query, "key": key, "score_weights": score_weights.astype(query.dtype)}
     arrays |= _bias(name, bias, query, call)
-    is_sorted = _is_sorted(indices_are_sorted, call)
+    is_sorted = call.is_sorted(indices_are_sorted)
     params = attention_params("additive", call.num_segments, is_sorted, negative_slope=negative_slope)
     return attend(params, **arrays, **call.edges)
 
@@ -320,7 +320,3 @@ def _bias(name: str, bias: ArrayLike | None, query: Array, call: EdgeCall) -> di
         )
     of_heads = bias[:, None] if bias.ndim == 1 else bias
     return {"bias": jnp.broadcast_to(of_heads.astype(accumulation_dtype(query.dtype)), (num_edges, num_heads))}
-
-
-def _is_sorted(indices_are_sorted: bool, call: EdgeCall) -> bool:
-    return bool(indices_are_sorted) or "edge_order" in call.edges

@@ -25,7 +25,7 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import VECTOR_BYTES, sorted_edges, transposed_edges
+from jax_baracuda.ops.segment.edges import VECTOR_BYTES, replicated_dims, sorted_edges, transposed_edges
 
 Score = Literal["dot_product", "additive", "given"]
 """What the logits are computed from: queries and keys, or the bias alone ("given")."""
@@ -291,11 +291,6 @@ def _shard_by_row(kernel: ShardKernel, axes: ShardAxes, *operands: Array, score:
     return _sum_over_shards(_RESULTS_BY_ROW[score], kernel, axes, operands)
 
 
-def _replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
-    """An edge order refers to all edges, so they are replicated with it."""
-    return ("segment", "gathered", "feature", *(("edge",) if has_edge_order else ()))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Heads for kernels. On GPUs, the threads of a head have vectors of it and add up their terms, so its features are a
 # power of two. CPUs take any number.
@@ -389,7 +384,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         sizes={"segment": "num_segments"},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
         plan_parameters=plan_parameters,
-        replicated_dims=_replicated_dims,
+        replicated_dims=lambda *, has_edge_order: (*replicated_dims(has_edge_order=has_edge_order), "feature"),
         reduction_dims=("edge",),
         programs={
             on_gpu("the threads of a head have vectors of it", _does_not_fit_gpus): fit_heads,

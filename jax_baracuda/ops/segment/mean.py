@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
@@ -30,7 +30,7 @@ from jax_baracuda.ops.segment.arguments import (
     canonical_segments,
     canonicalize,
 )
-from jax_baracuda.ops.segment.cells import gather_or_zeros, over_counts, sum_in_float64, xla_sum
+from jax_baracuda.ops.segment.cells import gather_or_zeros, over_counts, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     BELOW_FLOAT64,
     CELLS,
@@ -54,6 +54,7 @@ from jax_baracuda.ops.segment.sum import (
     sum_op,
     sum_over_shards,
     sum_params,
+    wide_sums,
 )
 
 
@@ -108,7 +109,9 @@ def segment_mean(
     call = call.with_data(as_inexact(call.data))
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
-    return call.reduce(_segment_mean, call.params(deterministic=bool(deterministic), accumulator=accumulator))
+    return call.reduce(
+        _segment_mean, call.params(deterministic=flag(name, "deterministic", deterministic), accumulator=accumulator)
+    )
 
 
 @selectable
@@ -158,14 +161,8 @@ _MIN_ROWS_TO_DIVIDE_FIRST = 4
 """Per segment: from this many on, it is faster to write the segments' quotients before gathering them."""
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array]:
-    total = xla_sum(data.astype(accumulation_dtype(data.dtype)), ids, num_segments)
-    count = xla_sum(jnp.ones(ids.shape, index_dtype(ids.shape[0])), ids, num_segments)
-    return over_counts(total, count).astype(data.dtype), count
-
-
-def _reference_in_float64(data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array]:
-    total = sum_in_float64(data, ids, num_segments)
+def _reference(accumulator: Accumulator | None, data: Array, ids: Array, *, num_segments: int) -> tuple[Array, Array]:
+    total = wide_sums(accumulator, data, ids, num_segments)
     count = xla_sum(jnp.ones(ids.shape, index_dtype(ids.shape[0])), ids, num_segments)
     return over_counts(total, count).astype(data.dtype), count
 
@@ -197,36 +194,26 @@ def _shard_program(
 
 
 def _mean_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
-    of_gradient = {} if accumulator is None else {"accumulator": accumulator}
     return reduction_op(
         name,
         results={"output": CELLS, "count": COUNTS},
         result_dtypes=lambda data, segment_ids: [data.dtype, index_dtype(segment_ids.shape[0])],
+        reference=functools.partial(_reference, accumulator),
         attributes=("indices_are_sorted", "deterministic"),
         shard_program=functools.partial(_shard_program, accumulator),
         transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
-            d_results[0], count_rows(ids, num_segments), ids, **params, **of_gradient
+            d_results[0],
+            count_rows(ids, num_segments),
+            ids,
+            **gradient_params({**params, "accumulator": accumulator}),
         ),
         **fields,
     )
 
 
-SEGMENT_MEAN = _mean_op(
-    "segment_mean",
-    None,
-    reference=_reference,
-    dtypes=FLOATING_DTYPES,
-    guarantee=sum_guarantee,
-    xla_rules=SUM_RULES,
-)
+SEGMENT_MEAN = _mean_op("segment_mean", None, dtypes=FLOATING_DTYPES, guarantee=sum_guarantee, xla_rules=SUM_RULES)
 
-SEGMENT_MEAN_IN_FLOAT64 = _mean_op(
-    "segment_mean_in_float64",
-    "float64",
-    reference=_reference_in_float64,
-    dtypes=BELOW_FLOAT64,
-    guarantee=IN_FLOAT64,
-)
+SEGMENT_MEAN_IN_FLOAT64 = _mean_op("segment_mean_in_float64", "float64", dtypes=BELOW_FLOAT64, guarantee=IN_FLOAT64)
 
 # A gather of quotients. H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.42 (33 loops each).
 # Two cores: 0.52 (8 loops).

@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
+from jax_baracuda._core.dispatch import at_least, on_gpu, sorts_apart
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda.ops.segment.definitions import IDS, ROWS, limit_of_32_bits, plan_parameters
@@ -243,6 +244,10 @@ def sorted_by_segment(segment_ids: Array, num_segments: int) -> tuple[Array, Arr
     """
     order, sorted_ids = SEGMENT_ORDER.kernel(in_32_bits(segment_ids, num_segments), num_segments=num_segments)
     return order, sorted_ids
+
+
+SORTED_APART = on_gpu("XLA shares the sort between calls", sorts_apart, at_least(row_bytes=65))
+"""Where an op of rows is served by the order of the rows and the op of gathered rows. Narrower rows would be copied."""
 
 
 def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:

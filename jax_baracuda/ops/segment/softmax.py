@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, flag
 from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu, uncontended, unordered
 from jax_baracuda._core.docstrings import described_like
@@ -90,7 +90,7 @@ def segment_softmax(
     def softmax(params: Params, **arrays: Array) -> Array:
         return segments.shaped_as_ids(_segment_softmax(params, **arrays))
 
-    probabilities = ordered.reduce(softmax, ordered.params(deterministic=bool(deterministic)))
+    probabilities = ordered.reduce(softmax, ordered.params(deterministic=flag(name, "deterministic", deterministic)))
     return probabilities if plan is None else unpermuted(probabilities, plan.edge_order)
 
 
@@ -139,7 +139,7 @@ def segment_softmax_backward(
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
     with both_modes():  # a gradient has derivatives of either mode
         ordered = call.sorted_by_plan()
-        params = ordered.params(deterministic=bool(deterministic))
+        params = ordered.params(deterministic=flag(name, "deterministic", deterministic))
         rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).sorted_by_plan()))
         [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **params)
         return segments.shaped_as_ids(d_rows if plan is None else unpermuted(d_rows, plan.edge_order))

@@ -6,14 +6,14 @@ The op of gathered rows is here, too, because a call with a plan gathers its row
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import (
     MB,
@@ -75,7 +75,7 @@ from jax_baracuda.ops.segment.edges import (
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.ids import index_dtype
-from jax_baracuda.ops.segment.plan import SegmentPlan
+from jax_baracuda.ops.segment.plan import SORTED_APART, SegmentPlan, sorted_by_segment
 
 
 @selectable
@@ -155,7 +155,7 @@ def segment_sum(
     call = canonicalize(segments, data, out_sharding, bucket_size)
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
-    params = call.params(deterministic=bool(deterministic), accumulator=accumulator)
+    params = call.params(deterministic=flag(name, "deterministic", deterministic), accumulator=accumulator)
     return reduce_numbers(call, _segment_sum, params, jnp.sum if accumulator is None else None)
 
 
@@ -202,13 +202,15 @@ def segment_sum_backward(
 # Reference in plain JAX.
 
 
-def _reference(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
-    wide = data.astype(accumulation_dtype(data.dtype))
-    return (xla_sum(wide, ids, num_segments).astype(data.dtype),)
+def wide_sums(accumulator: Accumulator | None, data: Array, ids: Array, num_segments: int) -> Array:
+    """The sums before they are rounded to the dtype of the data."""
+    if accumulator is not None:
+        return sum_in_float64(data, ids, num_segments)
+    return xla_sum(data.astype(accumulation_dtype(data.dtype)), ids, num_segments)
 
 
-def _reference_in_float64(data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
-    return (sum_in_float64(data, ids, num_segments).astype(data.dtype),)
+def _reference(accumulator: Accumulator | None, data: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
+    return (wide_sums(accumulator, data, ids, num_segments).astype(data.dtype),)
 
 
 def _reference_backward(d_output: Array, ids: Array) -> tuple[Array]:
@@ -259,32 +261,33 @@ SUM_RULES = (
     on_gpu("rows in the L2 cache", unordered, uncontended, at_least(features=32), at_most(bytes=32 * MB)),
 )
 
-SEGMENT_SUM = reduction_op(
+
+def _sum_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
+    return reduction_op(
+        name,
+        results={"output": CELLS},
+        reference=functools.partial(_reference, accumulator),
+        attributes=("indices_are_sorted", "deterministic"),
+        shard_program=functools.partial(_shard_program, accumulator),
+        transpose=lambda _, d_outputs, ids, **params: SEGMENT_SUM_BACKWARD(
+            d_outputs[0], ids, **gradient_params({**params, "accumulator": accumulator})
+        ),
+        **fields,
+    )
+
+
+SEGMENT_SUM = _sum_op(
     "segment_sum",
-    results={"output": CELLS},
-    reference=_reference,
+    None,
     dtypes=WIDE_DTYPES,
     guarantee=sum_guarantee,
-    attributes=("indices_are_sorted", "deterministic"),
     # Two cores: 0.6 up to 1 MB (9 loops).
     xla_rules=(*SUM_RULES, on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB))),
-    shard_program=functools.partial(_shard_program, None),
-    transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(d_outputs[0], ids, **params),
+    programs={SORTED_APART: lambda *operands, **params: _sum_sorted_apart(*operands, **params)},
 )
 
 # Always the kernel: in plain JAX, float64 may not exist.
-SEGMENT_SUM_IN_FLOAT64 = reduction_op(
-    "segment_sum_in_float64",
-    results={"output": CELLS},
-    reference=_reference_in_float64,
-    dtypes=BELOW_FLOAT64,
-    guarantee=IN_FLOAT64,
-    attributes=("indices_are_sorted", "deterministic"),
-    shard_program=functools.partial(_shard_program, "float64"),
-    transpose=lambda _, d_outputs, ids, *, num_segments, **params: SEGMENT_SUM_BACKWARD(
-        d_outputs[0], ids, **params, accumulator="float64"
-    ),
-)
+SEGMENT_SUM_IN_FLOAT64 = _sum_op("segment_sum_in_float64", "float64", dtypes=BELOW_FLOAT64, guarantee=IN_FLOAT64)
 
 
 def sum_op(accumulator: Accumulator | None) -> Op:
@@ -446,6 +449,12 @@ def _sort_first(
     return GATHER_SEGMENT_SUM.kernel(data, *edges, weights, numbers_of_weights, **params | {"indices_are_sorted": True})
 
 
+def _sum_sorted_apart(data: Array, ids: Array, *, num_segments: int, **_: Any) -> Sequence[Array]:
+    order, sorted_ids = sorted_by_segment(ids, num_segments)
+    flags = {"indices_are_sorted": True, "deterministic": False, "clips_gather_ids": True, "is_wide": False}
+    return GATHER_SEGMENT_SUM.kernel(data, order, sorted_ids, num_segments=num_segments, **flags)
+
+
 # H100, time of plain JAX / kernel: 0.35 (76 loops).
 GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
@@ -559,7 +568,7 @@ def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministi
     return {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
 
 
-def gradient_params(params: Params) -> dict[str, Any]:
+def gradient_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
     names = ("indices_are_sorted", "deterministic", "accumulator")
     return {name: params[name] for name in names if params.get(name) is not None}

@@ -14,7 +14,7 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, in_automatic_mode, reshard_like
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, flag, in_automatic_mode, reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import (
@@ -115,7 +115,10 @@ def take_rows(
     if num_rows == 0 and ids.size > 0:
         raise ValueError(f"{name}: data must have rows for {ids.size} ids to take, got shape {data.shape}")
     ids = _row_numbers(ids, num_rows)
-    flags = {"indices_are_sorted": bool(indices_are_sorted), "deterministic": bool(deterministic)}
+    flags = {
+        "indices_are_sorted": flag(name, "indices_are_sorted", indices_are_sorted),
+        "deterministic": flag(name, "deterministic", deterministic),
+    }
     return _gather(data, ids, **flags, accumulator=accumulator)
 
 
