@@ -363,13 +363,13 @@ void SumProducts(const Tile& tile, View<const C> in, const C* dz, const Masks& m
 }
 
 // Parameters may have the compute type where x has 16 bits, so that C is a type of rows, too.
-#define JB_TILES_OF(T, C)                                                   \
-  template void LoadRuns(const T*, Runs, C*);                               \
-  template void StoreRuns(const C*, Runs, T*);                              \
-  template void LoadRows(const T*, int64_t, int64_t, int64_t, int64_t, C*); \
-  template void StoreRows(const C*, int64_t, int64_t, int64_t, T*);         \
-  template void ShiftStates(const T*, int64_t, const T*, int64_t, T*);      \
-  template void SiluGradient(const T*, Runs, C*);
+#define JB_TILES_OF(T, C)                                                                                       \
+  template void LoadRuns(const T* from, Runs runs, C* to);                                                      \
+  template void StoreRuns(const C* from, Runs runs, T* to);                                                     \
+  template void LoadRows(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to); \
+  template void StoreRows(const C* from, int64_t length, int64_t times, int64_t channels, T* rows);             \
+  template void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channels, T* new_states);  \
+  template void SiluGradient(const T* dy, Runs runs, C* z);
 JB_TILES_OF(Float16, float)
 JB_TILES_OF(BFloat16, float)
 JB_TILES_OF(float, float)
