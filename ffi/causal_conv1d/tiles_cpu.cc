@@ -362,6 +362,7 @@ void SumProducts(const Tile& tile, View<const C> in, const C* dz, const Masks& m
   });
 }
 
+// NOLINTBEGIN(bugprone-macro-parentheses): the arguments are types.
 // Parameters may have the compute type where x has 16 bits, so that C is a type of rows, too.
 #define JB_TILES_OF(T, C)                                                                                       \
   template void LoadRuns(const T* from, Runs runs, C* to);                                                      \
@@ -375,6 +376,7 @@ JB_TILES_OF(BFloat16, float)
 JB_TILES_OF(float, float)
 JB_TILES_OF(double, double)
 #undef JB_TILES_OF
+// NOLINTEND(bugprone-macro-parentheses)
 
 #define JB_TILES_OF(C)                                                                                       \
   template void Correlate(const Tile&, View<const C>, View<const C>, const C*, const Masks&, bool, View<C>); \
