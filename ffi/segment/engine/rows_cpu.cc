@@ -52,7 +52,7 @@ int64_t Convert(const int64_t* ids, int64_t count, int64_t segments, int32_t* to
   return 1;
 }
 
-// Whether ids ascend. Vectorised, which a loop that may end at every id is not.
+// Whether ids ascend. It compares blocks of ids, because compilers do not vectorise a loop that may end at any id.
 template <typename Id>
 JB_AVX2_CLONES bool Ascend(const Id* ids, int64_t count) {
   constexpr int64_t kBlock = 512;

@@ -32,8 +32,8 @@
 // A reduction that must check each row may have the type
 //   Unchecked       a reduction with the same cells, whose Fold checks nothing and sees subnormal numbers as zeros
 // and the function
-//   EndUnchecked(count, cells)                makes cells of an Unchecked reduction its own; false if some are lost, so
-//                                             that the rows must be folded again, with checks
+//   EndUnchecked(count, cells)                makes cells of an Unchecked reduction its own; false if some are lost, and
+//                                             then the rows are folded again, with checks
 #pragma once
 
 #include <algorithm>
@@ -66,7 +66,7 @@ inline constexpr int64_t kScanPrefetchDistance = 16;  // in narrow rows
 inline constexpr int64_t kConvertedIds = 1024;        // ids converted at a time, and the most rows of a block
 inline constexpr int64_t kConvertedNumbers = 2048;    // numbers converted together
 inline constexpr int64_t kMaxNarrowWidth = 8;
-inline constexpr int64_t kMinRowsPerRun = 16;  // in shorter runs, a mispredicted branch takes longer than the rows
+inline constexpr int64_t kMinRowsPerRun = 16;  // of a segment, to keep its cell in registers: a run ends with a branch
 
 enum class Strategy {
   kNothing,

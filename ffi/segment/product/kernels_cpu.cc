@@ -54,8 +54,8 @@ JB_INLINE SignedBits<C> LeavesSide(C cell, C product) {
   return field == 0 || field == FloatingFormat<C>::kExponentMask || IsShifted(cell) != IsShifted(product) ? 1 : 0;
 }
 
-// Without checks, every cell is the plain product. If subnormal numbers are zeros, zeros, infinities and NaN stay such
-// in later products. So a product that is ordinary in the end was so after every row.
+// Without checks, every cell is the plain product. With subnormal numbers as zeros, a product that was ever zero,
+// infinite or NaN never becomes ordinary again. So a product that is ordinary in the end was so after every row.
 template <typename T, bool kChecks = true>
 struct FloatingProduct {
   using Element = T;
@@ -281,7 +281,9 @@ class ProductGradient {
     // Wide rows read their cells from memory about as fast as from an array that is made for them.
     const bool is_narrow = problem.features <= kMaxGatheredWidth;
     const bool has_few_cells = is_narrow ? problem.segments <= 2 * problem.rows : 2 * problem.segments <= problem.rows;
-    return has_few_cells ? WriteFromNumerators(pool) : (WriteFromCells(pool), true);
+    if (has_few_cells) return WriteFromNumerators(pool);
+    WriteFromCells(pool);
+    return true;
   }
 
  private:

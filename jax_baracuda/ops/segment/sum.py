@@ -449,9 +449,9 @@ def _sort_first(
     return GATHER_SEGMENT_SUM.kernel(data, *edges, weights, numbers_of_weights, **params | {"indices_are_sorted": True})
 
 
-def _sum_sorted_apart(data: Array, ids: Array, *, num_segments: int, **_: Any) -> Sequence[Array]:
+def _sum_sorted_apart(data: Array, ids: Array, *, num_segments: int, deterministic: bool, **_: Any) -> Sequence[Array]:
     order, sorted_ids = sorted_by_segment(ids, num_segments)
-    flags = {"indices_are_sorted": True, "deterministic": False, "clips_gather_ids": True, "is_wide": False}
+    flags = {"indices_are_sorted": True, "deterministic": deterministic, "clips_gather_ids": True, "is_wide": False}
     return GATHER_SEGMENT_SUM.kernel(data, order, sorted_ids, num_segments=num_segments, **flags)
 
 
