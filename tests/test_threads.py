@@ -30,21 +30,23 @@ def call_from_many_threads() -> None:
     several threads. All results have the bits of a call alone."""
     rng = np.random.default_rng(0)
     examples = [dataclasses.replace(x, sizes={"small": x.sizes["check"]}) for x in programs.FIRST_EXAMPLES.values()]
-    functions = [programs.program_of(rng, example) for example in examples]
-    operands = jax.device_put([function.operands for function in functions])
+    # Each thread has numbers of its own: results that are computed from another thread's memory differ.
+    of_threads = [[programs.program_of(rng, example) for example in examples] for _ in range(NUM_THREADS)]
+    functions = of_threads[0]
+    operands = [jax.device_put([function.operands for function in own]) for own in of_threads]
 
     def call_all(all_operands: Any) -> Any:
         return [f.function(*x) for f, x in zip(functions, all_operands, strict=True)]
 
-    program = jax.jit(call_all).lower(operands).compile()
-    expected = jax.tree.map(lambda x: np.asarray(x).tobytes(), program(operands))
+    program = jax.jit(call_all).lower(operands[0]).compile()
+    expected = [jax.tree.map(lambda x: np.asarray(x).tobytes(), program(own)) for own in operands]
     start = threading.Barrier(NUM_THREADS)
 
-    def work(_: int) -> None:
+    def work(thread: int) -> None:
         start.wait()
-        all_results = [program(operands) for _ in range(CALLS_PER_THREAD)]  # all in flight before any is read
+        all_results = [program(operands[thread]) for _ in range(CALLS_PER_THREAD)]  # all in flight before any is read
         for results in all_results:
-            for function, actual, bits in zip(functions, results, expected, strict=True):
+            for function, actual, bits in zip(functions, results, expected[thread], strict=True):
                 assert jax.tree.map(lambda x: np.asarray(x).tobytes(), actual) == bits, function.name
 
     with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:

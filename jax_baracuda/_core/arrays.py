@@ -131,7 +131,7 @@ def static_type_error(function: str, argument: str, allowed: str, value: Any) ->
     advice = ""
     if isinstance(value, jax.core.Tracer):
         advice = "; it must be known when the program is traced: a Python value, or named in static_argnames of jax.jit"
-    elif isinstance(value, jax.Array):
+    elif isinstance(value, jax.Array | np.ndarray):
         advice = "; it must be a Python value, not an array"
     return TypeError(f"{function}: {argument} must be {allowed}, got {_shown(value)}{advice}")
 

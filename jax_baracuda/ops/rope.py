@@ -102,7 +102,8 @@ def rope(
       The rotated features, with the shape and dtype of `x`.
 
     Raises:
-      TypeError: an argument is not an array or number, has an unsuitable dtype, or is traced: only arrays may be.
+      TypeError: an argument is not an array or number, has an unsuitable dtype, or is a traced value where a
+        Python value is needed.
       ValueError: shapes do not fit; `layout` is unknown, or required and missing; `rotary_dim` is odd or out of range;
         `rotary_offset` is out of range; `sections` do not sum to ``rotary_dim/2``, or lack positions; `base` or
         `scale` is not finite, or `base` is not positive; NumPy `positions` need 64-bit types of JAX.
@@ -112,10 +113,9 @@ def rope(
 
     Numerical guarantees: for positions from -2^20 to 2^20, sine and cosine are those of the exact angle, whatever the
     dtype; beyond, the error of the angle grows with the position. float32 results are within 2 units in the last place
-    of the pair's length. 16-bit results are computed in float32
-    and rounded once, which gives the rounded exact result for at least 99% of numbers. float64 multiplies position and
-    frequency in float64. Features that are not rotated are exact, and NaN and infinities stay in their pair. Bit-equal
-    from run to run.
+    of the pair's length. 16-bit results are computed in float32 and rounded once, which gives the rounded exact result
+    for at least 99% of numbers. float64 multiplies position and frequency in float64. Features that are not rotated are
+    exact, and NaN and infinities stay in their pair. Bit-equal from run to run.
 
     Gradient: :func:`rope_backward`, a kernel as well. No features are kept for the backward pass.
 

@@ -46,5 +46,5 @@ def test_their_tests() -> None:
     counts: collections.Counter[str] = collections.Counter()
     for count, name in re.findall(r"^(\d+) x (\S+): ", redirected, re.M):
         counts[name] += int(count)
-    assert counts["jax.ops.segment_sum"] > 300, redirected
-    assert sum(counts.values()) > 500, redirected
+    assert counts["jax.ops.segment_sum"] > 40, redirected
+    assert sum(counts.values()) > 100, redirected

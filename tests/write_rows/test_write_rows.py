@@ -215,6 +215,33 @@ def test_vmap(rng: np.random.Generator) -> None:
                           .lower(*operands).as_text()) == ["write_rows"]  # fmt: skip
 
 
+@pytest.mark.parametrize("has_layer", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_of_conversions(rng: np.random.Generator, axis: int, has_layer: bool) -> None:
+    """Layers, and scales of a tensor or of its heads, with any operands but the pool shared by the batch."""
+    batch, heads = 3, 2
+    dest = np.stack([small_integers(rng, (9, heads, 8) if axis == 0 else (heads, 9, 8), "int8") for _ in range(batch)])
+    dest = np.stack([dest, dest], 1) if has_layer else dest
+    rows = random_numbers(rng, (batch, 40, heads, 8), "float32")
+    slots = np.stack([random_slots(rng, 40, 9) for _ in range(batch)])
+    layers = np.array([1, -1, 0], np.int32) if has_layer else None
+    for shape in ((batch,), (batch, heads)):
+        scales = rng.uniform(0.3, 3, shape).astype(np.float32)
+        for shared in itertools.product([False, True], repeat=4):
+            arrays = [x[0] if x is not None and is_shared else x
+                      for x, is_shared in zip((rows, slots, layers, scales), shared, strict=True)]  # fmt: skip
+            mapped = [None if x is None or is_shared else 0 for x, is_shared in zip(arrays, shared, strict=True)]
+
+            def write(dest: Any, rows: Any, slots: Any, layer: Any, scale: Any) -> Any:
+                options = {"axis": axis, "layer": layer, "scale": scale}
+                return write_rows(dest, rows, slots, **options, implementation="kernel")
+
+            results = jax.jit(jax.vmap(write, (0, *mapped)))(dest, *arrays)
+            for i, result in enumerate(results):
+                own = [x if of_batch is None else x[i] for x, of_batch in zip(arrays, mapped, strict=True)]
+                assert_same_memory(result, reference_write(dest[i], *own[:2], axis, *own[2:]))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Gradients.
 
