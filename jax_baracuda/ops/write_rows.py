@@ -149,10 +149,11 @@ MAX_COMPARED_ROWS = 32
 
 def is_last_of_slot(slots: Array) -> Array:
     """Which rows are the last ones of their slot."""
-    if slots.shape[0] == 1:
+    [count] = slots.shape
+    if count == 1:
         return jnp.ones(slots.shape, bool)
-    positions = jax.lax.iota(jnp.int32, slots.shape[0])
-    if slots.shape[0] <= MAX_COMPARED_ROWS:
+    positions = jax.lax.iota(jnp.int32, count)
+    if isinstance(count, int) and count <= MAX_COMPARED_ROWS:  # an exported program may have a symbolic count
         is_later = positions[:, None] < positions
         return ~jnp.any(is_later & (slots[:, None] == slots), axis=1)
     in_order, order = jax.lax.sort((slots, positions), num_keys=1, is_stable=True)
