@@ -395,8 +395,8 @@ _common: dict[str, Any] = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
-# Two cores, appends of 8 × 128 numbers, time of plain JAX / kernel: in loops 0.4 to 0.8 with 1 to 8 rows, 0.6 to 0.9 with
-# 16 and 32, which take 1.4 to 1.8 in calls of their own. XLA copies pools of 8 bits in every step.
+# Two cores, appends of 8 × 128 numbers, time of plain JAX / kernel: in loops 0.4 to 0.8 with 1 to 8 rows, 0.6 to 0.9
+# with 16 and 32, which take 1.4 to 1.8 in calls of their own. XLA copies pools of 8 bits in every step.
 WRITE_ROWS = Op(
     name="write_rows",
     operands=lambda *, ranks, axis, has_layer, scales: {
