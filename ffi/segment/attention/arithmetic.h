@@ -15,7 +15,8 @@ namespace jax_baracuda::segment {
 template <typename C>
 inline constexpr C kLowestLogit = std::numeric_limits<C>::lowest();
 
-// What a feature adds to a logit, and the derivative of the logit with respect to query and key.
+// The logit is Logit of the sum of the features' terms. OfSum gives the derivative by this sum, ByQuery and ByKey those
+// of the sum by a feature of the query and of the key.
 template <typename C>
 struct DotScore {
   using Number = C;
@@ -26,8 +27,9 @@ struct DotScore {
 
   JB_HOST_DEVICE C Term(C query, C key, C /*weight*/) const { return query * key; }
   JB_HOST_DEVICE C Logit(C sum) const { return scale * sum; }
-  JB_HOST_DEVICE C ByQuery(C /*query*/, C key, C /*weight*/) const { return scale * key; }
-  JB_HOST_DEVICE C ByKey(C query, C /*key*/, C /*weight*/) const { return scale * query; }
+  JB_HOST_DEVICE C OfSum(C d_logit) const { return scale * d_logit; }
+  JB_HOST_DEVICE C ByQuery(C /*query*/, C key, C /*weight*/) const { return key; }
+  JB_HOST_DEVICE C ByKey(C query, C /*key*/, C /*weight*/) const { return query; }
 };
 
 template <typename C>
@@ -41,6 +43,7 @@ struct AdditiveScore {
   JB_HOST_DEVICE C Leaky(C x) const { return x >= C{0} ? x : slope * x; }
   JB_HOST_DEVICE C Term(C query, C key, C weight) const { return weight * Leaky(query + key); }
   JB_HOST_DEVICE C Logit(C sum) const { return sum; }
+  JB_HOST_DEVICE C OfSum(C d_logit) const { return d_logit; }
   JB_HOST_DEVICE C ByQuery(C query, C key, C weight) const { return query + key >= C{0} ? weight : slope * weight; }
   JB_HOST_DEVICE C ByKey(C query, C key, C weight) const { return ByQuery(query, key, weight); }
 };

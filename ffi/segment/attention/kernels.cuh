@@ -3,6 +3,9 @@
 // Each thread has one vector of a head's features. The threads of a head add up their terms of the logit by shuffles;
 // they always belong to one group and one warp, because a head is a power of two of vectors. Heads of given logits may
 // be narrower than a vector, whose threads then have narrower vectors.
+//
+// Loading and computing an edge takes about as long as its bytes, so instructions count here: addresses are products of
+// 32-bit numbers, which take one instruction, and all lanes of a warp shuffle together.
 #pragma once
 
 #include <algorithm>
@@ -27,16 +30,19 @@ __device__ __forceinline__ float ApproximateInverse(float total) {
 }
 __device__ __forceinline__ double ApproximateInverse(double total) { return InverseTotal(total); }
 
-// The sum over the threads of a head, which are neighbours: `lanes` is a power of two.
-template <typename C>
-__device__ __forceinline__ C SumOverHead(C x, int lanes) {
-  const uint32_t first = threadIdx.x % 32 & ~static_cast<uint32_t>(lanes - 1);
-  const uint32_t mask = lanes == 32 ? kFullWarp : ((1u << lanes) - 1) << first;
+// Sums over the threads of a head, which are neighbours: `lanes` is a power of two. All lanes of the warp take part.
+template <typename C, int kSums>
+__device__ __forceinline__ void SumOverHead(C (&sums)[kSums], int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    if (step < lanes) x += __shfl_xor_sync(mask, x, step);
+    for (C& sum : sums) sum += __shfl_xor_sync(kFullWarp, sum, step);
   }
-  return x;
+}
+
+// The address this many bytes after another.
+template <typename T>
+__device__ __forceinline__ const T* At(const T* address, uint64_t bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(address) + bytes);
 }
 
 // The heads of a call, for the accumulators' results and for the terms of the logits.
@@ -49,7 +55,7 @@ struct AttentionHeads {
 
   __device__ __forceinline__ int64_t HeadOf(int64_t feature) const { return feature >> log_features; }
   __device__ __forceinline__ bool IsFirst(int64_t feature) const {
-    return (feature & ((int64_t{1} << log_features) - 1)) == 0;
+    return (static_cast<uint32_t>(feature) & ((1u << log_features) - 1)) == 0;
   }
   template <int kVec>
   __device__ __forceinline__ int Lanes() const {
@@ -66,9 +72,18 @@ struct AttentionArrays : AttentionHeads<T, Score> {
   const C *bias, *maxima, *totals, *means;
   const int32_t* rows_of_edges;
   int64_t rows;
+  uint32_t row_bytes, head_bytes;  // of a row's features, and of a number for each of its heads
 
-  __device__ __forceinline__ int64_t NearestRow(uint32_t edge) const {
-    return min(max(int64_t{__ldg(rows_of_edges + edge)}, int64_t{0}), rows - 1);
+  __device__ __forceinline__ uint32_t NearestRow(uint32_t edge) const {
+    return static_cast<uint32_t>(min(max(int64_t{__ldg(rows_of_edges + edge)}, int64_t{0}), rows - 1));
+  }
+  // Bytes from the start of an array with a vector for each row or segment, or with a number for each head of those or
+  // of each edge, to what a thread loads.
+  __device__ __forceinline__ uint64_t OfRow(uint32_t row, const RowPlace& place) const {
+    return uint64_t{row} * row_bytes + place.column * sizeof(T);
+  }
+  __device__ __forceinline__ uint64_t OfHead(uint32_t row, const RowPlace& place) const {
+    return uint64_t{row} * head_bytes + place.at * sizeof(C);
   }
 };
 
@@ -94,13 +109,15 @@ AttentionArrays<T, Score> ArraysOf(const AttentionCall& call, int64_t segments, 
   arrays.means = call.means.Of<C>(b, segments * heads);
   arrays.rows_of_edges = call.rows_of_edges.Of<int32_t>(b, call.problem.rows);
   arrays.rows = rows;
+  arrays.row_bytes = static_cast<uint32_t>(features * sizeof(T));
+  arrays.head_bytes = static_cast<uint32_t>(heads * sizeof(C));
   return arrays;
 }
 
 // The Input of the three passes, without the Row.
 template <typename T, typename Score>
 struct AttentionEdges : Edges {
-  static constexpr bool kTakesEdges = true;
+  static constexpr bool kTakesEdges = true, kSharesLanes = true;
   AttentionArrays<T, Score> arrays;
 
   // The head of a thread.
@@ -114,21 +131,17 @@ struct ScoredEdge {
 
   Packed<T, kVec> query, key, value;
   C bias;
-  bool takes_part;  // the edge has a row and a segment
+  bool takes_part;  // the edge has a row and a segment; otherwise nothing else is set
 
-  __device__ __forceinline__ void LoadScored(const AttentionArrays<T, Score>& arrays, int64_t segment, int64_t row,
+  __device__ __forceinline__ void LoadScored(const AttentionArrays<T, Score>& arrays, uint32_t segment, uint32_t row,
                                              uint32_t edge, const RowPlace& place) {
-    bias = C{0};
-    memset(&query, 0, sizeof(query));
-    memset(&key, 0, sizeof(key));
-    memset(&value, 0, sizeof(value));
-    if (!takes_part) return;
+    const uint64_t of_row = arrays.OfRow(row, place);
     if constexpr (!Score::kIsGiven) {
-      key = LoadPacked<kVec>(arrays.key + row * place.features + place.column);
-      query = LoadPacked<kVec>(arrays.query + segment * place.features + place.column);
+      key = LoadPacked<kVec>(At(arrays.key, of_row));
+      query = LoadPacked<kVec>(At(arrays.query, arrays.OfRow(segment, place)));
     }
-    if constexpr (!Score::kIsAdditive) value = LoadPacked<kVec>(arrays.value + row * place.features + place.column);
-    if (arrays.bias != nullptr) bias = __ldg(arrays.bias + edge * arrays.heads + place.at);
+    if constexpr (!Score::kIsAdditive) value = LoadPacked<kVec>(At(arrays.value, of_row));
+    bias = arrays.bias == nullptr ? C{0} : __ldg(At(arrays.bias, arrays.OfHead(edge, place)));
   }
 
   __device__ __forceinline__ const Packed<T, kVec>& Values() const { return Score::kIsAdditive ? key : value; }
@@ -145,13 +158,19 @@ struct ScoredEdge {
     for (int i = 0; i < kVec; ++i) function(i, queries[i], keys[i], weights[i]);
   }
 
-  __device__ __forceinline__ C Logit(const AttentionHeads<T, Score>& heads, int64_t column) const {
+  // What the thread's features add to the sum in the logit.
+  __device__ __forceinline__ C OwnTerms(const AttentionHeads<T, Score>& heads, int64_t column) const {
+    C sum{0};
+    if constexpr (!Score::kIsGiven) {
+      ForEach(heads, column, [&](int, C q, C k, C w) { sum += heads.score.Term(q, k, w); });
+    }
+    return sum;
+  }
+  __device__ __forceinline__ C Logit(const AttentionHeads<T, Score>& heads, C sum) const {
     if constexpr (Score::kIsGiven) {
       return bias;
     } else {
-      C sum{0};
-      ForEach(heads, column, [&](int, C q, C k, C w) { sum += heads.score.Term(q, k, w); });
-      return heads.score.Logit(SumOverHead(sum, heads.template Lanes<kVec>())) + bias;
+      return heads.score.Logit(sum) + bias;
     }
   }
 };
@@ -186,6 +205,10 @@ template <template <typename, typename> class Reduction, template <typename, typ
           typename Call, typename OutputsOf>
 CudaStatus LaunchAttention(const Call& call, const ReducePlan& plan, int64_t segments, int64_t rows,
                            cudaStream_t stream, const OutputsOf& outputs_of) {
+  constexpr auto kMaxRowBytes = int64_t{UINT32_MAX};
+  if (call.heads * call.head_features * ElementBytes(call.type) > kMaxRowBytes || call.heads * 8 > kMaxRowBytes) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  }
   const auto launch = [&](auto element_tag, auto score, int64_t b) {
     using T = typename decltype(element_tag)::type;
     using Score = decltype(score);

@@ -91,32 +91,32 @@ struct EdgeGradient : ScoredEdge<T, Score, kVec> {
   Packed<T, kVec> d_output;
   C maximum, total, mean;
 
-  __device__ __forceinline__ void LoadGradient(const AttentionArrays<T, Score>& arrays, int64_t segment, int64_t row,
-                                               const SourceRow& source, const RowPlace& place) {
-    this->takes_part = source.row != kDropped && place.segment >= 0;
-    this->LoadScored(arrays, segment, row, source.edge, place);
-    memset(&d_output, 0, sizeof(d_output));
-    maximum = total = mean = C{0};
+  __device__ __forceinline__ void LoadGradient(const AttentionArrays<T, Score>& arrays, uint32_t segment, uint32_t row,
+                                               const SourceRow& source, uint32_t own, const RowPlace& place) {
+    this->takes_part = source.row != kDropped && own != kDropped;
     if (!this->takes_part) return;
-    d_output = LoadPacked<kVec>(arrays.d_output + segment * place.features + place.column);
-    const int64_t head = segment * arrays.heads + place.at;
-    maximum = __ldg(arrays.maxima + head);
-    total = __ldg(arrays.totals + head);
-    mean = __ldg(arrays.means + head);
+    this->LoadScored(arrays, segment, row, source.edge, place);
+    d_output = LoadPacked<kVec>(At(arrays.d_output, arrays.OfRow(segment, place)));
+    const uint64_t of_head = arrays.OfHead(segment, place);
+    maximum = __ldg(At(arrays.maxima, of_head));
+    total = __ldg(At(arrays.totals, of_head));
+    mean = __ldg(At(arrays.means, of_head));
   }
 
   C probability, d_logit;
 
   template <typename Outputs>
   __device__ __forceinline__ void Prepare(const Outputs& outputs, int64_t column) {
-    const C logit = this->Logit(outputs, column);
-    C d_outputs[kVec], values[kVec], d_probability{0};
+    C d_outputs[kVec], values[kVec], sums[Score::kIsGiven ? 1 : 2] = {};  // the last one: of the logit
     Widen<T, kVec>(d_output, d_outputs);
     Widen<T, kVec>(this->Values(), values);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) d_probability += d_outputs[i] * values[i];
-    d_probability = SumOverHead(d_probability, outputs.template Lanes<kVec>());
-    const C distance = logit - maximum;  // above 0 if the maximum was rounded otherwise
+    for (int i = 0; i < kVec; ++i) sums[0] += d_outputs[i] * values[i];
+    if constexpr (!Score::kIsGiven) sums[1] = this->OwnTerms(outputs, column);
+    SumOverHead(sums, outputs.template Lanes<kVec>());
+    const C d_probability = sums[0];
+    const C distance = this->Logit(outputs, Score::kIsGiven ? C{0} : sums[1 % std::size(sums)]) - maximum;
+    // A distance is above 0 if the maximum was rounded otherwise.
     probability = AttentionExp(distance > C{0} ? C{0} : distance) * ApproximateInverse(total);
     d_logit = probability * (d_probability - mean);
   }
@@ -134,17 +134,19 @@ struct BySegmentEdges : AttentionEdges<T, Score> {
 
     __device__ __forceinline__ void Load(const BySegmentEdges& input, const T*, const SourceRow& source,
                                          const RowPlace& place) {
+      const auto segment = static_cast<uint32_t>(place.segment);
       edge = source.edge;
       column = place.column;
       head = place.at;
-      this->LoadGradient(input.arrays, place.segment, source.row, source, place);
+      this->LoadGradient(input.arrays, segment, source.row, source, /*own=*/segment, place);
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs& outputs) const {
       if (!this->takes_part) return;
+      const C d_sum = outputs.score.OfSum(this->d_logit);
       this->ForEach(outputs, column, [&](int i, C query, C key, C weight) {
-        cells.sum[0][i] += this->d_logit * outputs.score.ByQuery(query, key, weight);
-        if constexpr (Score::kIsAdditive) cells.sum[1][i] += this->d_logit * outputs.score.Leaky(query + key);
+        cells.sum[0][i] += d_sum * outputs.score.ByQuery(query, key, weight);
+        if constexpr (Score::kIsAdditive) cells.sum[1][i] += d_sum * outputs.score.Leaky(query + key);
       });
       if (outputs.d_bias != nullptr && outputs.IsFirst(column)) {
         outputs.d_bias[edge * outputs.heads + head] = this->d_logit;
@@ -165,18 +167,21 @@ struct ByRowEdges : AttentionEdges<T, Score> {
 
     __device__ __forceinline__ void Load(const ByRowEdges& input, const T*, const SourceRow& source,
                                          const RowPlace& place) {
+      const auto own = static_cast<uint32_t>(place.segment);
       edge = source.edge;
       column = place.column;
       head = place.at;
-      int64_t row = place.segment;
-      if (Score::kIsGiven && row == input.arrays.rows) row = input.arrays.NearestRow(edge);
-      this->LoadGradient(input.arrays, source.row, row, source, place);
+      const bool has_no_row = Score::kIsGiven && own == input.arrays.rows;
+      const uint32_t row = has_no_row ? input.arrays.NearestRow(edge) : own;
+      this->LoadGradient(input.arrays, /*segment=*/source.row, row, source, own, place);
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs& outputs) const {
       if constexpr (Score::kIsGiven) {
         // Edges that take no part have a gradient of 0.
-        if (outputs.IsFirst(column)) outputs.d_bias[edge * outputs.heads + head] = this->d_logit;
+        if (outputs.IsFirst(column)) {
+          outputs.d_bias[edge * outputs.heads + head] = this->takes_part ? this->d_logit : C{0};
+        }
       }
       if (!this->takes_part) return;
       C d_outputs[kVec];
@@ -185,9 +190,10 @@ struct ByRowEdges : AttentionEdges<T, Score> {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) cells.sum[0][i] += this->probability * d_outputs[i];
       } else {
+        const C d_sum = outputs.score.OfSum(this->d_logit);
         this->ForEach(outputs, column, [&](int i, C query, C key, C weight) {
           const C of_value = this->probability * d_outputs[i];
-          cells.sum[0][i] += this->d_logit * outputs.score.ByKey(query, key, weight);
+          cells.sum[0][i] += d_sum * outputs.score.ByKey(query, key, weight);
           cells.sum[Score::kIsAdditive ? 0 : 1][i] += of_value;
         });
       }

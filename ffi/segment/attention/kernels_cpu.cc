@@ -268,7 +268,9 @@ JB_CPU_CLONES void GradientBlock(const ScoredHeads<Score> heads, const EdgeBlock
       if constexpr (HasSecondSums(kPass, Score::kIsGiven, kIsAdditive)) WriteZeros(state.second_sums, features);
       const auto add = [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
         const int64_t first = head * width;
-        const C d_logit = logits[at], probability = probabilities[at];
+        const C probability = probabilities[at];
+        C d_sum{0};
+        if constexpr (!Score::kIsGiven) d_sum = heads.score.OfSum(logits[at]);
         const C* const query = Score::kIsGiven ? nullptr : block.rows[kQuery][e] + first;
         const C* const key = Score::kIsGiven ? nullptr : block.rows[kKey][e] + first;
         const C *d_output = block.rows[kDOutput][e] + first, *weights = heads.score_weights + (kIsAdditive ? first : 0);
@@ -279,13 +281,13 @@ JB_CPU_CLONES void GradientBlock(const ScoredHeads<Score> heads, const EdgeBlock
           if constexpr (Score::kIsGiven) {
             first_sums[i] += probability * d_output[i];
           } else if constexpr (kByRow) {
-            const C by_key = d_logit * heads.score.ByKey(query[i], key[i], weight);
+            const C by_key = d_sum * heads.score.ByKey(query[i], key[i], weight);
             const C of_value = probability * d_output[i];
             first_sums[i] += kIsAdditive ? by_key + of_value : by_key;
             if constexpr (!kIsAdditive) second_sums[i] += of_value;
           } else {
-            first_sums[i] += d_logit * heads.score.ByQuery(query[i], key[i], weight);
-            if constexpr (kIsAdditive) second_sums[i] += d_logit * heads.score.Leaky(query[i] + key[i]);
+            first_sums[i] += d_sum * heads.score.ByQuery(query[i], key[i], weight);
+            if constexpr (kIsAdditive) second_sums[i] += d_sum * heads.score.Leaky(query[i] + key[i]);
           }
         }
       };

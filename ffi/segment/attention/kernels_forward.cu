@@ -75,12 +75,15 @@ struct ForwardEdges : AttentionEdges<T, Score> {
 
     __device__ __forceinline__ void Load(const ForwardEdges& input, const T*, const SourceRow& source,
                                          const RowPlace& place) {
-      this->takes_part = source.row != kDropped && place.segment >= 0;
-      this->LoadScored(input.arrays, place.segment, source.row, source.edge, place);
+      const auto segment = static_cast<uint32_t>(place.segment);
+      this->takes_part = source.row != kDropped && segment != kDropped;
+      if (this->takes_part) this->LoadScored(input.arrays, segment, source.row, source.edge, place);
     }
     template <typename Outputs>
     __device__ __forceinline__ void Prepare(const Outputs& outputs, int64_t column) {
-      logit = this->Logit(outputs, column);
+      ComputeType<T> sums[] = {this->OwnTerms(outputs, column)};
+      if constexpr (!Score::kIsGiven) SumOverHead(sums, outputs.template Lanes<kVec>());
+      logit = this->Logit(outputs, sums[0]);
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {

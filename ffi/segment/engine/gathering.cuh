@@ -4,6 +4,8 @@
 // kernels by value. An Input derives from Edges and has
 //
 //   kTakesEdges                         whether Row::Load needs the number of the edge
+//   kSharesLanes                        whether Prepare shuffles, so that all lanes of a warp have to call it together;
+//                                       Edges says no
 //   Advance(element, edges, features)   starts at this batch element; Edges has it for inputs without other arrays
 //   At(b, edges, column)                what a thread computes once, before it loads rows: an int64_t for batch element
 //                                       b and the features from `column` on; Edges has it for inputs that need none
@@ -36,6 +38,8 @@ struct RowPlace {
 
 // The edges of a call. The edge at position i reads row gather_ids[i]. It is number i, or edge_order[i].
 struct Edges {
+  static constexpr bool kSharesLanes = false;
+
   const int32_t* gather_ids;  // [batch or 1, edges]
   bool gather_ids_are_shared;
   bool clips;  // ids out of range name the nearest row; otherwise their rows are 0

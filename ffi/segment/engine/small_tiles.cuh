@@ -45,9 +45,10 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   const int64_t rows = a.problem.rows, features = a.problem.features;
   const int block_rows = a.groups * kSmallTileRows;
   const int group = threadIdx.x / a.features.lanes;
-  const int64_t column =
+  const int64_t own_column =
       (static_cast<int64_t>(column_block) * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
-  const bool is_active = group < a.groups && column < features;
+  const bool is_active = group < a.groups && own_column < features;
+  const int64_t column = is_active ? own_column : 0;  // Prepare may read at this column
   const int64_t at = a.input.At(b, rows, column);
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
@@ -66,14 +67,16 @@ __global__ void __launch_bounds__(kSmallTileThreads)
     }
   };
   const uint32_t* const own_segments = segments + 1 + group * kSmallTileRows;
-  // Calls add(row, segment) for the rows of the tile, in order.
-  const auto take_rows = [&](auto&& add) {
+  // Calls add(row, segment) for the rows of the tile, in order. Without `takes_part`, all rows count as dropped: the
+  // thread is here because all lanes of its warp have to be.
+  const auto take_rows = [&](bool takes_part, auto&& add) {
+    if (!takes_part && !Input::kSharesLanes) return;
 #pragma unroll 1
     for (int i = 0; i < kSmallTileRows; i += kSmallRowsInFlight) {
       typename Input::template Row<kVec> coming[kSmallRowsInFlight];
 #pragma unroll
       for (int u = 0; u < kSmallRowsInFlight; ++u) {
-        const uint32_t segment = own_segments[i + u];
+        const uint32_t segment = takes_part ? own_segments[i + u] : kDropped;
         if (segment == kDropped) continue;
         coming[u].Load(a.input, a.data, sources[group * kSmallTileRows + i + u],
                        {first_segment + segment, features, column, at});
@@ -81,7 +84,9 @@ __global__ void __launch_bounds__(kSmallTileThreads)
 #pragma unroll
       for (int u = 0; u < kSmallRowsInFlight; ++u) coming[u].Prepare(a.outputs, column);
 #pragma unroll
-      for (int u = 0; u < kSmallRowsInFlight; ++u) add(coming[u], own_segments[i + u]);
+      for (int u = 0; u < kSmallRowsInFlight; ++u) {
+        if (takes_part) add(coming[u], own_segments[i + u]);
+      }
     }
   };
 
@@ -92,21 +97,21 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   cells.Start();
   uint32_t segment = kDropped;  // segment of the current run
   bool enters = true;           // whether the current run started in an earlier tile
-  if (is_active) {
-    segment = own_segments[-1];
-    take_rows([&](const auto& row, uint32_t own_segment) {
-      if (own_segment != segment) {
-        if (enters) {
-          partials[threadIdx.x] = cells;
-        } else if (segment != kDropped) {
-          cells.Store(a.outputs, first_segment + segment, features, column);
-        }
-        segment = own_segment;
-        enters = false;
-        cells.Start();
+  if (is_active) segment = own_segments[-1];
+  take_rows(is_active, [&](const auto& row, uint32_t own_segment) {
+    if (own_segment != segment) {
+      if (enters) {
+        partials[threadIdx.x] = cells;
+      } else if (segment != kDropped) {
+        cells.Store(a.outputs, first_segment + segment, features, column);
       }
-      if (segment != kDropped) row.AddTo(cells, a.outputs);
-    });
+      segment = own_segment;
+      enters = false;
+      cells.Start();
+    }
+    if (segment != kDropped) row.AddTo(cells, a.outputs);
+  });
+  if (is_active) {
     if (enters) partials[threadIdx.x] = cells;
 #pragma unroll 1
     for (int i = 0; i < kSmallTileRows; ++i) {
@@ -144,12 +149,11 @@ __global__ void __launch_bounds__(kSmallTileThreads)
     __syncthreads();
     load_ids(next_row);
     __syncthreads();
-    if (is_active && own_segments[0] == last_segment) {
-      has_tail = true;
-      take_rows([&](const auto& row, uint32_t own_segment) {
-        if (own_segment == last_segment) row.AddTo(tail, a.outputs);
-      });
-    }
+    const bool is_in_run = is_active && own_segments[0] == last_segment;
+    has_tail |= is_in_run;
+    take_rows(is_in_run, [&](const auto& row, uint32_t own_segment) {
+      if (own_segment == last_segment) row.AddTo(tail, a.outputs);
+    });
     if (segments[block_rows] != last_segment || segments[block_rows + 1] != last_segment) break;
   }
   __shared__ bool group_has_tail[kSmallTileThreads];

@@ -50,7 +50,7 @@ inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 // The Input of rows that are not gathered.
 template <typename T>
 struct OwnRows {
-  static constexpr bool kTakesEdges = false;
+  static constexpr bool kTakesEdges = false, kSharesLanes = false;
   template <int kVec>
   using Row = ComingRow<T, kVec>;
 };
@@ -59,7 +59,7 @@ struct OwnRows {
 // AddPair(values of data, values of second).
 template <typename T>
 struct RowPairs {
-  static constexpr bool kTakesEdges = false;
+  static constexpr bool kTakesEdges = false, kSharesLanes = false;
 
   const T* second;  // [batch or 1, rows, features]
   bool second_is_shared;
@@ -275,21 +275,25 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   __syncthreads();
 
   const int group = threadIdx.x / a.features.lanes;
-  const int64_t column =
+  const int64_t own_column =
       (static_cast<int64_t>(column_block) * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const int64_t tile_row = first_row + group * kTileRows;
-  const bool is_active = group < a.groups && column < features && tile_row < rows;
+  const bool is_active = group < a.groups && own_column < features && tile_row < rows;
+  const int64_t column = is_active ? own_column : 0;  // Prepare may read at this column
 
   Cells cells;
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
+  const uint32_t* segments = shared.segments + (group + 1) * kPaddedTileRows;
   uint32_t carry_in_segment = kDropped;
   int64_t run_segment = -1;                    // result segment of the current run; negative if it is dropped
   bool has_carry_in = false, goes_on = false;  // goes_on: into the next group's tile
-  bool owns_long_run = false;
+  uint32_t starts = 0, after = 0;
+  int begin = 0, end = 0;  // the rows of the tile that this group reduces
 
   if (is_active) {
-    const uint32_t before = shared.starts[group], starts = shared.starts[group + 1], after = shared.starts[group + 2];
-    const uint32_t* segments = shared.segments + (group + 1) * kPaddedTileRows;
+    const uint32_t before = shared.starts[group];
+    starts = shared.starts[group + 1];
+    after = shared.starts[group + 2];
     for (uint32_t gaps = a.gap_blocks == 0 ? 0 : shared.gaps[group]; gaps != 0; gaps &= gaps - 1) {
       const int row = __ffs(gaps) - 1;
       // Index -2 skips the word of padding between tiles.
@@ -303,83 +307,85 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     has_carry_in = enters && (starts == 0 || before == 0) && carry_in_segment != kDropped;
     goes_on = has_carry_in && starts == 0 && (after & 1) == 0 && group + 1 < a.groups;
 
-    // This group reduces rows [begin, end) of the tile. An entering run that is not long belongs to the previous tile.
-    const int begin = enters && !has_carry_in ? (starts == 0 ? kTileRows : __ffs(starts) - 1) : 0;
-    int end = rows - tile_row < kTileRows ? static_cast<int>(rows - tile_row) : kTileRows;
+    // An entering run that is not long belongs to the previous tile.
+    begin = enters && !has_carry_in ? (starts == 0 ? kTileRows : __ffs(starts) - 1) : 0;
+    end = rows - tile_row < kTileRows ? static_cast<int>(rows - tile_row) : kTileRows;
     if (starts != 0 && end == kTileRows && after != 0) end += __ffs(after) - 1;
-
-    bool is_carry_in = has_carry_in;
-    const auto store_run = [&] {
-      if (is_carry_in) {
-        shared.carry_ins[threadIdx.x] = cells;
-      } else if (run_segment >= 0) {
-        cells.Store(a.outputs, run_segment, features, column);
-      }
-    };
-    cells.Start();
-    uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
-    const T* next_row = data + (tile_row + begin) * features + column;
-    int64_t at = 0;
-    if constexpr (kSource == RowSource::kGathered) at = a.input.At(b, rows, column);
-
-    for (int i = begin; i < end; i += kInFlight) {
-      typename Input::template Row<kVec> coming[kInFlight];
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        const int tile_offset = i + u;
-        if constexpr (kSource != RowSource::kGathered) coming[u].number = static_cast<int32_t>(tile_row) + tile_offset;
-        if (tile_offset >= end) continue;
-        if constexpr (kSource == RowSource::kStaged) {
-          const char* tile =
-              shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
-          const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
-          memcpy(&coming[u].values, tile + element * sizeof(T), sizeof(coming[u].values));
-          if constexpr (kHasPairs<Input>) {
-            memcpy(&coming[u].second_values, tile + staged_bytes + element * sizeof(T), sizeof(coming[u].values));
-          }
-        } else if constexpr (kSource == RowSource::kOrdered) {
-          uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + tile_offset / kTileRows];
-          coming[u].number = is_joined ? data_row % batch_rows : data_row;
-          if constexpr (kHasPairs<Input>) {
-            const uint32_t second_row = is_joined && a.input.second_is_shared ? data_row % batch_rows : data_row;
-            coming[u].second_values = LoadPackedStreaming<kVec>(second + second_row * features + column);
-            if (is_joined && a.problem.data_is_shared) data_row %= batch_rows;
-          }
-          coming[u].values = LoadPackedStreaming<kVec>(data + data_row * features + column);
-        } else if constexpr (kSource == RowSource::kGathered) {
-          const int place = group * kPaddedTileRows + tile_offset + tile_offset / kTileRows;
-          const SourceRow source{shared.order[place], Shared::kWithEdges ? shared.edges[place] : 0};
-          const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
-          coming[u].Load(a.input, data, source, {own == kDropped ? -1 : first_segment + own, features, column, at});
-        } else {
-          coming[u].values = LoadPackedStreaming<kVec>(next_row);
-          if constexpr (kHasPairs<Input>) {
-            coming[u].second_values = LoadPackedStreaming<kVec>(second + (next_row - data));
-          }
-          next_row += features;
-        }
-      }
-      // Also for rows past the end: their results are not used, and a branch would keep rows from overlapping.
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) coming[u].Prepare(a.outputs, column);
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        if (i + u >= end) break;
-        if ((coming_starts >> u) & 1) {
-          store_run();
-          is_carry_in = false;
-          const uint32_t segment = segments[i + u];
-          run_segment = segment == kDropped ? -1 : first_segment + segment;
-          cells.Start();
-        }
-        coming[u].AddTo(cells, a.outputs);
-      }
-      coming_starts >>= kInFlight;
-    }
-    // A tile whose starts are 0 is complete, since the row past the last one counts as a start.
-    owns_long_run = starts != 0 && after == 0 && run_segment >= 0;
-    if (!owns_long_run) store_run();
   }
+
+  bool is_carry_in = has_carry_in;
+  const auto store_run = [&] {
+    if (is_carry_in) {
+      shared.carry_ins[threadIdx.x] = cells;
+    } else if (run_segment >= 0) {
+      cells.Store(a.outputs, run_segment, features, column);
+    }
+  };
+  cells.Start();
+  uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
+  const T* next_row = data + (tile_row + begin) * features + column;
+  int64_t at = 0;
+  if constexpr (kSource == RowSource::kGathered) at = a.input.At(b, rows, column);
+
+  int steps_end = end;
+  if constexpr (Input::kSharesLanes) steps_end = begin + __reduce_max_sync(kFullWarp, end - begin);
+  for (int i = begin; i < steps_end; i += kInFlight) {
+    typename Input::template Row<kVec> coming[kInFlight];
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      const int tile_offset = i + u;
+      if constexpr (kSource != RowSource::kGathered) coming[u].number = static_cast<int32_t>(tile_row) + tile_offset;
+      if (tile_offset >= end) continue;
+      if constexpr (kSource == RowSource::kStaged) {
+        const char* tile =
+            shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
+        const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
+        memcpy(&coming[u].values, tile + element * sizeof(T), sizeof(coming[u].values));
+        if constexpr (kHasPairs<Input>) {
+          memcpy(&coming[u].second_values, tile + staged_bytes + element * sizeof(T), sizeof(coming[u].values));
+        }
+      } else if constexpr (kSource == RowSource::kOrdered) {
+        uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + (tile_offset >= kTileRows)];
+        coming[u].number = is_joined ? data_row % batch_rows : data_row;
+        if constexpr (kHasPairs<Input>) {
+          const uint32_t second_row = is_joined && a.input.second_is_shared ? data_row % batch_rows : data_row;
+          coming[u].second_values = LoadPackedStreaming<kVec>(second + second_row * features + column);
+          if (is_joined && a.problem.data_is_shared) data_row %= batch_rows;
+        }
+        coming[u].values = LoadPackedStreaming<kVec>(data + data_row * features + column);
+      } else if constexpr (kSource == RowSource::kGathered) {
+        const int place = group * kPaddedTileRows + tile_offset + (tile_offset >= kTileRows);
+        const SourceRow source{shared.order[place], Shared::kWithEdges ? shared.edges[place] : 0};
+        const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
+        coming[u].Load(a.input, data, source, {own == kDropped ? -1 : first_segment + own, features, column, at});
+      } else {
+        coming[u].values = LoadPackedStreaming<kVec>(next_row);
+        if constexpr (kHasPairs<Input>) {
+          coming[u].second_values = LoadPackedStreaming<kVec>(second + (next_row - data));
+        }
+        next_row += features;
+      }
+    }
+    // Also for rows past the end: their results are not used, and a branch would keep rows from overlapping.
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) coming[u].Prepare(a.outputs, column);
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u) {
+      if (i + u >= end) break;
+      if ((coming_starts >> u) & 1) {
+        store_run();
+        is_carry_in = false;
+        const uint32_t segment = segments[i + u];
+        run_segment = segment == kDropped ? -1 : first_segment + segment;
+        cells.Start();
+      }
+      coming[u].AddTo(cells, a.outputs);
+    }
+    coming_starts >>= kInFlight;
+  }
+  // A tile whose starts are 0 is complete, since the row past the last one counts as a start.
+  const bool owns_long_run = starts != 0 && after == 0 && run_segment >= 0;
+  if (!owns_long_run) store_run();
 
   // Merge the carry-ins of each long run within the block. After each step, the carry-in of a group that still
   // `goes_on` covers `2 * step` groups.
