@@ -249,11 +249,11 @@ def _are_added_by_xla(traits: Traits) -> bool:
     sizes = traits.sizes
     if sizes["features"] == 1:
         return sizes["segment"] >= 1 << 14
-    return sizes["features"] >= 32 and sizes["rank"] <= 2 and sizes["bytes"] <= 1 << 30
+    return sizes["features"] >= 32 and sizes["bytes"] <= 1 << 30
 
 
 # H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.85 for wide rows up to 32 MB, 0.8 for wide rows that XLA computes
-# (48 loops). It is 4 for 1.3M computed rows of 8 numbers, 7 for computed rows of heads, and up to 80 for two segments.
+# (48 loops). It is 4 for 1.3M computed rows of 8 numbers, and up to 80 for two segments.
 # 0.91 for 32M computed numbers that are added to a grid of 2M, with the gradient.
 SUM_RULES = (
     on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB)),
