@@ -253,7 +253,7 @@ def _scatter(
 
 
 def _add_flat_rows(ctx: Any, rows: _Rows, numbers: Any, params: dict[str, Any], *operands: Any) -> Any:
-    """JAX's scatter of flat rows: on GPUs, XLA adds rows of several axes number by number, not by vectors."""
+    """JAX's scatter of flat rows: on GPUs, XLA adds vectors of the last axis, which may be too short for them."""
     num_features = math.prod(rows.row_shape)
 
     def add(operand: Array, indices: Array, updates: Array) -> list[Array]:

@@ -812,7 +812,7 @@ def test_sums_that_xla_fuses_are_left_to_it(
 def test_rows_that_are_left_to_xla_are_flat_on_gpus(
     monkeypatch: pytest.MonkeyPatch, platform: str, shape: tuple[int, ...]
 ) -> None:
-    """There, XLA adds rows of several axes number by number."""
+    """There, XLA adds vectors of the last axis, which may be too short for them."""
     monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
     nodes, rows = np.zeros((5, 2, 3), np.float32), np.ones((7, 2, 3), np.float32)
     ids = np.arange(7, dtype=np.int32) - 1

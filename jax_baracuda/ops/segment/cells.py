@@ -66,7 +66,7 @@ def sum_in_blocks(add: Callable[[Array, int], Array], ids: Array, num_segments: 
 
 
 def xla_sum(rows: Array, ids: Array, num_segments: int) -> Array:
-    """Sums of rows, as flat rows: on GPUs, XLA adds those of several axes number by number, not by vectors."""
+    """Sums of rows, as flat rows: on GPUs, XLA adds vectors of the last axis, which may be too short for them."""
     flat = rows.reshape(*ids.shape, math.prod(rows.shape[ids.ndim :])) if rows.ndim > ids.ndim + 1 else rows
     sums = _flat_sum(flat, ids, num_segments)
     return sums.reshape(num_segments, *rows.shape[ids.ndim :])
