@@ -243,7 +243,33 @@ def _scatter(
 
     call = _call(ctx, op, types, {**of_op, **of_batch})
     site = _site(call, ctx, [2, 1], [operand, indices, updates])
-    return _lowered(call, site, () if replaces else _RULES_OF_JOIN, ctx, program, operand, indices, updates)
+    rules = () if replaces else _RULES_OF_JOIN
+    decision, result = _lowered(call, site, rules, ctx, program, operand, indices, updates)
+    has_several_axes = rows.batch is None and len(rows.row_shape) > 1
+    if result is None and has_several_axes and primitive == "scatter-add" and site.platform == "cuda":
+        if not site.is_split:  # a device may have a part of any axis
+            result = _add_flat_rows(ctx, rows, numbers, params, operand, indices, updates)
+    return decision, result
+
+
+def _add_flat_rows(ctx: Any, rows: _Rows, numbers: Any, params: dict[str, Any], *operands: Any) -> Any:
+    """JAX's scatter of flat rows: on GPUs, XLA adds vectors of the last axis, which may be too short for them."""
+    num_features = math.prod(rows.row_shape)
+
+    def add(operand: Array, indices: Array, updates: Array) -> list[Array]:
+        of_ids = updates.shape[: updates.ndim - len(rows.row_shape)]
+        flat = jax.lax.scatter_add_p.bind(
+            operand.reshape(*rows.indexed, num_features),
+            indices,
+            updates.reshape(*of_ids, num_features),
+            dimension_numbers=numbers._replace(update_window_dims=(len(of_ids),)),
+            **params,
+        )
+        return [flat.reshape(operand.shape)]
+
+    with not_redirected(), Scope(SCOPE_NAME, None):
+        [result] = lower_without_mesh(add, ctx, operands)
+    return jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])
 
 
 def _write(ctx: Any, rows: _Rows, clips: bool, operand: Any, indices: Any, updates: Any) -> tuple[Decision, Any]:

@@ -776,12 +776,13 @@ WIDE, NARROW = ((1 << 20, 64), "float32"), ((1 << 20, 4), "float32")
     ("rows", "num_segments", "is_left"),
     [
         (WIDE, 100_000, True),
+        (((1 << 20, 3, 16), "float32"), 100_000, True),
         (((1 << 20, 64), "bfloat16"), 100_000, False),  # JAX rounds after each term
         (WIDE, 2, False),
         (NARROW, 100_000, False),
         (((1000, 4), "float32"), 1000, True),
     ],
-    ids=["wide", "16 bits", "two segments", "narrow", "small"],
+    ids=["wide", "several axes", "16 bits", "two segments", "narrow", "small"],
 )
 def test_sums_that_xla_fuses_are_left_to_it(
     monkeypatch: pytest.MonkeyPatch, platform: str, rows: Any, num_segments: int, is_left: bool
@@ -805,6 +806,25 @@ def test_sums_that_xla_fuses_are_left_to_it(
         expected = (0, 3) if ((is_left and platform == "cuda") or is_small) and asked_for is None else (3, 0)
         assert (report.redirected.total(), report.kept.total()) == expected, report
         assert sum(kernel.endswith("segment_sum") for kernel in called) == expected[0]
+
+
+@pytest.mark.parametrize(("platform", "shape"), [("cuda", (7, 6)), ("cpu", (7, 2, 3))])
+def test_rows_that_are_left_to_xla_are_flat_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, platform: str, shape: tuple[int, ...]
+) -> None:
+    """There, XLA adds vectors of the last axis, which may be too short for them."""
+    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
+    nodes, rows = np.zeros((5, 2, 3), np.float32), np.ones((7, 2, 3), np.float32)
+    ids = np.arange(7, dtype=np.int32) - 1
+
+    def program(nodes: jax.Array, rows: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+        gradient = jax.grad(lambda x: (x[ids] * rows).sum())(nodes)
+        return jax.ops.segment_sum(rows, ids, 5), nodes.at[ids, :].add(rows), gradient
+
+    with redirect(indexed_updates=True), jax_baracuda.implementation("xla"):
+        text = lowered(program, nodes, rows, ids, platform=platform)
+    updates = re.findall(r"tensor<5\S+>, tensor<7x1xi32>, tensor<(7x\S+)xf32>\) ->", text)
+    assert updates == ["x".join(map(str, shape))] * 3
 
 
 @pytest.mark.parametrize("backend", ["gpu", "cpu"])

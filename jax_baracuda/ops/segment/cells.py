@@ -66,6 +66,13 @@ def sum_in_blocks(add: Callable[[Array, int], Array], ids: Array, num_segments: 
 
 
 def xla_sum(rows: Array, ids: Array, num_segments: int) -> Array:
+    """Sums of rows, as flat rows: on GPUs, XLA adds vectors of the last axis, which may be too short for them."""
+    flat = rows.reshape(*ids.shape, math.prod(rows.shape[ids.ndim :])) if rows.ndim > ids.ndim + 1 else rows
+    sums = _flat_sum(flat, ids, num_segments)
+    return sums.reshape(num_segments, *rows.shape[ids.ndim :])
+
+
+def _flat_sum(rows: Array, ids: Array, num_segments: int) -> Array:
     if jax_versions.is_static_shape((num_segments,)) and num_segments == 0:
         # JAX would transpose this scatter into a gather from nothing, which it refuses.
         return jnp.zeros((0, *rows.shape[1:]), rows.dtype)
