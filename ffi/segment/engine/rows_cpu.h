@@ -146,8 +146,8 @@ struct RowBlock {
   const int32_t* ids;
 };
 
-// The offsets 0, 1, 2, ... of a block without gaps. So loops are compiled once, at the cost of one load per row for
-// these blocks.
+// The offsets of a block without gaps: 0, 1, 2, ... They cost one load per row, but loops need to be compiled for one
+// kind of block only.
 struct AllOffsets {
   int32_t values[kConvertedIds + kScanPrefetchDistance];
 
@@ -221,8 +221,8 @@ class RowReduction {
   virtual UntypedCells ResultCells() const = 0;
   virtual void Start(int64_t count, UntypedCells cells) const = 0;
   virtual void Fold(const RowBlock& block, const FoldTarget& target) const = 0;
-  // Folds blocks into the cells of `num_segments` segments, without checks. Returns false, with cells that are started
-  // again, if there is no such way or checks are needed.
+  // Folds blocks into the cells of `num_segments` segments, without checks. Returns false if the reduction cannot, or if
+  // checks are needed; the cells are then as they were started.
   virtual bool FoldUnchecked(ForEachBlock /*for_each_block*/, int64_t /*num_segments*/, const FoldTarget&) const {
     return false;
   }

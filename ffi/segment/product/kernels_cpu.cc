@@ -397,14 +397,12 @@ constexpr auto kRun = RunOnCpu<ProductCall, RunProduct>;
 constexpr auto kRunBackward = RunOnCpu<ProductBackwardCall, RunProductBackward>;
 constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
 
-JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 1, ReductionOptions>()), kPlan, kNothing, "scan", "split_scan",
+JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun>), kPlan, kNothing, "scan", "split_scan",
               "group_by_segment");
-JB_CPU_TARGET("segment_prod_with_residual", (HandleProductWithResidual<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 3, ReductionOptions>()), kPlan, kNothing, "scan", "split_scan",
-              "group_by_segment");
-JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>),
-              (BindCall<ffi::ThreadPool, 5, 1, GatherOptions>()), PlanOfGather, kNothing, "gather");
+JB_CPU_TARGET("segment_prod_with_residual", (HandleProductWithResidual<ffi::ThreadPool, kRun>), kPlan, kNothing, "scan",
+              "split_scan", "group_by_segment");
+JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>), PlanOfGather, kNothing,
+              "gather");
 
 }  // namespace
 }  // namespace jax_baracuda::segment
