@@ -95,6 +95,11 @@ def index_array(function: str, argument: str, value: ArrayLike) -> Array:
     return array.astype(jnp.int32)
 
 
+def in_range(indices: Array, size: int) -> Array:
+    """Which indices are from 0 to ``size - 1``."""
+    return (indices >= 0) & (indices < size)
+
+
 def check_shape(
     function: str,
     argument: str,

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import as_array, check_shape, index_array, reshard_as
+from jax_baracuda._core.arrays import as_array, check_shape, in_range, index_array, reshard_as
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -170,7 +170,7 @@ def _layout(x: Array, states: Array, weight: Array, starts: Array, slots: Array,
     num_sequences, kept = slots.shape[0], width - 1
     time = jnp.arange(length)
     sequence = jnp.searchsorted(starts, time, side="right", method="scan_unrolled") - 1
-    is_token = (sequence >= 0) & (sequence < num_sequences)
+    is_token = in_range(sequence, num_sequences)
     same_sequence = None
     if 1 < width <= MAX_WIDTH:
         position = time - starts[jnp.maximum(sequence, 0)]

@@ -20,6 +20,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     check_shape,
     flag,
+    in_range,
     index_array,
     reshard_as,
     reshard_like,
@@ -193,11 +194,7 @@ def of_slots(pool: Array, slots: Array, entries: Array) -> Array:
         return jnp.zeros((slots.shape[0], pool.shape[1], entries.shape[1]), pool.dtype)
     rows = jnp.clip(slots, 0, pool.shape[0] - 1)
     taken = pool.at[rows[:, None], :, entries].get(mode="promise_in_bounds")
-    return jnp.where(_is_slot(pool, slots)[:, None, None], jnp.swapaxes(taken, 1, 2), 0)
-
-
-def _is_slot(pool: Array, slots: Array) -> Array:
-    return (slots >= 0) & (slots < pool.shape[0])
+    return jnp.where(in_range(slots, pool.shape[0])[:, None, None], jnp.swapaxes(taken, 1, 2), 0)
 
 
 def of_writers(pool: Array, slots: Array, has_inputs: Array | None = None) -> Array:
@@ -205,7 +202,8 @@ def of_writers(pool: Array, slots: Array, has_inputs: Array | None = None) -> Ar
 
     `has_inputs` says which sequences are not empty. Default: all.
     """
-    writes = _is_slot(pool, slots) if has_inputs is None else _is_slot(pool, slots) & has_inputs
+    writes = in_range(slots, pool.shape[0])
+    writes = writes if has_inputs is None else writes & has_inputs
     slots, order = jnp.where(writes, slots, -1), jnp.arange(slots.shape[0])
     is_later = (slots[None, :] == slots[:, None]) & (order[None, :] > order[:, None])
     return jnp.where(jnp.any(is_later, axis=1), -1, slots)
@@ -220,7 +218,7 @@ def with_states(pool: Array, writers: Array, states: Array) -> Array:
 
 def with_added_states(pool: Array, slots: Array, entries: Array, states: Array) -> Array:
     """The pool with ``[N, C, K]`` added to these entries ``[N, K]`` of the rows of slots."""
-    rows = jnp.where(_is_slot(pool, slots), slots, pool.shape[0])
+    rows = jnp.where(in_range(slots, pool.shape[0]), slots, pool.shape[0])
     with not_redirected():
         return pool.at[rows[:, None], :, entries].add(jnp.swapaxes(states, 1, 2).astype(pool.dtype), mode="drop")
 

@@ -24,6 +24,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     as_bits,
     check_one_for_each,
+    in_range,
     index_array,
     of_bits,
     static_type_error,
@@ -144,7 +145,7 @@ class WriteOperands(NamedTuple):
 
 
 MAX_COMPARED_ROWS = 32
-"""Up to so many rows, comparing each with all later ones takes less time than a sort."""
+"""For at most this many rows, comparing each with all later ones takes less time than a sort."""
 
 
 def is_last_of_slot(slots: Array) -> Array:
@@ -170,11 +171,11 @@ def _set(array: Array, index: tuple[Any, ...], values: Array) -> Array:
 def _index(pool: Array, slots: Array, layer: Array | None, axis: int, are_unique: bool) -> tuple[Any, ...]:
     """The index of all rows in a pool, without duplicates: rows that are not written have indices out of range."""
     num_slots = pool.shape[axis if layer is None else axis + 1]
-    is_written = (slots >= 0) & (slots < num_slots)
+    is_written = in_range(slots, num_slots)
     if not are_unique:
         is_written &= is_last_of_slot(slots)
     if layer is not None:
-        is_written &= (layer >= 0) & (layer < pool.shape[0])
+        is_written &= in_range(layer, pool.shape[0])
     slots = jnp.where(is_written, slots, num_slots + jax.lax.iota(jnp.int32, slots.shape[0]))
     of_layer = () if layer is None else (jnp.maximum(layer, 0),)
     return (*of_layer, *[slice(None)] * axis, slots)
@@ -292,7 +293,7 @@ def _plan_parameters(*operands: Any, has_layer: bool, scales: Sequence[int]) -> 
 
 
 def _within_shard(index: Array, axes: MeshAxes, size: int) -> Array:
-    """An index in the part of a dimension that this device has, which has `size` elements; -1 before that part."""
+    """An index counted from the start of this device's part of a dimension, of `size` elements; -1 before that part."""
     if not axes:
         return index
     begin = jax.lax.axis_index(axes).astype(jnp.int32) * size
@@ -389,7 +390,7 @@ def _transpose_backward(
 
 
 _common: dict[str, Any] = {
-    # Numbers that are scaled, too, are rounded twice: in float32 and to the dtype of the pool.
+    # Scaled numbers are rounded twice: in float32 and to the dtype of the pool.
     "guarantee": dataclasses.replace(EXACT, math_precision="rounded once"),
     "replicated_dims": ("row",),
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},

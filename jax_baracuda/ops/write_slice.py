@@ -24,6 +24,7 @@ from jax_baracuda._core.arrays import (
     as_bits,
     check_one_for_each,
     element_bits,
+    in_range,
     of_bits,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
@@ -214,7 +215,7 @@ def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple
             continue
         window = jnp.roll(window, -sign * moved, axis)
         index = jax.lax.broadcasted_iota(moved.dtype, window.shape, axis) + sign * moved
-        is_known &= (index >= 0) & (index < window.shape[axis])
+        is_known &= in_range(index, window.shape[axis])
     return window, is_known
 
 

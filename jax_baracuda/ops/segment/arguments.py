@@ -14,7 +14,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, broadcasts, check_shape, flag, integer_array, reshard_as, reshard_like
+from jax_baracuda._core.arrays import (
+    as_array,
+    broadcasts,
+    check_shape,
+    flag,
+    in_range,
+    integer_array,
+    reshard_as,
+    reshard_like,
+)
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import may_run_kernel
@@ -108,7 +117,7 @@ class SegmentCall(Segments):
         ids, num_segments = self.ids, self.num_segments
         num_buckets = -(-ids.shape[0] // self.bucket_size)
         bucket = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)[: ids.shape[0]]
-        ids = jnp.where((ids >= 0) & (ids < num_segments), ids + bucket * num_segments, -1)
+        ids = jnp.where(in_range(ids, num_segments), ids + bucket * num_segments, -1)
         params = Params(params, num_segments=num_buckets * num_segments, indices_are_sorted=False)
         output = reduction(params, data=self.rows(self.data), segment_ids=ids)
         return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)

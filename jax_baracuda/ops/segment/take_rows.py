@@ -14,7 +14,15 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, flag, in_automatic_mode, integer_array, reshard_like
+from jax_baracuda._core.arrays import (
+    accumulation_dtype,
+    as_array,
+    flag,
+    in_automatic_mode,
+    in_range,
+    integer_array,
+    reshard_like,
+)
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import (
@@ -297,7 +305,7 @@ def _reference(
 
     def add(ids: Array, num_cells: int) -> Array:
         cells = jnp.zeros((num_cells, *d_output.shape[ids_ndim:]), wide.dtype)
-        is_cell = (ids >= 0) & (ids < num_cells)
+        is_cell = in_range(ids, num_cells)
         return cells.at[jnp.where(is_cell, ids, num_cells)].add(wide, mode="drop")
 
     return (sum_in_blocks(add, ids, num_rows).astype(d_output.dtype),)
