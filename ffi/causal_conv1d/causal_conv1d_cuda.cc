@@ -188,16 +188,16 @@ Plan CudaPlan(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
 }
 
-JB_CUDA_TARGET(kForwardName, (HandleForward<cudaStream_t, RunForward>), BindForward<Stream>(), CudaPlan<ForwardCall>,
-               kStrategyNames, kStrategyNames + kConvolutionStrategies);
-JB_CUDA_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), BindBackward<Stream>(),
-               CudaPlan<BackwardCall>, kStrategyNames, kStrategyNames + kConvolutionStrategies);
-JB_CUDA_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), BindUpdate<Stream>(), CudaPlan<UpdateCall>,
-               "nothing", "one_input", "few_inputs", "many_inputs");
-JB_CUDA_TARGET(kRaggedName, (HandleRagged<cudaStream_t, RunRagged>), BindRagged<Stream>(), CudaPlan<ForwardCall>,
-               "nothing", "channels_last", "channels_last_by_element");
-JB_CUDA_TARGET(kPoolUpdateName, (HandlePoolUpdate<cudaStream_t, RunPoolUpdate>), BindPoolUpdate<Stream>(),
-               CudaPlan<PoolUpdateCall>, "nothing", "pool_vectors", "pool_by_element");
+JB_CUDA_TARGET(kForwardName, (HandleForward<cudaStream_t, RunForward>), CudaPlan<ForwardCall>, kStrategyNames,
+               kStrategyNames + kConvolutionStrategies);
+JB_CUDA_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), CudaPlan<BackwardCall>, kStrategyNames,
+               kStrategyNames + kConvolutionStrategies);
+JB_CUDA_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), CudaPlan<UpdateCall>, "nothing", "one_input",
+               "few_inputs", "many_inputs");
+JB_CUDA_TARGET(kRaggedName, (HandleRagged<cudaStream_t, RunRagged>), CudaPlan<ForwardCall>, "nothing", "channels_last",
+               "channels_last_by_element");
+JB_CUDA_TARGET(kPoolUpdateName, (HandlePoolUpdate<cudaStream_t, RunPoolUpdate>), CudaPlan<PoolUpdateCall>, "nothing",
+               "pool_vectors", "pool_by_element");
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

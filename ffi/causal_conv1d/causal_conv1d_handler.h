@@ -250,8 +250,7 @@ class Decoder {
   ffi::DataType type_;
 };
 
-// The handlers and their bindings. A back end provides its context (the stream or the thread pool) and the functions
-// that run calls.
+// The handlers. A back end provides its context (the stream or the thread pool) and the functions that run calls.
 
 template <typename Context, ffi::Error (*kRun)(Context, const ForwardCall&)>
 ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs optional_operands,
@@ -360,31 +359,6 @@ ffi::Error HandlePoolUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer st
   JB_RETURN_IF_ERROR(decoder.Pool(states, slots, *new_states, /*is_of_examples=*/true, min_length, &call.pool));
   call.y = y->untyped_data();
   return kRun(context, call);
-}
-
-template <typename Context>
-auto BindForward() {
-  return BindWithOptionalOperands<Context, 2, 1>().template Attrs<ForwardOptions>();
-}
-
-template <typename Context>
-auto BindBackward() {
-  return BindWithOptionalOperands<Context, 3, 3>().RemainingRets().template Attrs<BackwardOptions>();
-}
-
-template <typename Context>
-auto BindUpdate() {
-  return BindWithOptionalOperands<Context, 3, 2>().template Attrs<UpdateOptions>();
-}
-
-template <typename Context>
-auto BindRagged() {
-  return BindWithOptionalOperands<Context, 6, 2>().template Attrs<RaggedOptions>();
-}
-
-template <typename Context>
-auto BindPoolUpdate() {
-  return BindWithOptionalOperands<Context, 4, 2>().template Attrs<PoolUpdateOptions>();
 }
 
 }  // namespace jax_baracuda::causal_conv1d

@@ -61,8 +61,8 @@ class OldStates {
 
   // -1 for a slot outside of the pool.
   static int64_t SlotOf(const StatePool& pool, int64_t batch, int64_t index) {
-    const auto* const slots = static_cast<const int32_t*>(pool.slots_of_sequences.data);
-    const int64_t slot = slots[(pool.slots_of_sequences.is_shared ? 0 : batch * pool.sequences) + index];
+    const auto* const slots_of_sequences = static_cast<const int32_t*>(pool.slots_of_sequences.data);
+    const int64_t slot = slots_of_sequences[(pool.slots_of_sequences.is_shared ? 0 : batch * pool.sequences) + index];
     return slot >= 0 && slot < pool.slots ? slot : -1;
   }
 
@@ -253,10 +253,10 @@ ffi::Error RunPoolUpdate(ffi::ThreadPool threads, const PoolUpdateCall& given) {
   return MemoryStatus(kPoolUpdateName, has_memory);
 }
 
-JB_CPU_TARGET(kRaggedName, (HandleRagged<ffi::ThreadPool, RunRagged>), BindRagged<ffi::ThreadPool>(),
-              PlanOf<ForwardCall>, "nothing", "rows", "channels_last");
-JB_CPU_TARGET(kPoolUpdateName, (HandlePoolUpdate<ffi::ThreadPool, RunPoolUpdate>), BindPoolUpdate<ffi::ThreadPool>(),
-              PlanOf<PoolUpdateCall>, JB_NAMES(kStrategyNames));
+JB_CPU_TARGET(kRaggedName, (HandleRagged<ffi::ThreadPool, RunRagged>), PlanOf<ForwardCall>, "nothing", "rows",
+              "channels_last");
+JB_CPU_TARGET(kPoolUpdateName, (HandlePoolUpdate<ffi::ThreadPool, RunPoolUpdate>), PlanOf<PoolUpdateCall>,
+              JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

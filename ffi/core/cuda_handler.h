@@ -11,8 +11,6 @@
 
 namespace jax_baracuda {
 
-using Stream = ffi::PlatformStream<cudaStream_t>;
-
 inline ffi::Error ToError(const char* op, const CudaStatus& status) {
   if (status.ok()) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": " + CudaErrorText(status));

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "ffi/core/element_type.h"
@@ -77,29 +78,40 @@ inline int64_t TrailingSize(const ffi::AnyBuffer& buffer, size_t first) {
   return size;
 }
 
-// A binding with `kCount` more operands, or results, of any shape and type.
-template <int kCount, typename Binding>
-auto BindOperands(Binding&& binding) {
-  if constexpr (kCount == 1) {
-    return std::forward<Binding>(binding).template Arg<ffi::AnyBuffer>();
+// `binding` with what XLA passes for one more parameter of a handler.
+template <typename Parameter, typename Binding>
+auto BindParameter(Binding&& binding) {
+  if constexpr (std::is_same_v<Parameter, ffi::AnyBuffer>) {
+    return std::move(binding).template Arg<ffi::AnyBuffer>();
+  } else if constexpr (std::is_same_v<Parameter, ffi::Result<ffi::AnyBuffer>>) {
+    return std::move(binding).template Ret<ffi::AnyBuffer>();
+  } else if constexpr (std::is_same_v<Parameter, ffi::RemainingArgs>) {
+    return std::move(binding).RemainingArgs();
+  } else if constexpr (std::is_same_v<Parameter, ffi::RemainingRets>) {
+    return std::move(binding).RemainingRets();
+  } else if constexpr (std::is_same_v<Parameter, ffi::ThreadPool>) {
+    return std::move(binding).template Ctx<ffi::ThreadPool>();
+  } else if constexpr (std::is_pointer_v<Parameter>) {
+    return std::move(binding).template Ctx<ffi::PlatformStream<Parameter>>();
   } else {
-    return BindOperands<kCount - 1>(std::forward<Binding>(binding).template Arg<ffi::AnyBuffer>());
+    return std::move(binding).template Attrs<Parameter>();
   }
 }
 
-template <int kCount, typename Binding>
-auto BindResults(Binding&& binding) {
-  if constexpr (kCount == 1) {
-    return std::forward<Binding>(binding).template Ret<ffi::AnyBuffer>();
+template <typename First, typename... Rest, typename Binding>
+auto BindParameters(Binding&& binding) {
+  if constexpr (sizeof...(Rest) == 0) {
+    return BindParameter<First>(std::move(binding));
   } else {
-    return BindResults<kCount - 1>(std::forward<Binding>(binding).template Ret<ffi::AnyBuffer>());
+    return BindParameters<Rest...>(BindParameter<First>(std::move(binding)));
   }
 }
 
-// The binding of a handler that takes a context (the stream, or the thread pool), operands and results.
-template <typename Context, int kOperands, int kResults>
-auto BindBuffers() {
-  return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()));
+// The binding of a handler, which follows from its parameters: the thread pool or the stream, operands, results, and a
+// struct of all attributes.
+template <typename... Parameters>
+auto BindingOf(ffi::Error (*)(Parameters...)) {
+  return BindParameters<Parameters...>(ffi::Ffi::Bind());
 }
 
 }  // namespace jax_baracuda

@@ -113,10 +113,4 @@ class OptionalResults {
   size_t num_decoded_ = 0;
 };
 
-// As BindBuffers, with optional operands after the required ones.
-template <typename Context, int kOperands, int kResults>
-auto BindWithOptionalOperands() {
-  return BindResults<kResults>(BindOperands<kOperands>(ffi::Ffi::Bind().Ctx<Context>()).RemainingArgs());
-}
-
 }  // namespace jax_baracuda

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ffi/core/checked_call.h"
+#include "ffi/core/handler.h"
 #include "ffi/core/plan.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -39,15 +40,15 @@ struct TargetRegistration {
   static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_registration_, __LINE__)( \
       ::jax_baracuda::Target{name, ::jax_baracuda::CheckedHandler<symbol>, plan, {__VA_ARGS__}})
 
-// Defines the CPU target `name` from the function `handler` and its binding, and adds it to the module's table. The
-// last arguments are the names of its strategies.
-#define JB_CPU_TARGET(name, handler, binding, plan, ...)                        \
-  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding); \
+// Defines the CPU target `name` from the function `handler`, and adds it to the module's table. The last arguments are
+// the names of its strategies.
+#define JB_CPU_TARGET(name, handler, plan, ...)                                                            \
+  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, ::jax_baracuda::BindingOf(handler)); \
   JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)
 
 // The same for the CUDA module. Handlers can be captured into CUDA graphs, since they launch the same kernels every
 // time.
-#define JB_CUDA_TARGET(name, handler, binding, plan, ...)                      \
-  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, binding, \
-                         {::xla::ffi::Traits::kCmdBufferCompatible});          \
+#define JB_CUDA_TARGET(name, handler, plan, ...)                                                          \
+  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, ::jax_baracuda::BindingOf(handler), \
+                         {::xla::ffi::Traits::kCmdBufferCompatible});                                     \
   JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)

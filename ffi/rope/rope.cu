@@ -11,9 +11,9 @@
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/core/vectors.cuh"
-#include "ffi/rope/few_rows.cuh"
 #include "ffi/rope/rope.cuh"
 #include "ffi/rope/rope_device.cuh"
+#include "ffi/rope/shared_angles.cuh"
 #include "ffi/rope/tuning.h"
 
 namespace jax_baracuda::rope {
@@ -206,7 +206,7 @@ CudaStatus Launch(const Call& call, const RopePlan& plan, cudaStream_t stream) {
   const Problem& problem = call.problem;
   if constexpr (kCount > 1) {
     if (plan.strategy == Strategy::kSharedAngles)
-      return LaunchFewRows<T, kCount, kInterleaved>(call, plan.units, stream);
+      return LaunchWithSharedAngles<T, kCount, kInterleaved>(call, plan.units, stream);
   }
   bool have_one_head = true, is_x_shared = false;
   for (int i = 0; i < call.num_tensors; ++i) {
@@ -265,9 +265,9 @@ RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes
   plan.units = 2 * problem.pairs / elements_of_unit + CeilDivide(copied_features, elements_of_unit);
   const int64_t all_units = plan.units * problem.batch * problem.examples * all_heads * problem.length;
   plan.units_of_thread = std::min(all_units / (multiprocessors * Tuning::kMinThreads), Tuning::kMaxUnits);
-  const bool has_few_rows =
-      plan.units_of_thread < Tuning::kMaxUnits && SuitsFewRows(problem, all_heads, element_bytes, plan.units);
-  plan.strategy = !has_vectors ? Strategy::kByElement : has_few_rows ? Strategy::kSharedAngles : Strategy::kManyRows;
+  const bool shares_angles =
+      plan.units_of_thread < Tuning::kMaxUnits && MayShareAngles(problem, all_heads, element_bytes, plan.units);
+  plan.strategy = !has_vectors ? Strategy::kByElement : shares_angles ? Strategy::kSharedAngles : Strategy::kManyRows;
   return plan;
 }
 

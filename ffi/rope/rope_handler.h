@@ -218,14 +218,4 @@ ffi::Error HandleRopeQk(Context context, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   return kRun(context, kOp, call);
 }
 
-template <typename Context>
-auto BindRope() {
-  return BindWithOptionalOperands<Context, 2, 1>().template Attrs<Attributes>();
-}
-
-template <typename Context>
-auto BindRopeQk() {
-  return BindWithOptionalOperands<Context, 3, 2>().template Attrs<Attributes>();
-}
-
 }  // namespace jax_baracuda::rope

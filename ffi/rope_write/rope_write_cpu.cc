@@ -102,11 +102,11 @@ bool RotateAndWrite(ffi::ThreadPool& threads, const Call& call) {
       return;
     }
     for (int64_t batch = 0; batch < call.problem.batch; ++batch) {
-      const int32_t* const slots = write.slot_of_row + (write.slot_of_row_is_shared ? 0 : batch * write.rows);
+      const int32_t* const slot_of_row = write.slot_of_row + (write.slot_of_row_is_shared ? 0 : batch * write.rows);
       const int64_t layer = write.layer == nullptr ? 0 : write.layer[write.layer_is_shared ? 0 : batch];
       const bool has_layer = layer >= 0 && layer < write.layers;
       for (int64_t row = 0; row < call.problem.length; ++row) {
-        const int64_t slot = slots[row];
+        const int64_t slot = slot_of_row[row];
         const bool is_written = has_layer && slot >= 0 && slot < write.slots;
         if (!write_rows::IsOfChunk(is_written ? slot : row, chunks, chunk)) continue;
         rows.RotateQueries(batch, row);
@@ -127,8 +127,7 @@ ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
 
 Plan PlanRopeWrite(const PlanParameters&) { return Plan{kStrategyNames[0]}; }
 
-JB_CPU_TARGET("rope_write", (HandleRopeWrite<ffi::ThreadPool, Run>), BindRopeWrite<ffi::ThreadPool>(), PlanRopeWrite,
-              JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("rope_write", (HandleRopeWrite<ffi::ThreadPool, Run>), PlanRopeWrite, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope_write

@@ -153,9 +153,4 @@ ffi::Error HandleRopeWrite(Context context, ffi::RemainingArgs operands, ffi::Re
   return kRun(context, call);
 }
 
-template <typename Context>
-auto BindRopeWrite() {
-  return ffi::Ffi::Bind().Ctx<Context>().RemainingArgs().RemainingRets().template Attrs<Attributes>();
-}
-
 }  // namespace jax_baracuda::rope_write

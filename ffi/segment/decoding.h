@@ -97,12 +97,6 @@ Plan PlanOf(const PlanParameters& parameters) {
 template <typename Context, typename Call>
 using Run = ffi::Error (*)(Context, const char* op, ffi::RemainingRets scratch, Call* call);
 
-// The binding of a handler with kOperands operands and kResults results; scratch is among the remaining results.
-template <typename Context, int kOperands, int kResults, typename Options>
-auto BindCall() {
-  return BindBuffers<Context, kOperands, kResults>().RemainingRets().template Attrs<Options>();
-}
-
 inline ffi::DataType ComputeDataType(ffi::DataType type) {
   return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
 }
@@ -240,6 +234,19 @@ class Decoder {
                                std::to_string(extent) + (features.size() == 0 ? "" : ",") + TextOf(features));
     }
     Take(*view, data, is_shared);
+    return ffi::Error::Success();
+  }
+
+  // An array with the shape of another one, which is checked: the batch shares both or neither.
+  template <typename Pointer>
+  ffi::Error Like(const char* other_name, const ffi::AnyBuffer& other, const char* name, const ffi::AnyBuffer& buffer,
+                  ffi::DataType type, Pointer* data) const {
+    if (buffer.element_type() != type) return UnsupportedType(op_, name, buffer.element_type());
+    if (!(buffer.dimensions() == other.dimensions())) {
+      return WrongShape(op_, name, buffer,
+                        "that of " + std::string(other_name) + " " + ShapeString(other.dimensions()));
+    }
+    *data = static_cast<Pointer>(buffer.untyped_data());
     return ffi::Error::Success();
   }
 

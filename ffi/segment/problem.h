@@ -44,7 +44,7 @@ struct Problem {
   int64_t DataRow(int64_t b, int64_t row) const { return data_is_shared ? row : b * rows + row; }
   int64_t IdIndex(int64_t b, int64_t row) const { return ids_are_shared ? row : b * rows + row; }
   bool HasNoResult() const { return batch == 0 || segments == 0 || features == 0; }
-  // Whether CUDA kernels sort and reduce the rows in one launch (see engine/few_rows.cuh).
+  // Whether CUDA kernels sort and reduce the rows in one launch (see engine/few_unsorted_rows.cuh).
   bool HasFewRows() const { return rows <= kMaxFewRows && batch * segments <= kMaxSegmentsOfFewRows; }
 };
 

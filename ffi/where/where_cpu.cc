@@ -387,9 +387,8 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(SplitOf(parameters)))};
 }
 
-JB_CPU_TARGET("where", SelectHandler, BindSelect<ffi::ThreadPool>(), PlanSelect, kStrategyNames,
-              kStrategyNames + kSelectStrategies);
-JB_CPU_TARGET("where_backward", SplitHandler, BindSplit<ffi::ThreadPool>(), PlanSplit, JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("where", SelectHandler, PlanSelect, kStrategyNames, kStrategyNames + kSelectStrategies);
+JB_CPU_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

@@ -37,10 +37,8 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
 }
 
-JB_CUDA_TARGET("where", SelectHandler, BindSelect<Stream>(), PlanSelect, kStrategyNames,
-               kStrategyNames + kSelectStrategies);
-JB_CUDA_TARGET("where_backward", SplitHandler, BindSplit<Stream>().RemainingRets(), PlanSplit,
-               JB_NAMES(kStrategyNames));
+JB_CUDA_TARGET("where", SelectHandler, PlanSelect, kStrategyNames, kStrategyNames + kSelectStrategies);
+JB_CUDA_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

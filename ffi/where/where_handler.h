@@ -138,16 +138,4 @@ inline SplitCall SplitOf(const PlanParameters& parameters) {
   return call;
 }
 
-// The bindings of the two handlers. The back ends differ in the context, and GPUs add the scratch buffer.
-
-template <typename Context>
-auto BindSelect() {
-  return BindBuffers<Context, 3, 1>();
-}
-
-template <typename Context>
-auto BindSplit() {
-  return BindBuffers<Context, 2, 2>();
-}
-
 }  // namespace jax_baracuda::where

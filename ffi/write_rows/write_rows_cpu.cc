@@ -22,12 +22,12 @@ ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
   const int64_t chunks = ChunksFor(threads, BytesOfRows(call) / kSpeedOfWrites);
   ParallelFor(threads, chunks, [&](int64_t chunk) {
     for (int64_t batch = 0; batch < call.batch; ++batch) {
-      const int32_t* const slots = call.slot_of_row + (call.slot_of_row_is_shared ? 0 : batch * call.rows);
+      const int32_t* const slot_of_row = call.slot_of_row + (call.slot_of_row_is_shared ? 0 : batch * call.rows);
       const int64_t layer = call.layer == nullptr ? 0 : call.layer[call.layer_is_shared ? 0 : batch];
       if (layer < 0 || layer >= call.layers) continue;
       for (const Pool& pool : call.pools) {
         for (int64_t row = 0; row < call.rows; ++row) {
-          const int64_t slot = slots[row];
+          const int64_t slot = slot_of_row[row];
           if (slot < 0 || slot >= call.slots || !IsOfChunk(slot, chunks, chunk)) continue;
           WriteRow(call, pool, RowOf(call, pool, batch, row), batch, batch * call.layers + layer, slot);
         }
@@ -37,8 +37,7 @@ ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
   return ffi::Error::Success();
 }
 
-JB_CPU_TARGET("write_rows", (HandleRows<ffi::ThreadPool, Run>), BindRows<ffi::ThreadPool>(), PlanRows,
-              JB_NAMES(kStrategyNames));
+JB_CPU_TARGET("write_rows", (HandleRows<ffi::ThreadPool, Run>), PlanRows, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::write_rows

@@ -16,6 +16,22 @@
 
 namespace jax_baracuda::write_rows {
 
+struct Attributes {
+  int64_t axis;
+  bool has_layer, has_unique_slots;
+  ffi::Span<const int64_t> scales;  // a ScaleKind for each pool
+  int64_t num_batch_dims;
+};
+
+}  // namespace jax_baracuda::write_rows
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::write_rows::Attributes, StructMember<int64_t>("axis"),
+                                      StructMember<bool>("has_layer"), StructMember<bool>("has_unique_slots"),
+                                      StructMember<ffi::Span<const int64_t>>("scales"),
+                                      StructMember<int64_t>("num_batch_dims"));
+
+namespace jax_baracuda::write_rows {
+
 inline Format FormatOf(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::F32:
@@ -41,7 +57,6 @@ inline bool Converts(Format from, Format to) {
 
 inline constexpr const char* kOp = "write_rows";
 
-// The attribute `scales` has one of these numbers for each pool.
 enum ScaleKind : int64_t { kNoScale, kOneScale, kScalePerHead };
 
 // Operands are the pools, then their rows, then slots, then the layer if there is one, then the scales of the pools
@@ -216,28 +231,15 @@ inline Plan PlanRows(const PlanParameters& parameters) {
   return Plan{kStrategyNames[parameters.at("converts") != 0 ? 2 : 1]};
 }
 
-// The handler and its binding. The back ends differ in the context and in the function that runs a decoded call.
+// The handler. The back ends differ in the context and in the function that runs a decoded call.
 template <typename Context, ffi::Error (*kRun)(Context, const Call&)>
-ffi::Error HandleRows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t axis,
-                      bool has_layer, bool has_unique_slots, ffi::Span<const int64_t> scales, int64_t num_batch_dims) {
+ffi::Error HandleRows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
   Call call;
-  call.has_unique_slots = has_unique_slots;
+  call.has_unique_slots = attributes.has_unique_slots;
   Decoder decoder(kOp, operands, operands.size(), results, results.size());
-  JB_RETURN_IF_ERROR(decoder.Decode(axis, has_layer, scales, num_batch_dims, &call));
+  JB_RETURN_IF_ERROR(
+      decoder.Decode(attributes.axis, attributes.has_layer, attributes.scales, attributes.num_batch_dims, &call));
   return kRun(context, call);
-}
-
-template <typename Context>
-auto BindRows() {
-  return ffi::Ffi::Bind()
-      .Ctx<Context>()
-      .RemainingArgs()
-      .RemainingRets()
-      .template Attr<int64_t>("axis")
-      .template Attr<bool>("has_layer")
-      .template Attr<bool>("has_unique_slots")
-      .template Attr<ffi::Span<const int64_t>>("scales")
-      .template Attr<int64_t>("num_batch_dims");
 }
 
 }  // namespace jax_baracuda::write_rows

@@ -13,10 +13,10 @@ ffi::Error Run(cudaStream_t stream, const char* op, const Call& call) {
   return ToError(op, kLaunch(call, stream));
 }
 
-JB_CUDA_TARGET("write_slice", (HandleWindows<cudaStream_t, true, Run<LaunchWrite>>), BindWindows<Stream>(), PlanWindows,
+JB_CUDA_TARGET("write_slice", (HandleWindows<cudaStream_t, true, Run<LaunchWrite>>), PlanWindows,
                JB_NAMES(kStrategyNames));
-JB_CUDA_TARGET("write_slice_backward", (HandleWindows<cudaStream_t, false, Run<LaunchTake>>), BindWindows<Stream>(),
-               PlanWindows, kStrategyNames, kStrategyNames + kTakeStrategies);
+JB_CUDA_TARGET("write_slice_backward", (HandleWindows<cudaStream_t, false, Run<LaunchTake>>), PlanWindows,
+               kStrategyNames, kStrategyNames + kTakeStrategies);
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

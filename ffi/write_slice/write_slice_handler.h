@@ -16,6 +16,20 @@
 
 namespace jax_baracuda::write_slice {
 
+struct Attributes {
+  ffi::Span<const int64_t> windows;
+  bool drop;
+  int64_t num_batch_dims;
+};
+
+}  // namespace jax_baracuda::write_slice
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::write_slice::Attributes,
+                                      StructMember<ffi::Span<const int64_t>>("windows"), StructMember<bool>("drop"),
+                                      StructMember<int64_t>("num_batch_dims"));
+
+namespace jax_baracuda::write_slice {
+
 // The attribute `windows` has these five numbers for each axis that is not written whole, ordered by array and axis.
 struct Window {
   int64_t array, axis;
@@ -269,26 +283,15 @@ inline Plan PlanWindows(const PlanParameters& parameters) {
   return Plan{kStrategyNames[strategy]};
 }
 
-// The handler of writes, or of takes, and its binding. The back ends differ in the context and in the function that runs
-// a decoded call.
+// The handler of writes, or of takes. The back ends differ in the context and in the function that runs a decoded call.
 template <typename Context, bool kWrites, ffi::Error (*kRun)(Context, const char* op, const Call&)>
 ffi::Error HandleWindows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                         ffi::Span<const int64_t> windows, bool drop, int64_t num_batch_dims) {
+                         Attributes attributes) {
   constexpr const char* kOp = kWrites ? "write_slice" : "write_slice_backward";
   Call call;
-  JB_RETURN_IF_ERROR(Decoder(kOp, kWrites, operands, results, windows).Decode(drop, num_batch_dims, &call));
+  Decoder decoder(kOp, kWrites, operands, results, attributes.windows);
+  JB_RETURN_IF_ERROR(decoder.Decode(attributes.drop, attributes.num_batch_dims, &call));
   return kRun(context, kOp, call);
-}
-
-template <typename Context>
-auto BindWindows() {
-  return ffi::Ffi::Bind()
-      .Ctx<Context>()
-      .RemainingArgs()
-      .RemainingRets()
-      .template Attr<ffi::Span<const int64_t>>("windows")
-      .template Attr<bool>("drop")
-      .template Attr<int64_t>("num_batch_dims");
 }
 
 }  // namespace jax_baracuda::write_slice

@@ -72,26 +72,66 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     return array
 
 
-def index_array(function: str, argument: str, value: ArrayLike) -> Array:
-    """Indices as an array. Integers of NumPy and Python that int32 does not hold become the nearest that it holds.
+def integer_array(function: str, argument: str, value: ArrayLike) -> Array:
+    array = as_array(function, argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{function}: {argument} must have an integer dtype, got {array.dtype}")
+    return array
 
-    Without ``jax_enable_x64``, JAX would keep their lowest 32 bits, which name another slot.
-    """
+
+def index_array(function: str, argument: str, value: ArrayLike) -> Array:
+    """Indices as int32. Those that it does not hold become the nearest that it holds, so they stay out of range."""
     info = np.iinfo(np.int32)
+    # Without jax_enable_x64, JAX would keep the lowest 32 bits of wider integers of Python and NumPy.
     if isinstance(value, int) and not isinstance(value, bool):
         value = np.int32(min(max(value, info.min), info.max))
     elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu" and value.dtype.itemsize == 8:
         at_most = np.minimum(value, info.max)
         value = (at_most if value.dtype.kind == "u" else np.maximum(at_most, info.min)).astype(np.int32)
-    return as_array(function, argument, value)
+    array = integer_array(function, argument, value)
+    if array.dtype.itemsize == 8 or array.dtype == jnp.uint32:
+        array = jnp.minimum(array, info.max)
+        array = array if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else jnp.maximum(array, info.min)
+    return array.astype(jnp.int32)
 
 
-def slots_as_int32(index: Array) -> Array:
-    """Slots or a layer as int32. What int32 does not hold becomes its maximum, which is out of range."""
-    if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
-        largest = jnp.iinfo(jnp.int32).max
-        index = jnp.where((index >= 0) & (index <= largest), index, largest)
-    return index.astype(jnp.int32)
+def in_range(indices: Array, size: int) -> Array:
+    """Which indices are from 0 to ``size - 1``."""
+    return (indices >= 0) & (indices < size)
+
+
+def check_shape(
+    function: str,
+    argument: str,
+    array: Array,
+    shape: tuple[int, ...],
+    letters: str = "",
+    why: str = "",
+    advice: str = "",
+) -> None:
+    """Raises ValueError unless an array has this shape.
+
+    Args:
+      letters: names of the dimensions, such as "[B, L]".
+      why: follows the shape in the message.
+      advice: what the caller may have meant; ends the message.
+    """
+    if array.shape != shape:
+        expected = f"{letters} = {shape}" if letters else f"{shape}"
+        raise ValueError(f"{function}: {argument} must have shape {expected}{why}, got {array.shape}{advice}")
+
+
+def check_one_for_each(function: str, argument: str, values: Any, dests: Sequence[Any]) -> None:
+    """Checks that `values` is a list or tuple with one entry for each of the argument `dests`."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(
+            f"{function}: {argument} must be a list or tuple with one entry for each of the {len(dests)} dests, "
+            f"got {type(values).__name__}"
+        )
+    if len(values) != len(dests):
+        raise ValueError(
+            f"{function}: {argument} must have one entry for each of the {len(dests)} dests, got {len(values)}"
+        )
 
 
 def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:

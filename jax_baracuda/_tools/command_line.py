@@ -17,7 +17,7 @@ from jax_baracuda._tools.platforms import BackendError
 CANNOT_RUN = 2
 """The exit status for wrong arguments, a missing package, or no device."""
 INTERRUPTED = 128 + signal.SIGINT
-"""Like `PIPE_CLOSED`, the exit status that shells give a program that the signal ends."""
+"""Like `PIPE_CLOSED`, the status that shells report for a program ended by this signal."""
 PIPE_CLOSED = 128 + signal.SIGPIPE
 
 

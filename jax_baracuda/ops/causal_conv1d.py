@@ -26,8 +26,10 @@ from jax_baracuda._core.arrays import (
     INTEGER_DTYPES,
     accumulation_dtype,
     as_array,
+    check_shape,
     flag,
     in_automatic_mode,
+    integer_array,
     reshard_as,
     whole_number,
 )
@@ -218,7 +220,7 @@ def causal_conv1d_backward(
     shape_of_state = state_shape(x, weight)
     d_output = _array_like_x(name, "d_output", d_output, x, x.shape)
     if d_final_state is not None:
-        d_final_state = _array_like_x(name, "d_final_state", d_final_state, x, shape_of_state, "[B, C, W - 1] = ")
+        d_final_state = _array_like_x(name, "d_final_state", d_final_state, x, shape_of_state, "[B, C, W - 1]")
     gradients = gradients_of(params, arrays, d_output, d_final_state)
     dx, dweight = gradients["x"], gradients["weight"].astype(weight.dtype)
     dbias = None if arrays["bias"] is None else gradients["bias"].astype(arrays["bias"].dtype)
@@ -799,22 +801,16 @@ def canonicalize(
     if bias is not None:
         bias = as_array(name, "bias", bias)
         _check_parameter_dtype(name, "bias", bias, x)
-        if bias.shape != (channels,):
-            raise ValueError(f"{name}: bias must have shape [C] = ({channels},) {fits_x}, got {bias.shape}")
+        check_shape(name, "bias", bias, (channels,), "[C]", f" {fits_x}")
     if activation is not None and not (isinstance(activation, str) and activation in ("silu", "swish")):
         raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
     if initial_state is not None:
-        initial_state = _array_like_x(
-            name, "initial_state", initial_state, x, state_shape(x, weight), "[B, C, W - 1] = "
-        )
+        initial_state = _array_like_x(name, "initial_state", initial_state, x, state_shape(x, weight), "[B, C, W - 1]")
         initial_state = reshard_as(initial_state, x, (0, channel_axis, None)) if width > 1 else None
     same_sequence = None
     if segment_ids is not None:
-        ids = as_array(name, "segment_ids", segment_ids)
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"{name}: segment_ids must have an integer dtype, got {ids.dtype}")
-        if ids.shape != (examples, length):
-            raise ValueError(f"{name}: segment_ids must have shape [B, L] = {examples, length}, got {ids.shape}")
+        ids = integer_array(name, "segment_ids", segment_ids)
+        check_shape(name, "segment_ids", ids, (examples, length), "[B, L]")
         ids = reshard_as(ids, x, (0, time_axis))
         if 1 < width <= MAX_WIDTH:
             [same_sequence] = SAME_SEQUENCE(ids, width=width)
@@ -847,6 +843,5 @@ def _array_like_x(
     name: str, argument: str, value: ArrayLike, x: Array, shape: tuple[int, ...], letters: str = ""
 ) -> Array:
     array = with_dtype_of_x(name, argument, value, x)
-    if array.shape != shape:
-        raise ValueError(f"{name}: {argument} must have shape {letters}{shape} to fit x and weight, got {array.shape}")
+    check_shape(name, argument, array, shape, letters, " to fit x and weight")
     return array

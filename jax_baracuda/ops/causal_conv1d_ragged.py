@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import as_array, index_array, reshard_as, slots_as_int32
+from jax_baracuda._core.arrays import as_array, check_shape, in_range, index_array, reshard_as
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -33,7 +33,6 @@ from jax_baracuda.ops.causal_conv1d import (
 )
 from jax_baracuda.ops.causal_conv1d_update import (
     checked_pool,
-    numbers_of_sequences,
     of_pools,
     of_pools_backward,
     of_slots,
@@ -123,22 +122,18 @@ def causal_conv1d_ragged(
     slots = index_array(name, "state_slots", state_slots)
     if slots.ndim != 1:
         raise ValueError(f"{name}: state_slots must have shape [N], got {slots.shape}")
-    num_sequences = slots.shape[0]
-    slots = numbers_of_sequences(name, "state_slots", slots, num_sequences)
     fits_slots = f" for state_slots of shape [N] = {slots.shape}"
-    starts = numbers_of_sequences(name, "cu_seqlens", cu_seqlens, num_sequences + 1, "[N + 1]", fits_slots)
+    starts = index_array(name, "cu_seqlens", cu_seqlens)
+    check_shape(name, "cu_seqlens", starts, (slots.shape[0] + 1,), "[N + 1]", fits_slots)
     has_state = as_array(name, "has_state", has_state)
     if has_state.dtype != bool:
         raise TypeError(f"{name}: has_state must have dtype bool, got {has_state.dtype}; has_state != 0 has it")
-    if has_state.shape != (num_sequences,):
-        raise ValueError(
-            f"{name}: has_state must have shape [N] = ({num_sequences},){fits_slots}, got {has_state.shape}"
-        )
+    check_shape(name, "has_state", has_state, slots.shape, "[N]", fits_slots)
     y, new_states = _ragged(
         Params(silu=params["silu"]),
         states=states,
-        starts=jnp.clip(slots_as_int32(starts), 0, x.shape[0]),
-        slots=slots_as_int32(slots),
+        starts=jnp.clip(starts, 0, x.shape[0]),
+        slots=slots,
         has_state=has_state,
         **arrays,
     )
@@ -175,7 +170,7 @@ def _layout(x: Array, states: Array, weight: Array, starts: Array, slots: Array,
     num_sequences, kept = slots.shape[0], width - 1
     time = jnp.arange(length)
     sequence = jnp.searchsorted(starts, time, side="right", method="scan_unrolled") - 1
-    is_token = (sequence >= 0) & (sequence < num_sequences)
+    is_token = in_range(sequence, num_sequences)
     same_sequence = None
     if 1 < width <= MAX_WIDTH:
         position = time - starts[jnp.maximum(sequence, 0)]

@@ -12,18 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
+    check_shape,
     flag,
+    in_range,
     index_array,
     reshard_as,
     reshard_like,
-    slots_as_int32,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import fused, on_gpu
@@ -154,18 +154,15 @@ def _update_of_pool(
     x, weight, channels_last = arrays["x"], arrays["weight"], params["channels_last"]
     num_inputs = x.shape[time_axis(channels_last)]
     if num_accepted is not None:
-        num_accepted = numbers_of_sequences(name, "num_accepted", num_accepted, x.shape[0])
+        num_accepted = index_array(name, "num_accepted", num_accepted)
+        check_shape(name, "num_accepted", num_accepted, x.shape[:1], "[B]")
     pool = checked_pool(
         name, "state", pool, x, weight, _num_written(weight.shape[1], num_inputs, num_accepted is not None)
     )
-    slots = numbers_of_sequences(name, "state_slots", state_slots, x.shape[0])
+    slots = index_array(name, "state_slots", state_slots)
+    check_shape(name, "state_slots", slots, x.shape[:1], "[B]")
     pool = reshard_as(pool, x, (None, 2 if channels_last else 1, None))
-    if num_accepted is not None:
-        latest = min(pool.shape[2] - weight.shape[1] + 2, np.iinfo(np.int32).max)
-        if num_accepted.dtype.itemsize >= 4:
-            num_accepted = jnp.clip(num_accepted, 1, latest)
-        num_accepted = num_accepted.astype(jnp.int32)
-    y, new_pool = _pool_update(params, states=pool, slots=slots_as_int32(slots), num_accepted=num_accepted, **arrays)
+    y, new_pool = _pool_update(params, states=pool, slots=slots, num_accepted=num_accepted, **arrays)
     return y, new_pool
 
 
@@ -197,11 +194,7 @@ def of_slots(pool: Array, slots: Array, entries: Array) -> Array:
         return jnp.zeros((slots.shape[0], pool.shape[1], entries.shape[1]), pool.dtype)
     rows = jnp.clip(slots, 0, pool.shape[0] - 1)
     taken = pool.at[rows[:, None], :, entries].get(mode="promise_in_bounds")
-    return jnp.where(_is_slot(pool, slots)[:, None, None], jnp.swapaxes(taken, 1, 2), 0)
-
-
-def _is_slot(pool: Array, slots: Array) -> Array:
-    return (slots >= 0) & (slots < pool.shape[0])
+    return jnp.where(in_range(slots, pool.shape[0])[:, None, None], jnp.swapaxes(taken, 1, 2), 0)
 
 
 def of_writers(pool: Array, slots: Array, has_inputs: Array | None = None) -> Array:
@@ -209,7 +202,8 @@ def of_writers(pool: Array, slots: Array, has_inputs: Array | None = None) -> Ar
 
     `has_inputs` says which sequences are not empty. Default: all.
     """
-    writes = _is_slot(pool, slots) if has_inputs is None else _is_slot(pool, slots) & has_inputs
+    writes = in_range(slots, pool.shape[0])
+    writes = writes if has_inputs is None else writes & has_inputs
     slots, order = jnp.where(writes, slots, -1), jnp.arange(slots.shape[0])
     is_later = (slots[None, :] == slots[:, None]) & (order[None, :] > order[:, None])
     return jnp.where(jnp.any(is_later, axis=1), -1, slots)
@@ -224,7 +218,7 @@ def with_states(pool: Array, writers: Array, states: Array) -> Array:
 
 def with_added_states(pool: Array, slots: Array, entries: Array, states: Array) -> Array:
     """The pool with ``[N, C, K]`` added to these entries ``[N, K]`` of the rows of slots."""
-    rows = jnp.where(_is_slot(pool, slots), slots, pool.shape[0])
+    rows = jnp.where(in_range(slots, pool.shape[0]), slots, pool.shape[0])
     with not_redirected():
         return pool.at[rows[:, None], :, entries].add(jnp.swapaxes(states, 1, 2).astype(pool.dtype), mode="drop")
 
@@ -453,14 +447,3 @@ def checked_pool(name: str, argument: str, pool: Array, x: Array, weight: Array,
             f"to fit x and weight, got {pool.shape}"
         )
     return pool
-
-
-def numbers_of_sequences(
-    name: str, argument: str, value: ArrayLike, count: int, letters: str = "[B]", fits: str = ""
-) -> Array:
-    numbers = index_array(name, argument, value)
-    if not jnp.issubdtype(numbers.dtype, jnp.integer):
-        raise TypeError(f"{name}: {argument} must have an integer dtype, got {numbers.dtype}")
-    if numbers.shape != (count,):
-        raise ValueError(f"{name}: {argument} must have shape {letters} = ({count},){fits}, got {numbers.shape}")
-    return numbers

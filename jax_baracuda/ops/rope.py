@@ -28,6 +28,7 @@ from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
     flag,
+    integer_array,
     real_number,
     reshard_to,
     static_type_error,
@@ -852,9 +853,7 @@ def integer_positions(name: str, positions: ArrayLike) -> Array:
                 f"{name}: positions must fit {fitting.dtype} unless 64-bit types are enabled (jax_enable_x64), got "
                 f"{positions.min()} to {positions.max()}"
             )
-    positions = as_array(name, "positions", positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"{name}: positions must have an integer dtype, got {positions.dtype}")
+    positions = integer_array(name, "positions", positions)
     if positions.dtype.itemsize < 4:
         positions = positions.astype(jnp.int32)
     elif positions.dtype == jnp.uint32 and jax.config.jax_enable_x64:

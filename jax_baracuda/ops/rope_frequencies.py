@@ -118,7 +118,7 @@ def _length(argument: str, value: Any, *, minimum: int) -> int:
 
 
 def _checked_keys(scaling: Mapping[str, Any], max_position_embeddings: int | None) -> tuple[_Scheme, Mapping[str, Any]]:
-    """The scheme, and the keys that are given: all that it requires, and none that it does not know."""
+    """The scheme and the given keys, after checking that none is missing or unknown."""
     if not isinstance(scaling, Mapping):
         raise TypeError(f"{NAME}: scaling must be a dict or None, got {type(scaling).__name__}")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))

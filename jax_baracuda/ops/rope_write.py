@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, index_array
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, check_shape, index_array
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
@@ -136,7 +136,9 @@ def rope_write(
     )
     rows = {argument: as_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
     _check_rows(name, rows)
-    slots = _checked_slots(name, slots, rows["q"])
+    q = rows["q"]
+    slots = index_array(name, "slots", slots)
+    check_shape(name, "slots", slots, q.shape[:1], "[T]", why=", one for each token")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (0, 1):
         raise ValueError(f"{name}: axis must be 0 or 1, the axis of slots in caches [slots, H, D], got {axis!r}")
     names = [PoolNames("key_cache", "k", "k_scale"), PoolNames("value_cache", "v", "v_scale")]
@@ -145,7 +147,6 @@ def rope_write(
         for own, cache, own_scale in zip(names, (key_cache, value_cache), (k_scale, v_scale), strict=True)
     ]
     write = checked_write(name, names, pools, slots, axis, layer)
-    q = rows["q"]
     rotation, frequencies, _ = options.checked(name, "q", q.shape[2], np.dtype(accumulation_dtype(q.dtype)))
     positions = _checked_positions(name, positions, q.shape[0], rotation["sections"])
     keys, values = write.pools
@@ -329,18 +330,10 @@ def _check_rows(name: str, rows: dict[str, Array]) -> None:
         raise ValueError(f"{name}: k must have as many features as q, {q.shape[2]}, got shape {rows['k'].shape}")
 
 
-def _checked_slots(name: str, slots: ArrayLike, q: Array) -> Array:
-    slots = index_array(name, "slots", slots)
-    if slots.shape != q.shape[:1]:
-        raise ValueError(f"{name}: slots must have shape [T] = {q.shape[:1]}, one for each token, got {slots.shape}")
-    return slots
-
-
 def _checked_positions(name: str, positions: ArrayLike, tokens: int, sections: tuple[int, ...]) -> Array:
     positions = integer_positions(name, positions)
     expected = (len(sections), tokens) if sections else (tokens,)
-    if positions.shape != expected:
-        letters = "[sections, T]" if sections else "[T]"
-        advice = ADVICE_ON_SECTIONS if not sections and positions.ndim == 2 and positions.shape[0] == 3 else ""
-        raise ValueError(f"{name}: positions must have shape {letters} = {expected}, got {positions.shape}{advice}")
+    letters = "[sections, T]" if sections else "[T]"
+    advice = ADVICE_ON_SECTIONS if not sections and positions.ndim == 2 and positions.shape[0] == 3 else ""
+    check_shape(name, "positions", positions, expected, letters, advice=advice)
     return positions

@@ -23,9 +23,10 @@ from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
     as_bits,
+    check_one_for_each,
+    in_range,
     index_array,
     of_bits,
-    slots_as_int32,
     static_type_error,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
@@ -144,7 +145,7 @@ class WriteOperands(NamedTuple):
 
 
 MAX_COMPARED_ROWS = 32
-"""Up to so many rows, comparing each with all later ones takes less time than a sort."""
+"""For at most this many rows, comparing each with all later ones takes less time than a sort."""
 
 
 def is_last_of_slot(slots: Array) -> Array:
@@ -170,11 +171,11 @@ def _set(array: Array, index: tuple[Any, ...], values: Array) -> Array:
 def _index(pool: Array, slots: Array, layer: Array | None, axis: int, are_unique: bool) -> tuple[Any, ...]:
     """The index of all rows in a pool, without duplicates: rows that are not written have indices out of range."""
     num_slots = pool.shape[axis if layer is None else axis + 1]
-    is_written = (slots >= 0) & (slots < num_slots)
+    is_written = in_range(slots, num_slots)
     if not are_unique:
         is_written &= is_last_of_slot(slots)
     if layer is not None:
-        is_written &= (layer >= 0) & (layer < pool.shape[0])
+        is_written &= in_range(layer, pool.shape[0])
     slots = jnp.where(is_written, slots, num_slots + jax.lax.iota(jnp.int32, slots.shape[0]))
     of_layer = () if layer is None else (jnp.maximum(layer, 0),)
     return (*of_layer, *[slice(None)] * axis, slots)
@@ -292,7 +293,7 @@ def _plan_parameters(*operands: Any, has_layer: bool, scales: Sequence[int]) -> 
 
 
 def _within_shard(index: Array, axes: MeshAxes, size: int) -> Array:
-    """An index in the part of a dimension that this device has, which has `size` elements; -1 before that part."""
+    """An index counted from the start of this device's part of a dimension, of `size` elements; -1 before that part."""
     if not axes:
         return index
     begin = jax.lax.axis_index(axes).astype(jnp.int32) * size
@@ -389,7 +390,7 @@ def _transpose_backward(
 
 
 _common: dict[str, Any] = {
-    # Numbers that are scaled, too, are rounded twice: in float32 and to the dtype of the pool.
+    # Scaled numbers are rounded twice: in float32 and to the dtype of the pool.
     "guarantee": dataclasses.replace(EXACT, math_precision="rounded once"),
     "replicated_dims": ("row",),
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
@@ -546,16 +547,8 @@ def _of_one(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
 
 def _of_several(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
     scale = [None] * len(dests) if scale is None else scale
-    for argument, arrays in (("rows", rows), ("scale", scale)):
-        if not isinstance(arrays, list | tuple):
-            raise TypeError(
-                f"{name}: {argument} must be a list or tuple with one entry for each pool in dests ({len(dests)}), "
-                f"got {type(arrays).__name__}"
-            )
-        if len(arrays) != len(dests):
-            raise ValueError(
-                f"{name}: {argument} must have one entry for each pool in dests ({len(dests)}), got {len(arrays)}"
-            )
+    check_one_for_each(name, "rows", rows, dests)
+    check_one_for_each(name, "scale", scale, dests)
     return dests, rows, scale
 
 
@@ -564,8 +557,6 @@ def checked_write(
 ) -> CheckedWrite:
     """The arguments of a write, of which the pools and rows are arrays already."""
     slots = index_array(name, "slots", slots)
-    if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise TypeError(f"{name}: slots must have an integer dtype, got {slots.dtype}")
     if slots.ndim != 1:
         advice = "; slots[None] and rows[None] write one row" if slots.ndim == 0 else ""
         raise ValueError(f"{name}: slots must have shape [T], one for each row, got {slots.shape}{advice}")
@@ -573,8 +564,8 @@ def checked_write(
         raise static_type_error(name, "axis", "an integer", axis)
     if layer is not None:
         layer = index_array(name, "layer", layer)
-        if not jnp.issubdtype(layer.dtype, jnp.integer) or layer.ndim != 0:
-            raise TypeError(f"{name}: layer must be an integer scalar, got {layer.dtype} of shape {layer.shape}")
+        if layer.ndim != 0:
+            raise TypeError(f"{name}: layer must be a scalar, got shape {layer.shape}")
     first = int(layer is not None)
     checked = []
     for own, (dest, rows, scale) in zip(names, pools, strict=True):
@@ -603,7 +594,7 @@ def checked_write(
         if jax_versions.is_static_shape((num_slots, *slots.shape)) and num_slots + slots.shape[0] >= 2**31:
             raise ValueError(f"{name}: {own.dest} must have less than 2^31 slots and rows, got {num_slots} slots")
         checked.append(PoolWrite(dest, rows, _checked_scale(name, own, dest, rows, scale)))
-    return CheckedWrite(checked, slots_as_int32(slots), int(axis), None if layer is None else slots_as_int32(layer))
+    return CheckedWrite(checked, slots, int(axis), layer)
 
 
 def _advice_on_rows(own: PoolNames, dest: Array, rows: Array, num_rows: int, axis: int, first: int) -> str:

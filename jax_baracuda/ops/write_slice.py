@@ -22,7 +22,9 @@ from jax_baracuda._core.arrays import (
     DTYPES_OF_WHOLE_BYTES,
     as_array,
     as_bits,
+    check_one_for_each,
     element_bits,
+    in_range,
     of_bits,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
@@ -137,12 +139,10 @@ def write_slices(
       [[0.0], [0.0], [1.0], [0.0]] [[0.0, 0.0], [0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
     """
     name = "write_slices"
-    for argument, arrays in (("dests", dests), ("sources", sources)):
-        if not isinstance(arrays, list | tuple):
-            raise TypeError(f"{name}: {argument} must be a list or tuple of arrays, got {type(arrays).__name__}")
-    if len(dests) != len(sources):
-        raise ValueError(f"{name}: sources must be as many as dests, {len(dests)}, got {len(sources)}")
-    start_indices = _start_indices_of_each(name, len(dests), start_indices, start_indices_of_each)
+    if not isinstance(dests, list | tuple):
+        raise TypeError(f"{name}: dests must be a list or tuple of arrays, got {type(dests).__name__}")
+    check_one_for_each(name, "sources", sources, dests)
+    start_indices = _start_indices_of_each(name, dests, start_indices, start_indices_of_each)
     updates = [
         _canonicalize(name, f"dests[{i}]", f"sources[{i}]", dest, source, what, starts, mode)
         for i, (dest, source, (what, starts)) in enumerate(zip(dests, sources, start_indices, strict=True))
@@ -215,7 +215,7 @@ def _shifted(window: Array, placements: Sequence[Placement], sign: int) -> tuple
             continue
         window = jnp.roll(window, -sign * moved, axis)
         index = jax.lax.broadcasted_iota(moved.dtype, window.shape, axis) + sign * moved
-        is_known &= (index >= 0) & (index < window.shape[axis])
+        is_known &= in_range(index, window.shape[axis])
     return window, is_known
 
 
@@ -519,24 +519,15 @@ def _scalar(value: int) -> Array:
 
 
 def _start_indices_of_each(
-    name: str, num_dests: int, start_indices: Any, start_indices_of_each: Any
+    name: str, dests: Sequence[Any], start_indices: Any, start_indices_of_each: Any
 ) -> list[tuple[str, Any]]:
     """The start indices of each array, and their names for error messages."""
     if (start_indices is None) == (start_indices_of_each is None):
         given = "both" if start_indices is not None else "neither"
         raise TypeError(f"{name}: one of start_indices and start_indices_of_each must be given, got {given}")
     if start_indices is not None:
-        return [("start_indices", start_indices)] * num_dests
-    if not isinstance(start_indices_of_each, list | tuple):
-        raise TypeError(
-            f"{name}: start_indices_of_each must be a list or tuple with the start indices of each of the dests, "
-            f"got {type(start_indices_of_each).__name__}"
-        )
-    if len(start_indices_of_each) != num_dests:
-        raise ValueError(
-            f"{name}: start_indices_of_each must have one entry for each of the {num_dests} dests, "
-            f"got {len(start_indices_of_each)}"
-        )
+        return [("start_indices", start_indices)] * len(dests)
+    check_one_for_each(name, "start_indices_of_each", start_indices_of_each, dests)
     return [(f"start_indices_of_each[{i}]", of_one) for i, of_one in enumerate(start_indices_of_each)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -467,11 +468,12 @@ def test_ends_out_of_range(ends: tuple[int, ...]) -> None:
     options = {"state_slots": np.arange(2), "has_state": np.ones(2, bool)}
     weight = np.ones((1, 4), np.float32)
     expected = causal_conv1d_ragged(x, states, weight, cu_seqlens=np.clip(ends, 0, 8), **options)
-    for implementation in ("kernel", "xla"):
-        cu_seqlens = np.array(ends)
-        results = causal_conv1d_ragged(
-            x, states, weight, cu_seqlens=cu_seqlens, implementation=implementation, **options
-        )
+    for implementation, of_64_bits in itertools.product(("kernel", "xla"), (False, True)):
+        with jax.enable_x64(of_64_bits):
+            cu_seqlens = jnp.asarray(ends, jnp.int64) if of_64_bits else np.array(ends)
+            results = causal_conv1d_ragged(
+                x, states, weight, cu_seqlens=cu_seqlens, implementation=implementation, **options
+            )
         for got, want in zip(results, expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6)
 

@@ -227,21 +227,6 @@ ffi::Error HandleAttentionByRow(Context context, ffi::AnyBuffer d_output, ffi::A
   return kRun(context, kOp, more_results, &call, results.num_decoded());
 }
 
-template <typename Context>
-auto BindAttention() {
-  return BindWithOptionalOperands<Context, 3, 3>().RemainingRets().template Attrs<AttentionOptions>();
-}
-
-template <typename Context>
-auto BindAttentionBySegment() {
-  return BindWithOptionalOperands<Context, 8, 1>().RemainingRets().template Attrs<AttentionOptions>();
-}
-
-template <typename Context>
-auto BindAttentionByRow() {
-  return BindWithOptionalOperands<Context, 6, 1>().RemainingRets().template Attrs<AttentionOptions>();
-}
-
 // The call that plan parameters describe.
 template <typename Call>
 Call AttentionCallOf(const PlanParameters& parameters) {

@@ -730,22 +730,20 @@ constexpr auto kPlan = PlanOf<PlanAttention, AttentionCallOf<AttentionForwardCal
 constexpr auto kPlanBySegment = PlanOf<PlanAttention, AttentionCallOf<AttentionBySegmentCall>>;
 constexpr auto kPlanByRow = PlanOf<PlanAttention, AttentionCallOf<AttentionByRowCall>>;
 
-JB_CPU_TARGET(kForwardName<kDot>, (HandleAttention<ffi::ThreadPool, kDot, kRun>), BindAttention<ffi::ThreadPool>(),
-              kPlan, kNothing, "segments");
-JB_CPU_TARGET(kForwardName<kAdditive>, (HandleAttention<ffi::ThreadPool, kAdditive, kRun>),
-              BindAttention<ffi::ThreadPool>(), kPlan, kNothing, "segments");
-JB_CPU_TARGET(kForwardName<kGiven>, (HandleAttention<ffi::ThreadPool, kGiven, kRun>), BindAttention<ffi::ThreadPool>(),
-              kPlan, kNothing, "segments");
-JB_CPU_TARGET(kBySegmentName<kDot>, (HandleAttentionBySegment<ffi::ThreadPool, kDot, kRunBySegment>),
-              BindAttentionBySegment<ffi::ThreadPool>(), kPlanBySegment, kNothing, "segments");
+JB_CPU_TARGET(kForwardName<kDot>, (HandleAttention<ffi::ThreadPool, kDot, kRun>), kPlan, kNothing, "segments");
+JB_CPU_TARGET(kForwardName<kAdditive>, (HandleAttention<ffi::ThreadPool, kAdditive, kRun>), kPlan, kNothing,
+              "segments");
+JB_CPU_TARGET(kForwardName<kGiven>, (HandleAttention<ffi::ThreadPool, kGiven, kRun>), kPlan, kNothing, "segments");
+JB_CPU_TARGET(kBySegmentName<kDot>, (HandleAttentionBySegment<ffi::ThreadPool, kDot, kRunBySegment>), kPlanBySegment,
+              kNothing, "segments");
 JB_CPU_TARGET(kBySegmentName<kAdditive>, (HandleAttentionBySegment<ffi::ThreadPool, kAdditive, kRunBySegment>),
-              BindAttentionBySegment<ffi::ThreadPool>(), kPlanBySegment, kNothing, "segments");
-JB_CPU_TARGET(kByRowName<kDot>, (HandleAttentionByRow<ffi::ThreadPool, kDot, kRunByRow>),
-              BindAttentionByRow<ffi::ThreadPool>(), kPlanByRow, kNothing, "segments");
-JB_CPU_TARGET(kByRowName<kAdditive>, (HandleAttentionByRow<ffi::ThreadPool, kAdditive, kRunByRow>),
-              BindAttentionByRow<ffi::ThreadPool>(), kPlanByRow, kNothing, "segments");
-JB_CPU_TARGET(kByRowName<kGiven>, (HandleAttentionByRow<ffi::ThreadPool, kGiven, kRunByRow>),
-              BindAttentionByRow<ffi::ThreadPool>(), kPlanByRow, kNothing, "segments");
+              kPlanBySegment, kNothing, "segments");
+JB_CPU_TARGET(kByRowName<kDot>, (HandleAttentionByRow<ffi::ThreadPool, kDot, kRunByRow>), kPlanByRow, kNothing,
+              "segments");
+JB_CPU_TARGET(kByRowName<kAdditive>, (HandleAttentionByRow<ffi::ThreadPool, kAdditive, kRunByRow>), kPlanByRow,
+              kNothing, "segments");
+JB_CPU_TARGET(kByRowName<kGiven>, (HandleAttentionByRow<ffi::ThreadPool, kGiven, kRunByRow>), kPlanByRow, kNothing,
+              "segments");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -160,8 +160,9 @@ struct RowMap {
                          });
   }
 
-  // As Run, after a reduction of the rows to the cells. Grouped by segment, the rows of a few segments after the others
-  // are reduced and computed, while they are in a near cache. Returns false if memory allocation fails.
+  // Reduces the rows to the cells, then does what Run does. If rows are grouped by segment, the results of a few segments
+  // are computed right after their rows are reduced, while these are in a near cache. Returns false if memory allocation
+  // fails.
   bool RunAfter(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction) const {
     if (ChooseStrategy(problem, reduction.type, /*has_counts=*/false) != Strategy::kGroupBySegment) {
       const bool has_memory = ReduceAll(pool, ids, reduction);

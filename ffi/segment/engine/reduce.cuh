@@ -10,12 +10,12 @@
 #include "ffi/core/plan.h"
 #include "ffi/core/scratch.h"
 #include "ffi/core/strategies.h"
-#include "ffi/segment/engine/few_rows.cuh"
+#include "ffi/segment/engine/few_sorted_rows.cuh"
+#include "ffi/segment/engine/few_unsorted_rows.cuh"
 #include "ffi/segment/engine/fill.cuh"
 #include "ffi/segment/engine/order.cuh"
 #include "ffi/segment/engine/private_table.cuh"
 #include "ffi/segment/engine/runs.cuh"
-#include "ffi/segment/engine/small_rows.cuh"
 #include "ffi/segment/engine/small_tiles.cuh"
 #include "ffi/segment/engine/tiles.cuh"
 #include "ffi/segment/engine/tuning.h"
@@ -23,33 +23,34 @@
 namespace jax_baracuda::segment {
 
 enum class Strategy {
-  kNothing,        // no result
-  kFill,           // no rows
-  kPrivateTable,   // few segments: one table per thread
-  kFewRows,        // few unsorted rows, in one launch
-  kSmallRows,      // few sorted rows, in one launch
-  kRuns,           // narrow sorted rows, whole rows per thread
-  kTiles,          // sorted rows, in tiles
-  kSmallTiles,     // tiles of few gathered rows, in one launch
-  kStagedTiles,    // tiles of rows too narrow for vector loads, staged in shared memory
-  kSortThenTiles,  // sorts the rows first, then tiles
+  kNothing,          // no result
+  kFill,             // no rows
+  kPrivateTable,     // few segments: one table per thread
+  kFewUnsortedRows,  // few unsorted rows, in one launch
+  kFewSortedRows,    // few sorted rows, in one launch
+  kRuns,             // narrow sorted rows, whole rows per thread
+  kTiles,            // sorted rows, in tiles
+  kSmallTiles,       // tiles of few gathered rows, in one launch
+  kStagedTiles,      // tiles of rows too narrow for vector loads, staged in shared memory
+  kSortThenTiles,    // sorts the rows first, then tiles
 };
 
-inline constexpr const char* kStrategyNames[] = {kNothing, "fill",  "private_table", "few_rows",     "small_rows",
-                                                 "runs",   "tiles", "small_tiles",   "staged_tiles", "sort_then_tiles"};
+inline constexpr const char* kStrategyNames[] = {
+    kNothing, "fill",  "private_table", "few_unsorted_rows", "few_sorted_rows",
+    "runs",   "tiles", "small_tiles",   "staged_tiles",      "sort_then_tiles"};
 
 inline constexpr int64_t kSectorBytes = 32;
 
 // Unsorted rows are sorted first, few of them within the reduction.
 inline Strategy ChooseUnsortedStrategy(const Problem& problem) {
-  return problem.HasFewRows() ? Strategy::kFewRows : Strategy::kSortThenTiles;
+  return problem.HasFewRows() ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
 }
 
 // Sorted rows by runs or tiles.
 inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   if (problem.rows == 0) return Strategy::kFill;
   if (!indices_are_sorted) return ChooseUnsortedStrategy(problem);
-  if (TakesSmallRows(problem, element_bytes)) return Strategy::kSmallRows;
+  if (TakesFewSortedRows(problem, element_bytes)) return Strategy::kFewSortedRows;
   if (TakesRuns(problem, element_bytes)) return Strategy::kRuns;
   return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
 }
@@ -80,8 +81,8 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
     grid.features = {1, 1};
     grid.groups = 0;
     grid.blocks_per_batch = CeilDivide(problem.rows, RunBlockRows(problem.features));
-  } else if (strategy == Strategy::kSmallRows) {
-    const SmallRowGrid small(problem.features / vector);
+  } else if (strategy == Strategy::kFewSortedRows) {
+    const FewSortedRowGrid small(problem.features / vector);
     grid.features = small.features;
     grid.groups = small.groups;
     grid.blocks_per_batch = small.BlocksPerBatch(problem.rows);
@@ -117,7 +118,7 @@ inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int6
   switch (strategy) {
     case Strategy::kNothing:
     case Strategy::kFill:
-    case Strategy::kFewRows:
+    case Strategy::kFewUnsortedRows:
       return plan;
     case Strategy::kPrivateTable:
       sizes.Add(int64_t{kMaxPrivateBlocks} * problem.segments * problem.features * state_bytes);
@@ -128,7 +129,7 @@ inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int6
   }
   const int vector = strategy == Strategy::kStagedTiles ? 1 : RowVector(part_features, element_bytes);
   plan.grid = MakeRowGrid(at_once, strategy, vector, unit);
-  if (strategy == Strategy::kSmallRows || strategy == Strategy::kSmallTiles) return plan;
+  if (strategy == Strategy::kFewSortedRows || strategy == Strategy::kSmallTiles) return plan;
   if (strategy == Strategy::kSortThenTiles) sizes.Add(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
   sizes.Add(2 * sizeof(uint32_t));
   sizes.Add(plan.grid.row_blocks * sizeof(uint32_t));
@@ -252,7 +253,7 @@ struct Reducer {
     if constexpr (kGathers) {
       if (strategy == Strategy::kSmallTiles) return SmallTiles(a);
     } else {
-      if (strategy == Strategy::kFewRows) return FewRows(part, a);
+      if (strategy == Strategy::kFewUnsortedRows) return FewUnsortedRows(part, a);
     }
     const bool fills_first = FillsFirst(part);
     if (fills_first) {
@@ -260,7 +261,7 @@ struct Reducer {
           LaunchFill<Reduction>(outputs, a.first_segment, part.batch * problem.segments, problem.features, stream));
     }
     if constexpr (kIsPlain) {
-      if (strategy == Strategy::kSmallRows) return SmallRows(a, !fills_first);
+      if (strategy == Strategy::kFewSortedRows) return FewSortedRows(a, !fills_first);
     }
     a.merge_counters = carver.Take<uint32_t>(2);
     a.carries.in_segment = carver.Take<uint32_t>(grid.row_blocks);
@@ -329,26 +330,26 @@ struct Reducer {
     return LaunchMerge<kVec>(a);
   }
 
-  CudaStatus FewRows(const Problem& part, InputArguments<Reduction, Input> a) const {
+  CudaStatus FewUnsortedRows(const Problem& part, InputArguments<Reduction, Input> a) const {
     a.problem = part;
     return DispatchVector([&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
-      const FewRowGrid few(part, kVec);
-      const auto kernel = FewRowKernel<Reduction, Input, kVec>;
+      const FewUnsortedRowGrid few(part, kVec);
+      const auto kernel = FewUnsortedRowKernel<Reduction, Input, kVec>;
       JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
       const uint32_t blocks = GridSize(part.batch * few.blocks_per_batch * few.features.columns);
-      kernel<<<blocks, kFewRowThreads, FewRowBytes<Reduction, kVec>(part, few), stream>>>(a, few);
-      return JB_LAUNCH_STATUS(FewRowKernel);
+      kernel<<<blocks, kFewRowThreads, FewUnsortedRowBytes<Reduction, kVec>(part, few), stream>>>(a, few);
+      return JB_LAUNCH_STATUS(FewUnsortedRowKernel);
     });
   }
 
-  CudaStatus SmallRows(const TileArguments<Reduction>& a, bool fills_gaps) const {
+  CudaStatus FewSortedRows(const TileArguments<Reduction>& a, bool fills_gaps) const {
     const uint32_t blocks = GridSize(grid.row_blocks * grid.features.columns);
     return DispatchVector([&](auto vector) {
       constexpr int kVec = decltype(vector)::value;
-      SmallRowKernel<Reduction, kVec>
-          <<<blocks, kSmallRowThreads, 0, stream>>>(a, SmallRowGrid(problem.features / kVec), fills_gaps);
-      return JB_LAUNCH_STATUS(SmallRowKernel);
+      FewSortedRowKernel<Reduction, kVec>
+          <<<blocks, kFewSortedRowThreads, 0, stream>>>(a, FewSortedRowGrid(problem.features / kVec), fills_gaps);
+      return JB_LAUNCH_STATUS(FewSortedRowKernel);
     });
   }
 

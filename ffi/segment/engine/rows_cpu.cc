@@ -147,11 +147,6 @@ class CellMemory {
   std::unique_ptr<char[]> first_, second_;
 };
 
-void StartNumbers(const RowReduction& reduction, int64_t num_segments, const FoldTarget& target) {
-  reduction.Start(num_segments * target.width, target.cells);
-  if (target.row_counts != nullptr) std::fill_n(target.row_counts, num_segments, 0);
-}
-
 // Initialises the cells of some segments and features of a batch element.
 FoldTarget StartCells(const RowReduction& reduction, int64_t batch, SegmentRange segments, int64_t feature_begin,
                       int64_t width, UntypedCells cells, int32_t* row_counts) {
@@ -166,21 +161,14 @@ FoldTarget StartCells(const RowReduction& reduction, int64_t batch, SegmentRange
                           AreFar(num_segments * width, reduction.type.Bytes()),
                           reduction.problem.rows >= kMinRowsPerRun * reduction.problem.segments,
                           /*rows_are_scattered=*/false};
-  StartNumbers(reduction, num_segments, target);
+  reduction.StartTarget(num_segments, target);
   return target;
 }
 
 // Folds blocks of rows into the cells of `num_segments` segments, which are started.
 void FoldBlocks(const RowReduction& reduction, int64_t num_segments, const FoldTarget& target,
-                FunctionRef<void(FunctionRef<void(const RowBlock&)>)> for_each_block) {
-  if (reduction.HasUnchecked()) {
-    {
-      const ScopedZerosForSubnormals zeros;
-      for_each_block([&](const RowBlock& block) { reduction.FoldUnchecked(block, target); });
-    }
-    if (reduction.EndUnchecked(num_segments * target.width, target.cells)) return;
-    StartNumbers(reduction, num_segments, target);
-  }
+                ForEachBlock for_each_block) {
+  if (reduction.FoldUnchecked(for_each_block, num_segments, target)) return;
   for_each_block([&](const RowBlock& block) { reduction.Fold(block, target); });
 }
 

@@ -146,8 +146,8 @@ struct RowBlock {
   const int32_t* ids;
 };
 
-// The offsets 0, 1, 2, ... of a block without gaps. So loops are compiled once, at the cost of one load per row for
-// these blocks.
+// The offsets of a block without gaps: 0, 1, 2, ... They cost one load per row, but loops need to be compiled for one
+// kind of block only.
 struct AllOffsets {
   int32_t values[kConvertedIds + kScanPrefetchDistance];
 
@@ -203,6 +203,9 @@ struct FoldTarget {
   bool rows_are_scattered;
 };
 
+// Calls its argument for blocks of rows.
+using ForEachBlock = FunctionRef<void(FunctionRef<void(const RowBlock&)>)>;
+
 class RowReduction {
  public:
   // `block_rows` is the largest block for Fold. With `splits_features`, threads may split rows.
@@ -218,11 +221,18 @@ class RowReduction {
   virtual UntypedCells ResultCells() const = 0;
   virtual void Start(int64_t count, UntypedCells cells) const = 0;
   virtual void Fold(const RowBlock& block, const FoldTarget& target) const = 0;
-  virtual bool HasUnchecked() const { return false; }
-  virtual void FoldUnchecked(const RowBlock& /*block*/, const FoldTarget& /*target*/) const {}
-  virtual bool EndUnchecked(int64_t /*count*/, UntypedCells /*cells*/) const { return true; }
+  // Folds blocks into the cells of `num_segments` segments, without checks. Returns false if the reduction cannot, or if
+  // checks are needed; the cells are then as they were started.
+  virtual bool FoldUnchecked(ForEachBlock /*for_each_block*/, int64_t /*num_segments*/, const FoldTarget&) const {
+    return false;
+  }
   virtual void Merge(int64_t count, UntypedCells later, UntypedCells cells) const = 0;
   virtual void Write(int64_t count, int64_t first_cell, const int32_t* counts, UntypedCells cells) const = 0;
+
+  void StartTarget(int64_t num_segments, const FoldTarget& target) const {
+    Start(num_segments * target.width, target.cells);
+    if (target.row_counts != nullptr) std::fill_n(target.row_counts, num_segments, 0);
+  }
 
  protected:
   ~RowReduction() = default;
@@ -516,19 +526,19 @@ class DirectReduction final : public TypedReduction<Reduction> {
     FoldOwnRows(block, FirstRow(block, target), this->problem.features, this->reduction, target);
   }
 
-  bool HasUnchecked() const override { return kHasUnchecked<Reduction>; }
-
-  void FoldUnchecked(const RowBlock& block, const FoldTarget& target) const override {
+  bool FoldUnchecked(ForEachBlock for_each_block, int64_t num_segments, const FoldTarget& target) const override {
     if constexpr (kHasUnchecked<Reduction>) {
-      FoldOwnRows(block, FirstRow(block, target), this->problem.features, typename Reduction::Unchecked{}, target);
+      {
+        const ScopedZerosForSubnormals zeros;
+        for_each_block([&](const RowBlock& block) {
+          FoldOwnRows(block, FirstRow(block, target), this->problem.features, typename Reduction::Unchecked{}, target);
+        });
+      }
+      const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
+      if (EndUncheckedCells(this->reduction, num_segments * target.width, cells)) return true;
+      this->StartTarget(num_segments, target);
     }
-  }
-
-  bool EndUnchecked(int64_t count, UntypedCells cells) const override {
-    if constexpr (kHasUnchecked<Reduction>) {
-      return EndUncheckedCells(this->reduction, count, TypedCells<Reduction>(cells));
-    }
-    return true;
+    return false;
   }
 
  private:

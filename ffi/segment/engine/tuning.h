@@ -38,8 +38,9 @@ struct Tuning90 {
   // The maximum number of edges of attention, each of which takes longer.
   static constexpr int64_t kMaxEdgesOfSmallAttention = int64_t{1} << 15;
   // Sorted rows in one launch: the same limits, and the maximum number of steps in which one block could read all rows.
-  static constexpr int64_t kMaxFewRows = int64_t{1} << 16, kMaxFewRowsToSegment = 64, kMaxStepsOfFewRows = 512;
-  static constexpr int64_t kMaxElementsOfFewRows = int64_t{1} << 21;
+  static constexpr int64_t kMaxFewSortedRows = int64_t{1} << 16, kMaxFewSortedRowsToSegment = 64,
+                           kMaxStepsOfFewSortedRows = 512;
+  static constexpr int64_t kMaxElementsOfFewSortedRows = int64_t{1} << 21;
 
   // gather_segment_dot: products in flight per group of threads, steps per block, and minimum resident blocks per
   // multiprocessor, which caps the registers.

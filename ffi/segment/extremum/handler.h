@@ -52,18 +52,15 @@ ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi:
       decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
   JB_RETURN_IF_ERROR(decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner, &call.winner_is_shared));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, DispatchFloating(call.type, [](auto) {})));
-  if (data_and_output.size() == 0) return kRun(context, kOp, scratch, &call);
-
-  if (data_and_output.size() != 2) return InvalidArgument(kOp, "expected both data and output, or neither");
-  const auto data = data_and_output.get<ffi::AnyBuffer>(0), output = data_and_output.get<ffi::AnyBuffer>(1);
-  if (data.has_error()) return data.error();
-  if (output.has_error()) return output.error();
-  JB_RETURN_IF_ERROR(decoder.Rows("data", *data, &call.data, &call.problem.data_is_shared));
-  bool output_is_shared;
-  JB_RETURN_IF_ERROR(decoder.Cells("output", *output, decoder.type(), &call.output, &output_is_shared));
-  if (output_is_shared != call.winner_is_shared) {
-    return WrongShape(kOp, "output", *output, "that of winner " + ShapeString(winner.dimensions()));
-  }
+  OptionalOperands operands(kOp, data_and_output);
+  const bool shares_ties = data_and_output.size() > 0;
+  JB_RETURN_IF_ERROR(operands.Next("data", shares_ties, [&](const ffi::AnyBuffer& data) {
+    return decoder.Rows("data", data, &call.data, &call.problem.data_is_shared);
+  }));
+  JB_RETURN_IF_ERROR(operands.Next("output", shares_ties, [&](const ffi::AnyBuffer& output) {
+    return decoder.Like("winner", winner, "output", output, decoder.type(), &call.output);
+  }));
+  JB_RETURN_IF_ERROR(operands.End());
   return kRun(context, kOp, scratch, &call);
 }
 
@@ -81,11 +78,6 @@ ffi::Error HandleArg(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segmen
   call.is_minimum = kIsMinimum;
   call.indices_are_sorted = options.indices_are_sorted;
   return kRun(context, kOp, scratch, &call);
-}
-
-template <typename Context>
-auto BindExtremumBackward() {
-  return BindWithOptionalOperands<Context, 3, 1>().RemainingRets().template Attrs<GatherOptions>();
 }
 
 // The calls that plan parameters describe.

@@ -15,29 +15,26 @@ constexpr auto kPlanWithWinner = CudaPlanOf<ExtremumCallOf<true>>;
 constexpr auto kPlanBackward = CudaPlanOf<CallOf<ExtremumBackwardCall>>;
 constexpr auto kPlanArg = CudaPlanOf<CallOf<ArgCall>>;
 
-#define JB_BIND_REDUCTION (BindCall<Stream, 2, 1, ReductionOptions>())
-#define JB_BIND_WITH_WINNER (BindCall<Stream, 2, 2, WinnerOptions>())
 #define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics"
 // With winners there are no private tables; the shared table replaces them.
-#define JB_WITH_WINNER_STRATEGIES \
-  kNothing, "fill", "few_rows", "small_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", JB_TABLE_STRATEGIES
+#define JB_WITH_WINNER_STRATEGIES                                                                               \
+  kNothing, "fill", "few_unsorted_rows", "few_sorted_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", \
+      JB_TABLE_STRATEGIES
 
-JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false>), JB_BIND_REDUCTION, kPlan, kNothing,
-               JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
-JB_CUDA_TARGET("segment_min", (HandleExtremum<cudaStream_t, kRun, true>), JB_BIND_REDUCTION, kPlan, kNothing,
-               JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
-JB_CUDA_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, false>), JB_BIND_WITH_WINNER,
-               kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
-JB_CUDA_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, true>), JB_BIND_WITH_WINNER,
-               kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
-JB_CUDA_TARGET("segment_max_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, false>),
-               BindExtremumBackward<Stream>(), kPlanBackward, kNothing, JB_MAP_ROWS_STRATEGIES);
-JB_CUDA_TARGET("segment_min_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, true>),
-               BindExtremumBackward<Stream>(), kPlanBackward, kNothing, JB_MAP_ROWS_STRATEGIES);
-JB_CUDA_TARGET("segment_argmax", (HandleArg<cudaStream_t, kRunArg, false>), JB_BIND_REDUCTION, kPlanArg, kNothing,
-               JB_REDUCE_STRATEGIES);
-JB_CUDA_TARGET("segment_argmin", (HandleArg<cudaStream_t, kRunArg, true>), JB_BIND_REDUCTION, kPlanArg, kNothing,
-               JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false>), kPlan, kNothing, JB_REDUCE_STRATEGIES,
+               JB_TABLE_STRATEGIES);
+JB_CUDA_TARGET("segment_min", (HandleExtremum<cudaStream_t, kRun, true>), kPlan, kNothing, JB_REDUCE_STRATEGIES,
+               JB_TABLE_STRATEGIES);
+JB_CUDA_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, false>), kPlanWithWinner,
+               JB_WITH_WINNER_STRATEGIES);
+JB_CUDA_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, true>), kPlanWithWinner,
+               JB_WITH_WINNER_STRATEGIES);
+JB_CUDA_TARGET("segment_max_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, false>), kPlanBackward,
+               kNothing, JB_MAP_ROWS_STRATEGIES);
+JB_CUDA_TARGET("segment_min_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, true>), kPlanBackward,
+               kNothing, JB_MAP_ROWS_STRATEGIES);
+JB_CUDA_TARGET("segment_argmax", (HandleArg<cudaStream_t, kRunArg, false>), kPlanArg, kNothing, JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_argmin", (HandleArg<cudaStream_t, kRunArg, true>), kPlanArg, kNothing, JB_REDUCE_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -58,7 +58,8 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   const bool is_small = problem.batch * problem.rows * row_bytes <=
                             (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
                         (!FillsFirst(problem) || problem.batch * cells <= Tuning::kMaxFilledTableCells);
-  const bool is_unsorted = strategy == Strategy::kSortThenTiles || (strategy == Strategy::kFewRows && !with_winner);
+  const bool is_unsorted =
+      strategy == Strategy::kSortThenTiles || (strategy == Strategy::kFewUnsortedRows && !with_winner);
   ExtremumPlan plan{};
   if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable) {
     if (shared_tables > 0 && !call.indices_are_sorted) {

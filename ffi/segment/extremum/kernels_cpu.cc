@@ -295,27 +295,21 @@ constexpr auto kPlanWithWinner = PlanOf<PlanExtremum, ExtremumCallOf<true>>;
 constexpr auto kPlanBackward = PlanOf<PlanBackward, CallOf<ExtremumBackwardCall>>;
 constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
 
-#define JB_BIND_REDUCTION (BindCall<ffi::ThreadPool, 2, 1, ReductionOptions>())
-#define JB_BIND_WITH_WINNER (BindCall<ffi::ThreadPool, 2, 2, WinnerOptions>())
 #define JB_REDUCTION_STRATEGIES kNothing, "scan", "group_by_segment"
 #define JB_BACKWARD_STRATEGIES kNothing, "gather", "group_by_segment_streamed"
 
-JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false>), JB_BIND_REDUCTION, kPlan,
-              JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true>), JB_BIND_REDUCTION, kPlan,
-              JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false>), kPlan, JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true>), kPlan, JB_REDUCTION_STRATEGIES);
 JB_CPU_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<ffi::ThreadPool, kRunWithWinner, false>),
-              JB_BIND_WITH_WINNER, kPlanWithWinner, JB_REDUCTION_STRATEGIES);
+              kPlanWithWinner, JB_REDUCTION_STRATEGIES);
 JB_CPU_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<ffi::ThreadPool, kRunWithWinner, true>),
-              JB_BIND_WITH_WINNER, kPlanWithWinner, JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_max_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, false>),
-              BindExtremumBackward<ffi::ThreadPool>(), kPlanBackward, JB_BACKWARD_STRATEGIES);
-JB_CPU_TARGET("segment_min_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, true>),
-              BindExtremumBackward<ffi::ThreadPool>(), kPlanBackward, JB_BACKWARD_STRATEGIES);
-JB_CPU_TARGET("segment_argmax", (HandleArg<ffi::ThreadPool, kRunArg, false>), JB_BIND_REDUCTION, kPlanArg,
-              JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_argmin", (HandleArg<ffi::ThreadPool, kRunArg, true>), JB_BIND_REDUCTION, kPlanArg,
-              JB_REDUCTION_STRATEGIES);
+              kPlanWithWinner, JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_max_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, false>), kPlanBackward,
+              JB_BACKWARD_STRATEGIES);
+JB_CPU_TARGET("segment_min_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, true>), kPlanBackward,
+              JB_BACKWARD_STRATEGIES);
+JB_CPU_TARGET("segment_argmax", (HandleArg<ffi::ThreadPool, kRunArg, false>), kPlanArg, JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_argmin", (HandleArg<ffi::ThreadPool, kRunArg, true>), kPlanArg, JB_REDUCTION_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

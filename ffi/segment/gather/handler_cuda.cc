@@ -9,10 +9,10 @@ namespace {
 constexpr auto kRun = RunOnCuda<GatherCall>;
 constexpr auto kPlan = CudaPlanOf<CallOf<GatherCall>>;
 
-JB_CUDA_TARGET("segment_sum_backward", (HandleSumBackward<cudaStream_t, kRun>),
-               (BindCall<Stream, 2, 1, GatherOptions>()), kPlan, kNothing, JB_MAP_ROWS_STRATEGIES);
-JB_CUDA_TARGET("segment_mean_backward", (HandleMeanBackward<cudaStream_t, kRun>),
-               (BindCall<Stream, 3, 1, GatherOptions>()), kPlan, kNothing, JB_MAP_ROWS_STRATEGIES);
+JB_CUDA_TARGET("segment_sum_backward", (HandleSumBackward<cudaStream_t, kRun>), kPlan, kNothing,
+               JB_MAP_ROWS_STRATEGIES);
+JB_CUDA_TARGET("segment_mean_backward", (HandleMeanBackward<cudaStream_t, kRun>), kPlan, kNothing,
+               JB_MAP_ROWS_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

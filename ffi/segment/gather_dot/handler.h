@@ -50,9 +50,4 @@ inline GatherDotCall GatherDotCallOf(const PlanParameters& parameters) {
   return call;
 }
 
-template <typename Context>
-auto BindGatherDot() {
-  return BindWithOptionalOperands<Context, 4, 1>().RemainingRets().template Attrs<GatherDotOptions>();
-}
-
 }  // namespace jax_baracuda::segment

@@ -6,7 +6,7 @@
 namespace jax_baracuda::segment {
 namespace {
 
-JB_CUDA_TARGET("gather_segment_dot", (HandleGatherDot<cudaStream_t, RunOnCuda<GatherDotCall>>), BindGatherDot<Stream>(),
+JB_CUDA_TARGET("gather_segment_dot", (HandleGatherDot<cudaStream_t, RunOnCuda<GatherDotCall>>),
                (CudaPlanOf<GatherDotCallOf>), kNothing, "edge_vectors");
 
 }  // namespace

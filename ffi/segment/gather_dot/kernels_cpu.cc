@@ -102,7 +102,7 @@ bool RunGatherDot(ffi::ThreadPool& pool, const GatherDotCall& call) {
 Plan PlanGatherDot(const GatherDotCall& call) { return {call.HasNoElement() ? kNothing : "edges"}; }
 
 JB_CPU_TARGET("gather_segment_dot", (HandleGatherDot<ffi::ThreadPool, RunOnCpu<GatherDotCall, RunGatherDot>>),
-              BindGatherDot<ffi::ThreadPool>(), (PlanOf<PlanGatherDot, GatherDotCallOf>), kNothing, "edges");
+              (PlanOf<PlanGatherDot, GatherDotCallOf>), kNothing, "edges");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -74,8 +74,8 @@ ffi::Error HandleGatherExtremumWithWinner(Context context, ffi::AnyBuffer data, 
   return kRun(context, kOp, scratch, &call);
 }
 
-// The optional operands are, with a plan, the edges sorted by the row that they gather, and with shared ties, data and
-// output of the forward pass.
+// Optional operands: with a plan, the edges sorted by the row that they gather; with shared ties, data and output of
+// the forward pass.
 template <typename Context, Run<Context, GatherExtremumBackwardCall> kRun, bool kIsMinimum>
 ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner, ffi::AnyBuffer winner,
                                         ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
@@ -119,27 +119,13 @@ ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner
                          &call.gathered_is_shared);
   }));
   JB_RETURN_IF_ERROR(operands.Next("output", options.shares_ties, [&](const ffi::AnyBuffer& output) {
-    bool is_shared = false;
-    JB_RETURN_IF_ERROR(
-        decoder.Array("output", output, decoder.type(), call.num_rows, decoder.features(), &call.extrema, &is_shared));
-    if (is_shared == call.winner_is_shared) return ffi::Error::Success();
-    return WrongShape(kOp, "output", output, "that of winner " + ShapeString(winner.dimensions()));
+    return decoder.Like("winner", winner, "output", output, decoder.type(), &call.extrema);
   }));
   JB_RETURN_IF_ERROR(operands.End());
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_winner", d_winner, DispatchFloating(call.type, [](auto) {})));
   call.indices_are_sorted = options.has_plan;
   call.shares_ties = options.shares_ties;
   return kRun(context, kOp, scratch, &call);
-}
-
-template <typename Context>
-auto BindGatherExtremumWithWinner() {
-  return BindWithOptionalOperands<Context, 3, 2>().RemainingRets().template Attrs<GatherWinnerOptions>();
-}
-
-template <typename Context>
-auto BindGatherExtremumBackward() {
-  return BindWithOptionalOperands<Context, 4, 1>().RemainingRets().template Attrs<GatherExtremumBackwardOptions>();
 }
 
 // The calls that plan parameters describe.

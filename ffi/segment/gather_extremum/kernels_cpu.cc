@@ -184,22 +184,18 @@ constexpr auto kPlan = PlanOf<PlanGatherExtremum<false>, GatherExtremumCallOf<fa
 constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum<true>, GatherExtremumCallOf<true>>;
 constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
 
-#define JB_BIND_EXTREMUM (BindCall<ffi::ThreadPool, 3, 1, ReductionOptions>())
-
-JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false>), JB_BIND_EXTREMUM, kPlan,
-              kNothing, "scan", "group_by_segment");
-JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true>), JB_BIND_EXTREMUM, kPlan,
-              kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false>), kPlan, kNothing, "scan",
+              "group_by_segment");
+JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true>), kPlan, kNothing, "scan",
+              "group_by_segment");
 JB_CPU_TARGET("gather_segment_max_with_winner", (HandleGatherExtremumWithWinner<ffi::ThreadPool, kRun, false>),
-              BindGatherExtremumWithWinner<ffi::ThreadPool>(), kPlanWithWinner, kNothing, "scan", "group_by_segment");
+              kPlanWithWinner, kNothing, "scan", "group_by_segment");
 JB_CPU_TARGET("gather_segment_min_with_winner", (HandleGatherExtremumWithWinner<ffi::ThreadPool, kRun, true>),
-              BindGatherExtremumWithWinner<ffi::ThreadPool>(), kPlanWithWinner, kNothing, "scan", "group_by_segment");
+              kPlanWithWinner, kNothing, "scan", "group_by_segment");
 JB_CPU_TARGET("gather_segment_max_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, false>),
-              BindGatherExtremumBackward<ffi::ThreadPool>(), kPlanBackward, kNothing, "scan", "split_scan",
-              "group_by_segment");
+              kPlanBackward, kNothing, "scan", "split_scan", "group_by_segment");
 JB_CPU_TARGET("gather_segment_min_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, true>),
-              BindGatherExtremumBackward<ffi::ThreadPool>(), kPlanBackward, kNothing, "scan", "split_scan",
-              "group_by_segment");
+              kPlanBackward, kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -58,10 +58,4 @@ inline GatherSumCall GatherSumCallOf(const PlanParameters& parameters) {
   return call;
 }
 
-// The binding, with optional operands.
-template <typename Context>
-auto BindGatherSum() {
-  return BindWithOptionalOperands<Context, 3, 1>().RemainingRets().template Attrs<GatherSumOptions>();
-}
-
 }  // namespace jax_baracuda::segment

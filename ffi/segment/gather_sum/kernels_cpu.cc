@@ -95,8 +95,7 @@ Plan PlanGatherSum(const GatherSumCall& call) {
 }
 
 JB_CPU_TARGET("gather_segment_sum", (HandleGatherSum<ffi::ThreadPool, RunOnCpu<GatherSumCall, RunGatherSum>>),
-              BindGatherSum<ffi::ThreadPool>(), (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "scan",
-              "split_scan", "group_by_segment");
+              (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -8,8 +8,8 @@ namespace {
 
 constexpr auto kRun = RunOnCuda<LogSumExpCall>;
 
-JB_CUDA_TARGET("segment_logsumexp", (HandleLogSumExp<cudaStream_t, kRun>), (BindCall<Stream, 2, 2, ReductionOptions>()),
-               (CudaPlanOf<CallOf<LogSumExpCall>>), kNothing, JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_logsumexp", (HandleLogSumExp<cudaStream_t, kRun>), (CudaPlanOf<CallOf<LogSumExpCall>>),
+               kNothing, JB_REDUCE_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

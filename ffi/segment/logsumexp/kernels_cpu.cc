@@ -180,8 +180,7 @@ bool RunLogSumExp(ffi::ThreadPool& pool, const LogSumExpCall& call) {
 constexpr auto kRun = RunOnCpu<LogSumExpCall, RunLogSumExp>;
 
 JB_CPU_TARGET("segment_logsumexp", (HandleLogSumExp<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 2, ReductionOptions>()), (PlanOf<PlanLogSumExp, CallOf<LogSumExpCall>>),
-              kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanLogSumExp, CallOf<LogSumExpCall>>), kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -6,9 +6,8 @@
 namespace jax_baracuda::segment {
 namespace {
 
-JB_CUDA_TARGET("segment_order", (HandleOrder<cudaStream_t, RunOnCuda<OrderCall>>),
-               (BindCall<Stream, 1, 2, OrderOptions>()), (CudaPlanOf<CallOf<OrderCall>>), kNothing, "few_rows",
-               "radix_sort");
+JB_CUDA_TARGET("segment_order", (HandleOrder<cudaStream_t, RunOnCuda<OrderCall>>), (CudaPlanOf<CallOf<OrderCall>>),
+               kNothing, "few_unsorted_rows", "radix_sort");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

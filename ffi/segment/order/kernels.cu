@@ -16,7 +16,7 @@ Problem PartOf(Problem problem) {
 
 Plan OrderCall::CudaPlan() const {
   if (problem.batch == 0 || problem.rows == 0) return {kNothing};
-  if (problem.HasFewRows()) return {"few_rows"};
+  if (problem.HasFewRows()) return {"few_unsorted_rows"};
   const Problem part = PartOf(problem);
   return {"radix_sort", SegmentOrderScratchBytes(part, /*holds_order=*/part.batch > 1)};
 }

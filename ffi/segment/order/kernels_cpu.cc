@@ -67,8 +67,8 @@ bool RunOrder(ffi::ThreadPool& pool, const OrderCall& call) {
   return has_memory;
 }
 
-JB_CPU_TARGET("segment_order", (HandleOrder<ffi::ThreadPool, RunOnCpu<OrderCall, RunOrder>>),
-              (BindCall<ffi::ThreadPool, 1, 2, OrderOptions>()), PlanOfOrder, kNothing, "counting_sort", "merge_sort");
+JB_CPU_TARGET("segment_order", (HandleOrder<ffi::ThreadPool, RunOnCpu<OrderCall, RunOrder>>), PlanOfOrder, kNothing,
+              "counting_sort", "merge_sort");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -48,13 +48,9 @@ ffi::Error HandleProductBackward(Context context, ffi::AnyBuffer d_output, ffi::
   JB_RETURN_IF_ERROR(decoder.Rows("data", data, &call.data, &call.problem.data_is_shared));
   JB_RETURN_IF_ERROR(
       decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
-  bool packed_is_shared = false;
   JB_RETURN_IF_ERROR(
       decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa, &call.product_is_shared));
-  JB_RETURN_IF_ERROR(decoder.Cells("packed", packed, ffi::DataType::S32, &call.packed, &packed_is_shared));
-  if (packed_is_shared != call.product_is_shared) {
-    return WrongShape(kOp, "packed", packed, "that of mantissa " + ShapeString(mantissa.dimensions()));
-  }
+  JB_RETURN_IF_ERROR(decoder.Like("mantissa", mantissa, "packed", packed, ffi::DataType::S32, &call.packed));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, DispatchFloating(call.type, [](auto) {})));
   return kRun(context, kOp, scratch, &call);
 }

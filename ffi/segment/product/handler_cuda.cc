@@ -10,13 +10,11 @@ constexpr auto kRun = RunOnCuda<ProductCall>;
 constexpr auto kRunBackward = RunOnCuda<ProductBackwardCall>;
 constexpr auto kPlan = CudaPlanOf<CallOf<ProductCall>>;
 
-JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, ReductionOptions>()), kPlan,
-               kNothing, JB_REDUCE_STRATEGIES);
-JB_CUDA_TARGET("segment_prod_with_residual", (HandleProductWithResidual<cudaStream_t, kRun>),
-               (BindCall<Stream, 2, 3, ReductionOptions>()), kPlan, kNothing, JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun>), kPlan, kNothing, JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_prod_with_residual", (HandleProductWithResidual<cudaStream_t, kRun>), kPlan, kNothing,
+               JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_prod_backward", (HandleProductBackward<cudaStream_t, kRunBackward>),
-               (BindCall<Stream, 5, 1, GatherOptions>()), (CudaPlanOf<CallOf<ProductBackwardCall>>), kNothing,
-               JB_MAP_ROWS_STRATEGIES);
+               (CudaPlanOf<CallOf<ProductBackwardCall>>), kNothing, JB_MAP_ROWS_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -294,15 +294,13 @@ class ProductGradient {
     const int64_t cells = problem.segments * problem.features, batches = are_shared ? 1 : problem.batch;
     const auto numerators = Allocate<C>(batches * cells);
     if (numerators == nullptr) return false;
-    for (int64_t batch = 0; batch < batches; ++batch) {
-      ForEachRange(pool, cells, cells * (sizeof(T) + 2 * sizeof(C) + sizeof(int32_t)), [&](int64_t begin, int64_t end) {
-        const auto at = [&](const auto& array) {
-          return array.numbers + (array.is_shared ? 0 : batch * cells) + begin;
-        };
-        WriteNumerators(at(d_output_), at(mantissa_), at(packed_), end - begin,
-                        numerators.get() + batch * cells + begin);
-      });
-    }
+    const int64_t chunks = ChunksFor(pool, cells * (sizeof(T) + 2 * sizeof(C) + sizeof(int32_t)));
+    ParallelFor(pool, batches * chunks, [&](int64_t index) {
+      const int64_t batch = index / chunks, chunk = index % chunks, begin = ChunkBegin(cells, chunks, chunk);
+      const auto at = [&](const auto& array) { return array.numbers + (array.is_shared ? 0 : batch * cells) + begin; };
+      WriteNumerators(at(d_output_), at(mantissa_), at(packed_), ChunkBegin(cells, chunks, chunk + 1) - begin,
+                      numerators.get() + batch * cells + begin);
+    });
     const auto compute = [&](const NumberBlock& block, T* to, const C* of_block) {
       const T* const data = DataOf(block);
       ForEachDivision(block.count(), [&](int64_t begin, int64_t count) {
@@ -399,14 +397,12 @@ constexpr auto kRun = RunOnCpu<ProductCall, RunProduct>;
 constexpr auto kRunBackward = RunOnCpu<ProductBackwardCall, RunProductBackward>;
 constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
 
-JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 1, ReductionOptions>()), kPlan, kNothing, "scan", "split_scan",
+JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun>), kPlan, kNothing, "scan", "split_scan",
               "group_by_segment");
-JB_CPU_TARGET("segment_prod_with_residual", (HandleProductWithResidual<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 3, ReductionOptions>()), kPlan, kNothing, "scan", "split_scan",
-              "group_by_segment");
-JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>),
-              (BindCall<ffi::ThreadPool, 5, 1, GatherOptions>()), PlanOfGather, kNothing, "gather");
+JB_CPU_TARGET("segment_prod_with_residual", (HandleProductWithResidual<ffi::ThreadPool, kRun>), kPlan, kNothing, "scan",
+              "split_scan", "group_by_segment");
+JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>), PlanOfGather, kNothing,
+              "gather");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

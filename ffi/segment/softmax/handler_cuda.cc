@@ -8,11 +8,11 @@ namespace {
 
 constexpr auto kRun = RunOnCuda<SoftmaxCall>;
 
-JB_CUDA_TARGET("segment_softmax", (HandleSoftmax<cudaStream_t, kRun>), (BindCall<Stream, 2, 1, SoftmaxOptions>()),
-               (CudaPlanOf<SoftmaxCallOf<false>>), kNothing, JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_softmax", (HandleSoftmax<cudaStream_t, kRun>), (CudaPlanOf<SoftmaxCallOf<false>>), kNothing,
+               JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_softmax_backward", (HandleSoftmaxBackward<cudaStream_t, kRun>),
-               (BindCall<Stream, 3, 1, SoftmaxOptions>()), (CudaPlanOf<SoftmaxCallOf<true>>), kNothing, "fill", "tiles",
-               "staged_tiles", "few_rows", "sort_then_tiles");
+               (CudaPlanOf<SoftmaxCallOf<true>>), kNothing, "fill", "tiles", "staged_tiles", "few_unsorted_rows",
+               "sort_then_tiles");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -190,12 +190,10 @@ constexpr auto kRun = RunOnCpu<SoftmaxCall, RunSoftmax>;
 
 #define JB_SOFTMAX_STRATEGIES kNothing, "fill", "scan", "split_scan", "group_by_segment"
 
-JB_CPU_TARGET("segment_softmax", (HandleSoftmax<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 1, SoftmaxOptions>()), (PlanOf<PlanSoftmax, SoftmaxCallOf<false>>),
+JB_CPU_TARGET("segment_softmax", (HandleSoftmax<ffi::ThreadPool, kRun>), (PlanOf<PlanSoftmax, SoftmaxCallOf<false>>),
               JB_SOFTMAX_STRATEGIES);
 JB_CPU_TARGET("segment_softmax_backward", (HandleSoftmaxBackward<ffi::ThreadPool, kRun>),
-              (BindCall<ffi::ThreadPool, 3, 1, SoftmaxOptions>()), (PlanOf<PlanSoftmax, SoftmaxCallOf<true>>),
-              JB_SOFTMAX_STRATEGIES);
+              (PlanOf<PlanSoftmax, SoftmaxCallOf<true>>), JB_SOFTMAX_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

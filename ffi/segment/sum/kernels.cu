@@ -49,7 +49,7 @@ SumPlan Choose(const SumCall& call) {
   const bool is_small = problem.batch * problem.rows * row_bytes <= Tuning::kMaxAddedBytes;
   const bool is_contended = problem.rows / Tuning::kMinContendedRowsToSegment >= problem.segments;
   SumPlan plan{};
-  if ((strategy == Strategy::kFewRows || strategy == Strategy::kSortThenTiles) && !call.deterministic) {
+  if ((strategy == Strategy::kFewUnsortedRows || strategy == Strategy::kSortThenTiles) && !call.deterministic) {
     const bool is_added = (row_bytes <= Tuning::kMaxAddedRowBytes || is_small) && !is_contended;
     if (!(is_added && AddsVectors(call))) {
       plan.shared_tables = SharedTableBlocksPerBatch(problem, compute_bytes + (call.is_mean ? sizeof(int32_t) : 0));

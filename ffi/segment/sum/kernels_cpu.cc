@@ -35,11 +35,9 @@ Plan PlanSum(const SumCall& call) {
 constexpr auto kRun = RunOnCpu<SumCall, RunSum>;
 
 JB_CPU_TARGET(SumCall::kSumName, (HandleSum<ffi::ThreadPool, SumCall, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 1, SumOptions>()), (PlanOf<PlanSum, SumCallOf<SumCall, false>>), kNothing,
-              "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanSum, SumCallOf<SumCall, false>>), kNothing, "scan", "split_scan", "group_by_segment");
 JB_CPU_TARGET(SumCall::kMeanName, (HandleMean<ffi::ThreadPool, SumCall, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 2, SumOptions>()), (PlanOf<PlanSum, SumCallOf<SumCall, true>>), kNothing,
-              "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanSum, SumCallOf<SumCall, true>>), kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -4,7 +4,7 @@
 #include "ffi/segment/sum/handler.h"
 #include "ffi/segment/sum_in_float64/call.h"
 
-#define JB_TILE_STRATEGIES "fill", "few_rows", "tiles", "staged_tiles", "sort_then_tiles"
+#define JB_TILE_STRATEGIES "fill", "few_unsorted_rows", "tiles", "staged_tiles", "sort_then_tiles"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -12,11 +12,9 @@ namespace {
 constexpr auto kRun = RunOnCuda<Float64SumCall>;
 
 JB_CUDA_TARGET(Float64SumCall::kSumName, (HandleSum<cudaStream_t, Float64SumCall, kRun>),
-               (BindCall<Stream, 2, 1, SumOptions>()), (CudaPlanOf<SumCallOf<Float64SumCall, false>>), kNothing,
-               JB_TILE_STRATEGIES);
+               (CudaPlanOf<SumCallOf<Float64SumCall, false>>), kNothing, JB_TILE_STRATEGIES);
 JB_CUDA_TARGET(Float64SumCall::kMeanName, (HandleMean<cudaStream_t, Float64SumCall, kRun>),
-               (BindCall<Stream, 2, 2, SumOptions>()), (CudaPlanOf<SumCallOf<Float64SumCall, true>>), kNothing,
-               "fill_counts", JB_TILE_STRATEGIES);
+               (CudaPlanOf<SumCallOf<Float64SumCall, true>>), kNothing, "fill_counts", JB_TILE_STRATEGIES);
 
 }  // namespace
 }  // namespace jax_baracuda::segment

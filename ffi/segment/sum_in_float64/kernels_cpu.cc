@@ -83,11 +83,9 @@ Plan PlanSum(const Float64SumCall& call) {
 constexpr auto kRun = RunOnCpu<Float64SumCall, RunSum>;
 
 JB_CPU_TARGET(Float64SumCall::kSumName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 1, SumOptions>()), (PlanOf<PlanSum, SumCallOf<Float64SumCall, false>>),
-              kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanSum, SumCallOf<Float64SumCall, false>>), kNothing, "scan", "split_scan", "group_by_segment");
 JB_CPU_TARGET(Float64SumCall::kMeanName, (HandleMean<ffi::ThreadPool, Float64SumCall, kRun>),
-              (BindCall<ffi::ThreadPool, 2, 2, SumOptions>()), (PlanOf<PlanSum, SumCallOf<Float64SumCall, true>>),
-              kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanSum, SumCallOf<Float64SumCall, true>>), kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace
 }  // namespace jax_baracuda::segment

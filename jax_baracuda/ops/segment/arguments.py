@@ -14,12 +14,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array, broadcasts, flag, reshard_as, reshard_like
+from jax_baracuda._core.arrays import (
+    as_array,
+    broadcasts,
+    check_shape,
+    flag,
+    in_range,
+    integer_array,
+    reshard_as,
+    reshard_like,
+)
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import may_run_kernel
 from jax_baracuda.ops.segment.ids import Mode as Mode
-from jax_baracuda.ops.segment.ids import canonical_edges, check_numbered, checked_ids, clamps, flat_ids, static_size
+from jax_baracuda.ops.segment.ids import canonical_edges, check_numbered, clamps, flat_ids, static_size
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan, permuted
 
 TieBreak = Literal["split", "first"]
@@ -108,7 +117,7 @@ class SegmentCall(Segments):
         ids, num_segments = self.ids, self.num_segments
         num_buckets = -(-ids.shape[0] // self.bucket_size)
         bucket = jnp.repeat(jnp.arange(num_buckets, dtype=ids.dtype), self.bucket_size)[: ids.shape[0]]
-        ids = jnp.where((ids >= 0) & (ids < num_segments), ids + bucket * num_segments, -1)
+        ids = jnp.where(in_range(ids, num_segments), ids + bucket * num_segments, -1)
         params = Params(params, num_segments=num_buckets * num_segments, indices_are_sorted=False)
         output = reduction(params, data=self.rows(self.data), segment_ids=ids)
         return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)
@@ -179,7 +188,7 @@ def canonical_segments(
         return Segments(name, ids, ids.shape, plan.num_segments, indices_are_sorted=False, plan=plan)
     if segment_ids is None:
         raise TypeError(f"{name}: segment_ids must be given, or a plan")
-    ids = checked_ids(name, segment_ids)
+    ids = integer_array(name, "segment_ids", segment_ids)
     num_segments = _canonical_num_segments(name, ids, num_segments)
     is_sorted = flag(name, "indices_are_sorted", indices_are_sorted)
     return Segments(name, flat_ids(ids, num_segments, clamps(name, mode)), ids.shape, num_segments, is_sorted, None)
@@ -249,8 +258,7 @@ def check_like(name: str, argument: str, value: Array, like_name: str, like: Arr
         raise TypeError(
             f"{name}: {argument} and {like_name} must have the same floating dtype, got {value.dtype} and {like.dtype}"
         )
-    if value.shape != shape:
-        raise ValueError(f"{name}: {argument} must have shape {shape} to fit {like_name}, got {value.shape}")
+    check_shape(name, argument, value, shape, why=f" to fit {like_name}")
 
 
 def _canonical_num_segments(name: str, ids: Array, num_segments: int | None) -> int:

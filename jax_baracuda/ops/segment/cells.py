@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import in_range
 from jax_baracuda._core.selection import not_redirected
 from jax_baracuda.ops.segment.ids import index_dtype
 
@@ -22,7 +23,7 @@ def _dropping(reduction: Callable[..., Array]) -> Callable[[Array, Array, int], 
 
     def reduce(data: Array, ids: Array, num_segments: int) -> Array:
         if ids.dtype.itemsize > np.dtype(np.int32).itemsize:
-            ids = jnp.where((ids >= 0) & (ids < num_segments), ids, -1)
+            ids = jnp.where(in_range(ids, num_segments), ids, -1)
         with not_redirected():  # a redirected call may end in this reference, which must not be redirected again
             return reduction(data, ids, num_segments)
 
@@ -60,7 +61,7 @@ def sum_in_blocks(add: Callable[[Array, int], Array], ids: Array, num_segments: 
         return add(ids, num_segments)
     numbers = jnp.repeat(jnp.arange(num_blocks, dtype=ids.dtype), -(-num_rows // num_blocks))
     block = numbers[:num_rows].reshape(ids.shape)
-    is_member = (ids >= 0) & (ids < num_segments)
+    is_member = in_range(ids, num_segments)
     cells = add(jnp.where(is_member, ids + block * num_segments, -1), num_blocks * num_segments)
     return cells.reshape(num_blocks, num_segments, *cells.shape[1:]).sum(0)
 
@@ -88,7 +89,7 @@ def per_row(values: Array, like: Array) -> Array:
 
 def gather_segments(cells: Array, ids: Array) -> tuple[Array, Array]:
     """Each row's cells ``[N, ...]``, and whether the row belongs to a segment ``[N, 1, ...]``."""
-    is_member = per_row((ids >= 0) & (ids < cells.shape[0]), cells)
+    is_member = per_row(in_range(ids, cells.shape[0]), cells)
     if cells.shape[0] == 0:
         return jnp.zeros((*ids.shape, *cells.shape[1:]), cells.dtype), is_member
     return jnp.take(cells, ids, axis=0, mode="clip"), is_member
@@ -102,7 +103,7 @@ def gather_or_zeros(cells: Array, ids: Array) -> Array:
     """
     behind = jnp.concatenate([cells, jnp.zeros((1, *cells.shape[1:]), cells.dtype)])
     numbers = ids.astype(index_dtype(cells.shape[0]))
-    rows = jnp.where((ids >= 0) & (ids < cells.shape[0]), numbers, cells.shape[0])
+    rows = jnp.where(in_range(ids, cells.shape[0]), numbers, cells.shape[0])
     return behind.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 

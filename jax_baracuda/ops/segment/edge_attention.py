@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import Traits, on_cpu, on_gpu, unsorted
 from jax_baracuda._core.functions import Params, resolved
@@ -47,7 +47,7 @@ def _of_softmax(dims: tuple[str, ...]) -> NamedDimensions:
 
 
 def _last_operands(score: Score, dims_of_value: tuple[str, ...] | None) -> NamedDimensions:
-    """The operands that end the operands of all ops. `dims_of_value`: None where values are keys or come earlier."""
+    """The last operands, which all ops share. `dims_of_value`: None where values are keys or come earlier."""
     return {
         **({} if dims_of_value is None else {"value": dims_of_value}),
         "bias": _OF_EDGES,
@@ -99,11 +99,7 @@ def _by_name(operands_of: Callable[..., NamedDimensions], operands: Sequence[Any
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# References in plain JAX. Edges that take no part have rows of zeros: in derivatives, theirs may be infinite.
-
-
-def _is_below(ids: Array, size: int) -> Array:
-    return (ids >= 0) & (ids < size)
+# References in plain JAX. Edges that take no part get rows of zeros: infinite ones would give NaN in derivatives.
 
 
 def _of_edges(array: Array, ids: Array, takes_part: Array) -> Array:
@@ -197,7 +193,7 @@ def _in_order_of_numbers(of_edges: Array, edge_order: Array | None) -> Array:
 def _reference(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
     arrays = _by_name(_operands, operands, params["score"])
     gather_ids, segment_ids = arrays["gather_ids"], arrays["segment_ids"]
-    takes_part = _is_below(segment_ids, num_segments) & (operands[0].shape[0] > 0)
+    takes_part = in_range(segment_ids, num_segments) & (operands[0].shape[0] > 0)
     edges = _scored(arrays, segment_ids, gather_ids, takes_part, **params)
     lowest = jnp.finfo(edges.logits.dtype).min
     maxima = jnp.maximum(xla_max(jax.lax.stop_gradient(edges.logits), segment_ids, num_segments), lowest)
@@ -212,7 +208,7 @@ def _reference(*operands: Array, num_segments: int, **params: Any) -> Sequence[A
 def _reference_by_segment(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
     arrays = _by_name(_operands_by_segment, operands, params["score"])
     gather_ids, segment_ids = arrays["gather_ids"], arrays["segment_ids"]
-    takes_part = _is_below(segment_ids, num_segments) & (operands[0].shape[0] > 0)
+    takes_part = in_range(segment_ids, num_segments) & (operands[0].shape[0] > 0)
     edges = _scored(arrays, segment_ids, gather_ids, takes_part, **params)
     of_segments = (_of_edges(arrays[x], segment_ids, takes_part) for x in ("d_output", "maxima", "totals", "means"))
     _, d_logits = edges.differentiated(*of_segments)
@@ -231,8 +227,8 @@ def _reference_by_segment(*operands: Array, num_segments: int, **params: Any) ->
 def _reference_by_row(*operands: Array, num_segments: int, **params: Any) -> Sequence[Array]:
     arrays = _by_name(_operands_by_row, operands, params["score"])
     segments_of_edges, rows = arrays["gather_ids"], arrays["segment_ids"]
-    takes_part = _is_below(segments_of_edges, operands[0].shape[0]) & (num_segments > 0)
-    rows_of_edges, has_row = rows, _is_below(rows, num_segments)
+    takes_part = in_range(segments_of_edges, operands[0].shape[0]) & (num_segments > 0)
+    rows_of_edges, has_row = rows, in_range(rows, num_segments)
     if params["score"] == "given":  # the gradients of logits are those of edges without a row, too
         order, nearest = arrays["edge_order"], arrays["rows_of_edges"]
         in_order = nearest if order is None else jnp.take(nearest, order, mode="clip")
@@ -292,8 +288,8 @@ def _shard_by_row(kernel: ShardKernel, axes: ShardAxes, *operands: Array, score:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Heads for kernels. On GPUs, the threads of a head have vectors of it and add up their terms, so its features are a
-# power of two. CPUs take any number.
+# Heads for kernels. On GPUs, each thread of a head has a vector of its features, and the threads add up their terms
+# pairwise, so the number of features is a power of two. CPUs take any number.
 
 MAX_HEAD_BYTES = 512
 """A head has at most one vector for each thread of a warp, see ``AttentionCall::MaxHeadFeatures`` in C++."""

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import in_range
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Traits
 from jax_baracuda._core.functions import resolved, with_named
@@ -33,7 +34,7 @@ def gather_rows(data: Array, gather_ids: Array, clips_gather_ids: bool) -> Array
 
 def as_gather_ids(segment_ids: Array, num_segments: int) -> Array:
     """The segments that edges gather from in the backward pass, -1 for dropped edges."""
-    return jnp.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, -1).astype(jnp.int32)
+    return jnp.where(in_range(segment_ids, num_segments), segment_ids, -1).astype(jnp.int32)
 
 
 def transposed_edges(edges: Mapping[str, Array], num_segments: int) -> tuple[Array, Array, Array | None]:
@@ -244,4 +245,4 @@ def merge_graphs(array: Array | None) -> Array | None:
 def renumbered(ids: Array, size: int) -> Array:
     """Ids ``[G, ...]`` in ``[0, size)`` within each graph, renumbered across all graphs. Ids out of range become -1."""
     first = per_row(jnp.arange(ids.shape[0], dtype=jnp.int32) * size, ids)
-    return jnp.where((ids >= 0) & (ids < size), ids.astype(jnp.int32) + first, -1)
+    return jnp.where(in_range(ids, size), ids.astype(jnp.int32) + first, -1)

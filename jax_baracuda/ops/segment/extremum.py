@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import (
     MB,
@@ -565,7 +565,7 @@ def _take_winners_of_edges(
     if 0 in winner.shape or 0 in d_data.shape or 0 in gather_ids.shape:
         return (jnp.zeros(winner.shape, d_data.dtype),)
     row = gather_ids.at[winner].get(mode="clip")
-    is_won = (winner >= 0) & (row >= 0) & (row < num_rows)
+    is_won = (winner >= 0) & in_range(row, num_rows)
 
     def sums_of_ties() -> Array:
         of_edges = gather_rows(d_data, gather_ids, clips_gather_ids=False).astype(accumulation_dtype(d_data.dtype))
@@ -583,7 +583,7 @@ def _take_winners_of_edges(
 def _own_winners(winner: Array, ids: Array, row_axes: MeshAxes) -> Array:
     """The winners that are rows of this shard, renumbered within it."""
     row = winner - index_of_first_row(ids, row_axes)
-    row = jnp.where((row >= 0) & (row < ids.shape[0]), row, NO_WINNER)
+    row = jnp.where(in_range(row, ids.shape[0]), row, NO_WINNER)
     return jnp.where(winner >= 0, row, winner)
 
 

@@ -12,16 +12,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import as_array
+from jax_baracuda._core.arrays import integer_array
 
 Mode = jax.lax.GatherScatterMode | str | None
-
-
-def checked_ids(name: str, ids: ArrayLike, argument: str = "segment_ids") -> Array:
-    ids = as_array(name, argument, ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name}: {argument} must have an integer dtype, got {ids.dtype}")
-    return ids
 
 
 def clamps(name: str, mode: Mode) -> bool:
@@ -44,7 +37,8 @@ def canonical_edges(
     mode: Mode = None,
 ) -> tuple[Array, Array]:
     """The ids of edges, ``[E]``: gather ids as int32 that count from the front, and flat segment ids."""
-    rows, segments = checked_ids(name, gather_ids, "gather_ids"), checked_ids(name, segment_ids)
+    rows = integer_array(name, "gather_ids", gather_ids)
+    segments = integer_array(name, "segment_ids", segment_ids)
     if segments.ndim != 1 or rows.shape != segments.shape:
         raise ValueError(
             f"{name}: gather_ids and segment_ids must have one shape [E], got {rows.shape} and {segments.shape}"

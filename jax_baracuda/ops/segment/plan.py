@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
+from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, in_range, integer_array
 from jax_baracuda._core.dispatch import at_least, on_gpu, sorts_apart
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
@@ -20,7 +20,6 @@ from jax_baracuda.ops.segment.ids import (
     canonical_edges,
     check_num_segments,
     check_numbered,
-    checked_ids,
     flat_ids,
     index_dtype,
     static_size,
@@ -172,7 +171,7 @@ def segment_plan(
 
 
 def _canonical_segments(name: str, segment_ids: ArrayLike, num_segments: int) -> Array:
-    ids = checked_ids(name, segment_ids)
+    ids = integer_array(name, "segment_ids", segment_ids)
     if ids.ndim != 1:
         raise ValueError(f"{name}: segment_ids must have shape [E], got {ids.shape}")
     check_num_segments(name, num_segments)
@@ -247,11 +246,11 @@ def sorted_by_segment(segment_ids: Array, num_segments: int) -> tuple[Array, Arr
 
 
 SORTED_APART = on_gpu("XLA shares the sort between calls", sorts_apart, at_least(row_bytes=65))
-"""Where an op of rows is served by the order of the rows and the op of gathered rows. Narrower rows would be copied."""
+"""Where an op sorts the ids, then gathers its rows in that order. Narrower rows are copied in order instead."""
 
 
 def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:
-    is_member = (segment_ids >= 0) & (segment_ids < num_segments)
+    is_member = in_range(segment_ids, num_segments)
     ids = jnp.where(is_member, segment_ids, num_segments)
     order = jnp.argsort(ids, stable=True).astype(index_dtype(ids.shape[0]))
     return order, ids[order]

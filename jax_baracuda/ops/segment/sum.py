@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag, in_range
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import (
     MB,
@@ -333,8 +333,8 @@ def _reference_of_edges(
         weights = weights.astype(wide)
         if edge_order is not None:
             weights = jnp.take(weights, edge_order, axis=0, mode="clip")
-        takes_part = (segment_ids >= 0) & (segment_ids < num_segments)
-        takes_part &= clips_gather_ids | ((gather_ids >= 0) & (gather_ids < data.shape[0]))
+        takes_part = in_range(segment_ids, num_segments)
+        takes_part &= clips_gather_ids | in_range(gather_ids, data.shape[0])
         # In derivatives, the zero that a dropped edge gets back meets its weight, which may be NaN.
         weights = jnp.where(per_row(takes_part, weights), weights, 0)
         rows = jnp.where(per_row(takes_part, rows), rows * weights[..., None], 0)
@@ -397,7 +397,7 @@ def _transpose_weights(
     from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT  # that module imports this one
 
     if not clips_gather_ids:
-        segment_ids = jnp.where((gather_ids >= 0) & (gather_ids < data.shape[0]), segment_ids, -1)
+        segment_ids = jnp.where(in_range(gather_ids, data.shape[0]), segment_ids, -1)
     flags = {"is_wide": False, "deterministic": deterministic}
     return GATHER_SEGMENT_DOT(d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, edge_order, **flags)
 

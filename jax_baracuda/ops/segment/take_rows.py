@@ -14,7 +14,15 @@ from jax.interpreters import ad
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, flag, in_automatic_mode, reshard_like
+from jax_baracuda._core.arrays import (
+    accumulation_dtype,
+    as_array,
+    flag,
+    in_automatic_mode,
+    in_range,
+    integer_array,
+    reshard_like,
+)
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import (
@@ -29,7 +37,7 @@ from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.arguments import Accumulator, canonical_accumulator
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import of_split_segments, sum_guarantee
-from jax_baracuda.ops.segment.ids import check_numbered, checked_ids, clamped_ids, index_dtype, wrapped_ids
+from jax_baracuda.ops.segment.ids import check_numbered, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan, permuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_op, sum_over_shards
 
@@ -110,7 +118,7 @@ def take_rows(
         return _take_by_plan(name, data, plan, accumulator)
     if ids is None:
         raise TypeError(f"{name}: ids must be given, or a plan")
-    ids = checked_ids(name, ids, "ids")
+    ids = integer_array(name, "ids", ids)
     check_numbered(name, "rows", num_rows)
     if num_rows == 0 and ids.size > 0:
         raise ValueError(f"{name}: data must have rows for {ids.size} ids to take, got shape {data.shape}")
@@ -297,7 +305,7 @@ def _reference(
 
     def add(ids: Array, num_cells: int) -> Array:
         cells = jnp.zeros((num_cells, *d_output.shape[ids_ndim:]), wide.dtype)
-        is_cell = (ids >= 0) & (ids < num_cells)
+        is_cell = in_range(ids, num_cells)
         return cells.at[jnp.where(is_cell, ids, num_cells)].add(wide, mode="drop")
 
     return (sum_in_blocks(add, ids, num_rows).astype(d_output.dtype),)

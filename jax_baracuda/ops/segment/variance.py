@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, flag, reshard_as
+from jax_baracuda._core.arrays import accumulation_dtype, flag, in_range, reshard_as
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -128,7 +128,7 @@ def _reduce(
     deterministic: bool,
     ddof: int,
 ) -> Array:
-    """A function of the variance, before it is rounded to the dtype of the data or, of complex data, of its parts."""
+    """A function of the variance, applied before rounding to the dtype of the data (of its real part, if complex)."""
     check_numbered(segments.name, "rows", segments.ids.shape[0])
     call = canonicalize(segments, data, out_sharding)
     call = call.with_data(as_inexact(call.data)).sorted_by_plan()
@@ -149,7 +149,7 @@ def _reduce(
 def _differences(params: Params, data: Array, mean: Array, ids: Array) -> Array:
     """The rows minus the means of their segments, in the dtype of the means; 0 for dropped rows of any value."""
     [of_rows] = SEGMENT_SUM_BACKWARD(mean, ids, **gradient_params(params))
-    is_member = per_row((ids >= 0) & (ids < params["num_segments"]), data)
+    is_member = per_row(in_range(ids, params["num_segments"]), data)
     return jnp.where(is_member, data.astype(mean.dtype) - of_rows, 0)
 
 

@@ -18,7 +18,7 @@ inline constexpr int kMaxSharingThreads = 256;  // per block
 
 // Strides are in elements.
 template <typename T>
-struct FewRows {
+struct RowsOfTensor {
   const T* x;
   T* y;
   unsigned heads;
@@ -29,8 +29,8 @@ struct FewRows {
 };
 
 template <typename T>
-struct FewRowsArguments {
-  FewRows<T> rows[kMaxTensors];
+struct SharedAnglesArguments {
+  RowsOfTensor<T> rows[kMaxTensors];
   unsigned blocks_of_first_rows;
   bool has_batch;
   bool positions_are_neighbours;  // adjacent in memory; otherwise heads are
@@ -45,7 +45,8 @@ struct FewRowsArguments {
 // Blocks: rows along x; tiles of positions, then examples, along y. Threads: units along x; then whichever of positions
 // and rows is adjacent in memory along y, and the other one along z.
 template <typename T, int kCount, bool kInterleaved>
-__global__ void __launch_bounds__(kMaxSharingThreads) RotateFewRows(const __grid_constant__ FewRowsArguments<T> a) {
+__global__ void __launch_bounds__(kMaxSharingThreads)
+    RotateWithSharedAngles(const __grid_constant__ SharedAnglesArguments<T> a) {
   using UnitOfRow = Unit<T, kCount, kInterleaved>;
   using C = ComputeType<T>;
   extern __shared__ uint4 shared_memory[];
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kMaxSharingThreads) RotateFewRows(const __grid
   auto* const rotations = reinterpret_cast<Rotation<C>*>(shared_memory) + position_of_block * a.layout.pairs;
 
   const bool are_first = blockIdx.x < a.blocks_of_first_rows;
-  const FewRows<T>& rows = a.rows[are_first ? 0 : 1];
+  const RowsOfTensor<T>& rows = a.rows[are_first ? 0 : 1];
   const unsigned block = are_first ? blockIdx.x : blockIdx.x - a.blocks_of_first_rows;
   const unsigned unit = threadIdx.x, row = block * rows_of_block + row_of_block;
   const unsigned example = a.tiles.Quotient(blockIdx.y);
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kMaxSharingThreads) RotateFewRows(const __grid
 }
 
 // Whether the grid and the table fit, and element indices fit in 32 bits. `units`: units per row.
-inline bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t units) {
+inline bool MayShareAngles(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t units) {
   const int64_t places = problem.batch * problem.examples * problem.length;
   const int64_t rotation_bytes = 2 * std::max<int64_t>(element_bytes, sizeof(float));
   return units <= kMaxSharingThreads && places <= 65535 && places * all_heads * problem.features < int64_t{1} << 31 &&
@@ -114,9 +115,9 @@ inline bool SuitsFewRows(const Problem& problem, int64_t all_heads, int64_t elem
 }
 
 template <typename T, int kCount, bool kInterleaved>
-CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
+CudaStatus LaunchWithSharedAngles(const Call& call, int64_t units, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  FewRowsArguments<T> a{};
+  SharedAnglesArguments<T> a{};
   a.has_batch = problem.batch > 1;
   a.positions_are_neighbours = problem.heads_first;
   a.length = static_cast<int>(problem.length);
@@ -156,8 +157,8 @@ CudaStatus LaunchFewRows(const Call& call, int64_t units, cudaStream_t stream) {
     if (i == 0) a.blocks_of_first_rows = blocks.x;
   }
   const size_t table_bytes = positions_of_block * rotation_bytes;
-  RotateFewRows<T, kCount, kInterleaved><<<blocks, threads, table_bytes, stream>>>(a);
-  return JB_LAUNCH_STATUS(RotateFewRows);
+  RotateWithSharedAngles<T, kCount, kInterleaved><<<blocks, threads, table_bytes, stream>>>(a);
+  return JB_LAUNCH_STATUS(RotateWithSharedAngles);
 }
 
 }  // namespace jax_baracuda::rope

@@ -11,16 +11,16 @@
 namespace jax_baracuda::segment {
 
 // Few lanes per row, so that many groups share the rows of a hot segment.
-inline constexpr int kMaxFewRowLanes = 8;
-inline constexpr int kFewRowsInFlight = 4;
+inline constexpr int kMaxFewUnsortedRowLanes = 8;
+inline constexpr int kFewUnsortedRowsInFlight = 4;
 
-struct FewRowGrid {
+struct FewUnsortedRowGrid {
   FeatureLanes features;
   int groups, own_segments;
   int64_t blocks_per_batch;
 
-  FewRowGrid(const Problem& problem, int vector)
-      : features(AssignFeatures(problem.features / vector, kMaxFewRowLanes)),
+  FewUnsortedRowGrid(const Problem& problem, int vector)
+      : features(AssignFeatures(problem.features / vector, kMaxFewUnsortedRowLanes)),
         groups(kFewRowThreads / features.lanes),
         own_segments(OwnSegments(problem.segments, problem.batch * features.columns)),
         blocks_per_batch(CeilDivide(problem.segments, int64_t{own_segments})) {}
@@ -35,17 +35,18 @@ JB_HOST_DEVICE int SorterOffset(const FewRowSorter& sorter) {
 }
 
 template <typename Reduction, int kVec>
-int FewRowBytes(const Problem& problem, const FewRowGrid& grid) {
+int FewUnsortedRowBytes(const Problem& problem, const FewUnsortedRowGrid& grid) {
   const FewRowSorter sorter(static_cast<int>(problem.rows), grid.own_segments);
   return SorterOffset<typename Reduction::template Accumulator<kVec>>(sorter) + sorter.Bytes();
 }
 
 template <typename Reduction, typename Input, int kVec>
 __global__ void __launch_bounds__(kFewRowThreads)
-    FewRowKernel(const __grid_constant__ InputArguments<Reduction, Input> a, const __grid_constant__ FewRowGrid grid) {
+    FewUnsortedRowKernel(const __grid_constant__ InputArguments<Reduction, Input> a,
+                         const __grid_constant__ FewUnsortedRowGrid grid) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
-  constexpr int kInFlight = kFewRowsInFlight;
+  constexpr int kInFlight = kFewUnsortedRowsInFlight;
   extern __shared__ uint4 shared_memory[];
   const uint32_t columns = grid.features.columns, lanes = grid.features.lanes;
   const uint32_t block = blockIdx.x / columns, column_block = blockIdx.x - block * columns;

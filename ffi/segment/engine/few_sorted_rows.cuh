@@ -3,7 +3,7 @@
 // Each group of threads reads one row and the ids before and after it. A scan over the groups of a block combines runs.
 // The last groups of a block look ahead: they read the first rows of the next block, so that most runs that leave the
 // block end within sight. If a run does not, the block in which it starts reads on to its end, many rows at once. So no
-// second kernel has to merge anything, but a hot segment keeps one block busy (see TakesSmallRows). The order of merges
+// second kernel has to merge anything, but a hot segment keeps one block busy (see TakesFewSortedRows). The order of merges
 // depends on shapes and ids only. The code is kept short: a kernel that runs once also waits for its instructions.
 //
 // Empty segments are the gaps between runs, before the first row and after the last one; if most segments are empty, a
@@ -19,19 +19,19 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int kSmallRowThreads = 256;
+inline constexpr int kFewSortedRowThreads = 256;
 inline constexpr int kRowsOfTail = 4;   // rows per group and step when a run is followed beyond the block
 inline constexpr int kGapOfGroup = 64;  // in segments; wider gaps are filled by the whole block
 
 // Assignment of features and rows to the threads of a block: one row, or one column block of it, per group.
-struct SmallRowGrid {
+struct FewSortedRowGrid {
   FeatureLanes features;
   int groups;
   int own_groups;  // the other groups look ahead
 
-  explicit SmallRowGrid(int64_t row_vectors)
+  explicit FewSortedRowGrid(int64_t row_vectors)
       : features(AssignFeatures(row_vectors, 32)),
-        groups(kSmallRowThreads / features.lanes),
+        groups(kFewSortedRowThreads / features.lanes),
         own_groups(groups - groups / 4) {}
 
   // Includes one position after the last row, for the last gap.
@@ -40,28 +40,28 @@ struct SmallRowGrid {
 };
 
 // Rows so few that one block could read all of them, with few rows per segment on average.
-inline bool TakesSmallRows(const Problem& problem, int64_t element_bytes) {
+inline bool TakesFewSortedRows(const Problem& problem, int64_t element_bytes) {
   const int64_t row_vectors = problem.features / RowVector(problem.features, element_bytes);
-  const int64_t rows_of_step = SmallRowGrid(row_vectors).RowsOfStep();
-  return problem.batch * problem.rows <= Tuning::kMaxFewRows &&
-         problem.rows <= Tuning::kMaxStepsOfFewRows * rows_of_step &&
-         problem.rows / std::max(rows_of_step, Tuning::kMaxFewRowsToSegment) <= problem.segments &&
-         problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewRows &&
-         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewRows;
+  const int64_t rows_of_step = FewSortedRowGrid(row_vectors).RowsOfStep();
+  return problem.batch * problem.rows <= Tuning::kMaxFewSortedRows &&
+         problem.rows <= Tuning::kMaxStepsOfFewSortedRows * rows_of_step &&
+         problem.rows / std::max(rows_of_step, Tuning::kMaxFewSortedRowsToSegment) <= problem.segments &&
+         problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewSortedRows &&
+         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewSortedRows;
 }
 
 template <typename Reduction, int kVec>
-__global__ void __launch_bounds__(kSmallRowThreads)
-    SmallRowKernel(const __grid_constant__ TileArguments<Reduction> a, const __grid_constant__ SmallRowGrid grid,
-                   bool fills_gaps) {
+__global__ void __launch_bounds__(kFewSortedRowThreads)
+    FewSortedRowKernel(const __grid_constant__ TileArguments<Reduction> a,
+                       const __grid_constant__ FewSortedRowGrid grid, bool fills_gaps) {
   using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
   struct Gap {
     int begin, end;
   };
-  __shared__ Cells partials[2][kSmallRowThreads];
-  __shared__ int partial_starts[2][kSmallRowThreads];
-  __shared__ Gap wide_gaps[kSmallRowThreads];
+  __shared__ Cells partials[2][kFewSortedRowThreads];
+  __shared__ int partial_starts[2][kFewSortedRowThreads];
+  __shared__ Gap wide_gaps[kFewSortedRowThreads];
   __shared__ int wide_gap_count, leaving_segment;
 
   constexpr int kNoStart = -1;
