@@ -24,7 +24,7 @@ import pytest
 from support import cases
 
 import jax_baracuda
-from jax_baracuda import _indexed, _redirect, redirect
+from jax_baracuda import _indexed, redirect
 from jax_baracuda._core import lowering
 from jax_baracuda._core.dispatch import on_cpu, sorts_apart
 from jax_baracuda._core.native import NATIVE_MODULES
@@ -755,17 +755,41 @@ def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
 
 
 def test_a_missing_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> contextlib.AbstractContextManager[None]:
-        raise AttributeError("no attribute '_segment_update'")
+    """Nothing is replaced then, also where the context was entered before."""
+    from jax._src.ops import scatter
 
+    with EVERYTHING():
+        pass
     own = places_in_jax()
-    monkeypatch.setattr(_redirect, "_PLACES", {**_redirect._PLACES, "scatters": missing})
     message = r"redirect: scatters cannot be redirected in jax .*_segment_update"
     for enter in (EVERYTHING().__enter__, EVERYTHING().install):
-        with pytest.raises(NotImplementedError, match=message):
-            enter()
+        with monkeypatch.context() as patch:
+            patch.delattr(scatter, "_segment_update")
+            with pytest.raises(NotImplementedError, match=message):
+                enter()
         assert places_in_jax() == own
         assert not is_redirected()
+
+
+def test_what_others_replace_in_jax_is_kept(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """A function of JAX that is replaced between two contexts is called in the second, and is there after it."""
+    from jax._src.ops import scatter
+
+    data, ids = problem(rng)
+    called = []
+    with redirect():
+        jax.ops.segment_sum(data, ids, NUM_SEGMENTS)
+
+    def of_others(*args: Any, **kwargs: Any) -> Any:
+        called.append(args[0])
+        return own(*args, **kwargs)
+
+    own = scatter._segment_update
+    monkeypatch.setattr(scatter, "_segment_update", of_others)
+    with redirect():
+        jax.ops.segment_sum(data, ids, NUM_SEGMENTS)
+    assert called == ["segment_sum"]
+    assert scatter._segment_update is of_others
 
 
 WIDE, NARROW = ((1 << 20, 64), "float32"), ((1 << 20, 4), "float32")
