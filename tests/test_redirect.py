@@ -1053,7 +1053,7 @@ def test_equal_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch, rng: np.rand
 @pytest.mark.skipif(NATIVE_MODULES["cuda"].module is None, reason="plans of CUDA kernels are in their module")
 @pytest.mark.parametrize("name", ["segment_sum", "segment_max"])
 def test_kernels_that_sort_share_their_orders_on_gpus(name: str) -> None:
-    """Inside the context only, and only where the kernel would sort: narrow or few rows are not sorted."""
+    """Inside the context only, also calls of our functions, where the kernel would sort: not of narrow or few rows."""
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((10**5, 128), "bfloat16"), ((10**6,), "int32"))]
     few = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((10**5, 4), "bfloat16"), ((10**6,), "int32"))]
 
@@ -1064,10 +1064,12 @@ def test_kernels_that_sort_share_their_orders_on_gpus(name: str) -> None:
     with redirect(), jax_baracuda.implementation("kernel"):
         assert kernels(step, *types, types[1], platform="cuda") == ["segment_order", f"gather_segment_{reduction}"] * 3
         assert kernels(step, *few, few[1], platform="cuda") == [f"segment_{reduction}"] * 3
+    own = functools.partial(getattr(jax_baracuda, name), num_segments=10**5)
+    rows = jax.ShapeDtypeStruct((10**6, 128), np.float32)
     with jax_baracuda.implementation("kernel"):
-        own = functools.partial(getattr(jax_baracuda, name), num_segments=10**5)
-        rows = jax.ShapeDtypeStruct((10**6, 128), np.float32)
         assert kernels(own, rows, types[1], platform="cuda") == [f"segment_{reduction}"]
+        with redirect():
+            assert kernels(own, rows, types[1], platform="cuda") == ["segment_order", f"gather_segment_{reduction}"]
 
 
 def test_report() -> None:

@@ -472,8 +472,8 @@ def patches_of_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> list[P
 
 def _patch_of_members(members: set[Any], more: Sequence[Any]) -> Patch:
     added = set(more) - members
-    methods = members.isdisjoint, members.update, members.difference_update
-    return Patch(*(functools.partial(method, added) for method in methods))
+    apply, undo = (functools.partial(change, added) for change in (members.update, members.difference_update))
+    return Patch(lambda: members.isdisjoint(added), apply, undo)
 
 
 def patch_of_slice_update(wrap: Wrap) -> Patch:
