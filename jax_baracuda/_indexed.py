@@ -28,7 +28,6 @@ from jax_baracuda._core.dispatch import (
     mostly_empty_segments,
     on_cpu,
     on_gpu,
-    program_of,
 )
 from jax_baracuda._core.lowering import is_ascending, lower_without_mesh, may_be_computed, site_of, splat_of
 from jax_baracuda._core.op import Op, OpCall
@@ -332,9 +331,7 @@ def _lowered(
     decision = decide(call, site, rules)
     if decision.implementation == "xla":
         return decision, None
-    run = call.op if site.is_split else call.op.kernel
-    if not site.is_split and (of_several := program_of(call, site)) is not None:
-        run = lambda *operands, **_: call.of_operands(of_several)(*operands)  # noqa: E731
+    run = call.op if site.is_split else functools.partial(call.op.kernel, sorts_apart=site.sorts_apart)
     with (
         not_redirected(),
         Scope(SCOPE_NAME, None),

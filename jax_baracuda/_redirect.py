@@ -9,7 +9,7 @@ import inspect
 import math
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ from jax_baracuda import _indexed, forward_mode
 from jax_baracuda._core import jax_versions, lowering
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts, flag
 from jax_baracuda._core.dispatch import Decision, Site, decide
+from jax_baracuda._core.jax_versions import Patch
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import (
     REDIRECTION,
@@ -321,31 +322,22 @@ def _count_op(call: OpCall, decision: Decision, ctx: Any) -> None:
 lowering.listeners.append(_count_op)
 
 
-@contextlib.contextmanager
-def _redirected_scatters() -> Iterator[None]:
-    with (
-        jax_versions.wrapped_in_scatter("_segment_update", _wrap_segments),  # all jax.ops.segment_* call it
-        jax_versions.wrapped_transpose_of_gather(lambda: in_named_scope(_OF_GATHER)),
-        jax_versions.wrapped_lowering(_indexed.SCATTERS, _wrap_lowering),
-    ):
-        yield
-
-
 def _without_slices() -> contextlib.AbstractContextManager[Any]:
     return Scope(REDIRECTION, redirected() - {"slice_updates"})
 
 
-@contextlib.contextmanager
-def _redirected_slice_updates() -> Iterator[None]:
-    # JAX traces slice updates of its own during lowering: scan writes its stacked results.
-    with jax_versions.lowering_inside(_without_slices), jax_versions.wrapped_slice_update(_wrap_slice_update):
-        yield
-
-
 _SCATTERS, _SLICES = "scatters", "slice updates"
-_PLACES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    _SCATTERS: _redirected_scatters,
-    _SLICES: _redirected_slice_updates,
+_PLACES: dict[str, Callable[[], list[Patch]]] = {
+    _SCATTERS: lambda: [
+        jax_versions.patch_in_scatter("_segment_update", _wrap_segments),  # all jax.ops.segment_* call it
+        jax_versions.patch_of_transposed_gathers(lambda: in_named_scope(_OF_GATHER)),
+        *jax_versions.patches_of_lowering(_indexed.SCATTERS, _wrap_lowering),
+    ],
+    _SLICES: lambda: [
+        # JAX traces slice updates of its own during lowering: scan writes its stacked results.
+        jax_versions.patch_of_lowering_inside(_without_slices),
+        jax_versions.patch_of_slice_update(_wrap_slice_update),
+    ],
 }
 _PLACE_OF_KIND = {
     "segments": _SCATTERS,
@@ -355,41 +347,40 @@ _PLACE_OF_KIND = {
 }
 _uses: collections.Counter[str] = collections.Counter()
 """The number of contexts that redirect at each place, plus 1 for the process. If positive, the place is replaced."""
-_patches: dict[str, contextlib.ExitStack] = {}
+_patches: dict[str, list[Patch]] = {}
+"""Those made so far, to be applied again."""
 _lock = threading.RLock()  # reentrant: a collected generator may leave its context at any time
 
 
-def _use_places(kinds: Kinds) -> None:
-    with _lock, contextlib.ExitStack() as undo:
-        for name in _places_of(kinds):
-            _uses[name] += 1
-            undo.callback(_release, name)
-            if _uses[name] == 1:
-                _patches[name] = contextlib.ExitStack()
-                try:
-                    _patches[name].enter_context(_PLACES[name]())
-                except (ImportError, AttributeError, KeyError) as error:
-                    raise NotImplementedError(
-                        f"redirect: {name} cannot be redirected in jax {jax.__version__}, where they are not done at "
-                        f"the place that this version of jax_baracuda knows: {error}"
-                    ) from error
-        undo.pop_all()
-
-
-def _release_places(kinds: Kinds) -> None:
+def _use(places: Iterable[str]) -> None:
     with _lock:
-        for name in _places_of(kinds):
-            _release(name)
+        for name in places:
+            if not _uses[name] and not (name in _patches and all(patch.is_current() for patch in _patches[name])):
+                _patches[name] = _patches_of(name)
+        for name in places:
+            _uses[name] += 1
+            if _uses[name] == 1:
+                for patch in _patches[name]:
+                    patch.apply()
 
 
-def _places_of(kinds: Kinds) -> set[str]:
-    return {_PLACE_OF_KIND[kind] for kind in kinds}
+def _patches_of(name: str) -> list[Patch]:
+    try:
+        return _PLACES[name]()
+    except (ImportError, AttributeError, KeyError) as error:
+        raise NotImplementedError(
+            f"redirect: {name} cannot be redirected in jax {jax.__version__}, where they are not done at the place "
+            f"that this version of jax_baracuda knows: {error}"
+        ) from error
 
 
-def _release(name: str) -> None:
-    _uses[name] -= 1
-    if _uses[name] == 0:
-        _patches.pop(name).close()
+def _release(places: Iterable[str]) -> None:
+    with _lock:
+        for name in places:
+            _uses[name] -= 1
+            if _uses[name] == 0:
+                for patch in _patches[name]:
+                    patch.undo()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -493,8 +484,9 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
             "indexed_updates": indexed_updates,
             "slice_updates": slice_updates,
         }
-        self._kinds = frozenset(name for name, is_redirected in kinds.items() if flag("redirect", name, is_redirected))
-        super().__init__(REDIRECTION, self._kinds)
+        redirected = frozenset(name for name, is_redirected in kinds.items() if flag("redirect", name, is_redirected))
+        super().__init__(REDIRECTION, redirected)
+        self._places = {_PLACE_OF_KIND[kind] for kind in redirected}
         self.report = RedirectReport()
 
     @jax_versions.hiding_frames
@@ -505,14 +497,14 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
                 "the program is compiled, after this function has returned; put it around the compiled function, as in "
                 "redirect()(jax.jit(f))"
             )
-        _use_places(self._kinds)
+        _use(self._places)
         super().__enter__()
         return self.report
 
     @jax_versions.hiding_frames
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        _release_places(self._kinds)
+        _release(self._places)
 
     @jax_versions.hiding_frames
     def __call__(self, function: _Function) -> _Function:
@@ -531,7 +523,7 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
 
         Clears JAX's caches, because existing traces were made without it.
         """
-        _use_places(self._kinds)
+        _use(self._places)
         _redirect_process(self)
         return self.report
 
@@ -546,4 +538,4 @@ def _redirect_process(new: redirect | None) -> None:
         old = process_scope()
         set_process_scope(new)
     if isinstance(old, redirect):
-        _release_places(old._kinds)
+        _release(old._places)

@@ -24,7 +24,7 @@ import pytest
 from support import cases
 
 import jax_baracuda
-from jax_baracuda import _indexed, _redirect, redirect
+from jax_baracuda import _indexed, redirect
 from jax_baracuda._core import lowering
 from jax_baracuda._core.dispatch import on_cpu, sorts_apart
 from jax_baracuda._core.native import NATIVE_MODULES
@@ -755,17 +755,41 @@ def test_calls_without_a_kernel_end(rng: np.random.Generator) -> None:
 
 
 def test_a_missing_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> contextlib.AbstractContextManager[None]:
-        raise AttributeError("no attribute '_segment_update'")
+    """Nothing is replaced then, also where the context was entered before."""
+    from jax._src.ops import scatter
 
+    with EVERYTHING():
+        pass
     own = places_in_jax()
-    monkeypatch.setattr(_redirect, "_PLACES", {**_redirect._PLACES, "scatters": missing})
     message = r"redirect: scatters cannot be redirected in jax .*_segment_update"
     for enter in (EVERYTHING().__enter__, EVERYTHING().install):
-        with pytest.raises(NotImplementedError, match=message):
-            enter()
+        with monkeypatch.context() as patch:
+            patch.delattr(scatter, "_segment_update")
+            with pytest.raises(NotImplementedError, match=message):
+                enter()
         assert places_in_jax() == own
         assert not is_redirected()
+
+
+def test_what_others_replace_in_jax_is_kept(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """A function of JAX that is replaced between two contexts is called in the second, and is there after it."""
+    from jax._src.ops import scatter
+
+    data, ids = problem(rng)
+    called = []
+    with redirect():
+        jax.ops.segment_sum(data, ids, NUM_SEGMENTS)
+
+    def of_others(*args: Any, **kwargs: Any) -> Any:
+        called.append(args[0])
+        return own(*args, **kwargs)
+
+    own = scatter._segment_update
+    monkeypatch.setattr(scatter, "_segment_update", of_others)
+    with redirect():
+        jax.ops.segment_sum(data, ids, NUM_SEGMENTS)
+    assert called == ["segment_sum"]
+    assert scatter._segment_update is of_others
 
 
 WIDE, NARROW = ((1 << 20, 64), "float32"), ((1 << 20, 4), "float32")
@@ -1049,7 +1073,7 @@ def test_equal_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch, rng: np.rand
 @pytest.mark.skipif(NATIVE_MODULES["cuda"].module is None, reason="plans of CUDA kernels are in their module")
 @pytest.mark.parametrize("name", ["segment_sum", "segment_max"])
 def test_kernels_that_sort_share_their_orders_on_gpus(name: str) -> None:
-    """Inside the context only, and only where the kernel would sort: narrow or few rows are not sorted."""
+    """Inside the context only, also calls of our functions, where the kernel would sort: not of narrow or few rows."""
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((10**5, 128), "bfloat16"), ((10**6,), "int32"))]
     few = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((10**5, 4), "bfloat16"), ((10**6,), "int32"))]
 
@@ -1060,10 +1084,12 @@ def test_kernels_that_sort_share_their_orders_on_gpus(name: str) -> None:
     with redirect(), jax_baracuda.implementation("kernel"):
         assert kernels(step, *types, types[1], platform="cuda") == ["segment_order", f"gather_segment_{reduction}"] * 3
         assert kernels(step, *few, few[1], platform="cuda") == [f"segment_{reduction}"] * 3
+    own = functools.partial(getattr(jax_baracuda, name), num_segments=10**5)
+    rows = jax.ShapeDtypeStruct((10**6, 128), np.float32)
     with jax_baracuda.implementation("kernel"):
-        own = functools.partial(getattr(jax_baracuda, name), num_segments=10**5)
-        rows = jax.ShapeDtypeStruct((10**6, 128), np.float32)
         assert kernels(own, rows, types[1], platform="cuda") == [f"segment_{reduction}"]
+        with redirect():
+            assert kernels(own, rows, types[1], platform="cuda") == ["segment_order", f"gather_segment_{reduction}"]
 
 
 def test_report() -> None:

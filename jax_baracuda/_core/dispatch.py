@@ -114,8 +114,7 @@ class Traits(NamedTuple):
     params: Mapping[str, Any]
     sizes: Mapping[str, int]
     """See :attr:`OpCall.sizes`."""
-    fuses: bool
-    sorts_apart: bool = False
+    site: Site
 
 
 Condition = Callable[[Traits], bool]
@@ -132,8 +131,7 @@ class Rule:
     def holds_for(self, call: OpCall, site: Site) -> bool:
         if self.platform != site.platform:
             return False
-        traits = Traits(call.params, call.sizes, site.fuses, site.sorts_apart)
-        return all(condition(traits) for condition in self.conditions)
+        return all(condition(Traits(call.params, call.sizes, site)) for condition in self.conditions)
 
 
 def rules_of(op: Op) -> tuple[Rule, ...]:
@@ -150,12 +148,12 @@ def on_gpu(reason: str, *conditions: Condition) -> Rule:
 
 def fused(traits: Traits) -> bool:
     """XLA fuses the computation of an operand. For a kernel, the operand must first be written to memory."""
-    return traits.fuses
+    return traits.site.fuses
 
 
 def sorts_apart(traits: Traits) -> bool:
     """The kernel would sort ids that other calls of the program are likely to sort as well."""
-    return traits.sorts_apart
+    return traits.site.sorts_apart
 
 
 def unordered(traits: Traits) -> bool:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.interpreters import ad, batching, mlir
@@ -368,64 +368,76 @@ def zero_tangent(primal: jax.Array) -> Any:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
+class Patch(NamedTuple):
+    """Replaces something of JAX for a while. Making one takes longer than applying it."""
+
+    is_current: Callable[[], bool]
+    """Whether JAX still has what the patch was made for, while it is not applied."""
+    apply: Callable[[], Any]
+    undo: Callable[[], Any]
+
+
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes one of JAX's functions and returns its replacement."""
 
 
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, wrap: Wrap) -> Iterator[None]:
-    own = getattr(module, name)
-    setattr(module, name, wrap(own))
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
+def _patch(table: dict[Any, Any], keys: Sequence[Any], wrap: Callable[[Any, Any], Any]) -> Patch:
+    """Replaces the values of these keys by what `wrap` makes of a key and its value."""
+
+    def values() -> dict[Any, Any]:
+        return {key: table[key] for key in keys if key in table}
+
+    own = values()
+    wrapped = {key: wrap(key, value) for key, value in own.items()}
+    apply, undo = (functools.partial(table.update, these) for these in (wrapped, own))
+    return Patch(lambda: values() == own, apply, undo)
 
 
-def wrapped_in_scatter(name: str, wrap: Wrap) -> contextlib.AbstractContextManager[None]:
-    """Context in which `wrap` replaces the function of this name in the module of JAX with all scatters.
+def _patch_of_function(module: Any, name: str, wrap: Wrap) -> Patch:
+    if not hasattr(module, name):
+        raise AttributeError(f"{module.__name__} has no {name}")
+    return _patch(vars(module), [name], lambda _, own: wrap(own))
+
+
+def patch_in_scatter(name: str, wrap: Wrap) -> Patch:
+    """Replaces the function of this name in the module of JAX with all scatters.
 
     Raises:
       ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.ops import scatter
 
-    return _replaced(scatter, name, wrap)
+    return _patch_of_function(scatter, name, wrap)
 
 
-@contextlib.contextmanager
-def wrapped_transpose_of_gather(
-    context: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Iterator[None]:
-    """Context in which JAX transposes gathers inside ``context()``.
+def patch_of_transposed_gathers(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Patch:
+    """JAX transposes gathers inside ``context()``.
 
     Raises:
       ImportError, AttributeError, KeyError: this JAX keeps the rule elsewhere.
     """
     from jax._src.interpreters import ad
 
+    def wrap(_: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+        def rule(*args: Any, **params: Any) -> Any:
+            with context():
+                return own(*args, **params)
+
+        return rule
+
     gather_p = jax.lax.gather_p
     rules: Any = ad.primitive_transposes if gather_p in ad.primitive_transposes else ad.fancy_transposes  # jax >= 0.11
-    own_rule = rules[gather_p]
-
-    def rule(*args: Any, **params: Any) -> Any:
-        with context():
-            return own_rule(*args, **params)
-
-    rules[gather_p] = rule
-    try:
-        yield
-    finally:
-        rules[gather_p] = own_rule
+    if gather_p not in rules:
+        raise KeyError("no rule transposes gathers")
+    return _patch(rules, [gather_p], wrap)
 
 
 WrapLowering = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Takes the name of a primitive and the rule that lowers it, and returns the rule's replacement."""
 
 
-@contextlib.contextmanager
-def wrapped_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> Iterator[None]:
-    """Context in which `wrap` replaces the rules that lower these primitives.
+def patches_of_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> list[Patch]:
+    """`wrap` replaces the rules that lower these primitives.
 
     Meanwhile each call is lowered where it stands. Otherwise JAX lowers equal calls once, in a function that hides the
     origin of the operands. The rules also get to know the devices of the program.
@@ -436,67 +448,65 @@ def wrapped_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> Iterator[
     from jax._src import dispatch
     from jax._src.interpreters import mlir
 
-    tables: list[Any] = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
-    own = [(table, primitive, table[primitive]) for table in tables for primitive in primitives if primitive in table]
-    if {primitive for _, primitive, _ in own} != set(primitives):
-        raise KeyError(f"no rules for {primitives}")
-    sets: list[set[Any]] = [mlir._uncacheable_primitives, dispatch.prim_requires_devices_during_lowering]
-    added = [(members, primitive) for members in sets for primitive in primitives if primitive not in members]
-    for members, primitive in added:
-        members.add(primitive)
-    for table, primitive, entry in own:
+    def wrap_entry(primitive: Any, entry: Any) -> Any:
         if hasattr(entry, "rule"):
-            table[primitive] = type(entry)(wrap(primitive.name, entry.rule), entry.inline)
-        else:
-            table[primitive] = wrap(primitive.name, entry)
-    # For several platforms, JAX adds a list to these types, which are a tuple where a call is lowered in its place.
-    lower_per_platform = mlir.lower_per_platform
+            return type(entry)(wrap(primitive.name, entry.rule), entry.inline)
+        return wrap(primitive.name, entry)
 
-    def with_list_of_types(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        return lower_per_platform(ctx.replace(avals_out=list(ctx.avals_out)), *args, **kwargs)
+    def with_list_of_types(lower_per_platform: Callable[..., Any]) -> Callable[..., Any]:
+        # For several platforms, JAX adds a list to these types, which are a tuple where a call is lowered in its place.
+        return lambda ctx, *args, **kwargs: lower_per_platform(
+            ctx.replace(avals_out=list(ctx.avals_out)), *args, **kwargs
+        )
 
-    mlir.lower_per_platform = with_list_of_types
-    try:
-        yield
-    finally:
-        mlir.lower_per_platform = lower_per_platform
-        for table, primitive, entry in own:
-            table[primitive] = entry
-        for members, primitive in added:
-            members.discard(primitive)
+    tables: list[Any] = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
+    if missing := [primitive for primitive in primitives if not any(primitive in table for table in tables)]:
+        raise KeyError(f"no rules for {missing}")
+    return [
+        *(_patch(table, primitives, wrap_entry) for table in tables),
+        _patch_of_function(mlir, "lower_per_platform", with_list_of_types),
+        _patch_of_members(mlir._uncacheable_primitives, primitives),
+        _patch_of_members(dispatch.prim_requires_devices_during_lowering, primitives),
+    ]
 
 
-@contextlib.contextmanager
-def wrapped_slice_update(wrap: Wrap) -> Iterator[None]:
-    """The same for ``jax.lax.dynamic_update_slice``.
+def _patch_of_members(members: set[Any], more: Sequence[Any]) -> Patch:
+    added = set(more) - members
+    apply, undo = (functools.partial(change, added) for change in (members.update, members.difference_update))
+    return Patch(lambda: members.isdisjoint(added), apply, undo)
+
+
+def patch_of_slice_update(wrap: Wrap) -> Patch:
+    """`wrap` replaces ``jax.lax.dynamic_update_slice``.
 
     Replaces the function's code, because programs may have imported the function before. The functions
     ``dynamic_update_slice_in_dim`` and ``dynamic_update_index_in_dim`` call it.
     """
     function = jax.lax.dynamic_update_slice
-    code, defaults = function.__code__, function.__kwdefaults__
+    code, defaults, signature = function.__code__, function.__kwdefaults__, inspect.signature(function)
     own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     own.__kwdefaults__ = defaults
+    with_wrapped = {**(defaults or {}), "_wrapped": wrap(own)}
 
     def call(*args: Any, _wrapped: Callable[..., Any], **kwargs: Any) -> Any:
         return _wrapped(*args, **kwargs)
 
-    function.__signature__ = inspect.signature(function)
-    # Set the default first: another thread may call the function in between, and the old code ignores it.
-    function.__kwdefaults__ = {**(defaults or {}), "_wrapped": wrap(own)}
-    function.__code__ = call.__code__
-    try:
-        yield
-    finally:
+    def apply() -> None:
+        function.__signature__ = signature
+        # Set the default first: another thread may call the function in between, and the old code ignores it.
+        function.__kwdefaults__ = with_wrapped
+        function.__code__ = call.__code__
+
+    def undo() -> None:
         function.__code__ = code
         function.__kwdefaults__ = defaults
         del function.__signature__
 
+    return Patch(lambda: function.__code__ is code, apply, undo)
 
-def lowering_inside(
-    context: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> contextlib.AbstractContextManager[None]:
-    """Context in which JAX lowers programs inside ``context()``, so that it applies to code traced during lowering.
+
+def patch_of_lowering_inside(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Patch:
+    """JAX lowers programs inside ``context()``, so that it applies to code traced during lowering.
 
     For example, JAX then traces how ``scan`` stacks its results. Such code must not be redirected.
 
@@ -513,4 +523,4 @@ def lowering_inside(
 
         return lower
 
-    return _replaced(mlir, "lower_jaxpr_to_module", wrap)
+    return _patch_of_function(mlir, "lower_jaxpr_to_module", wrap)

@@ -73,9 +73,13 @@ def lower_elsewhere(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Seque
 
 
 def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
-    """Lowers the kernel in a shard's program. It may support the whole array's shapes, but not the shard's."""
+    """Lowers the kernel in the program of a shard or of a redirected call.
+
+    It may support the whole array's shapes, but not the shard's.
+    """
     with not_redirected():
-        site = Site(platform, donated=call.all_params.get("donated", ()))
+        params = call.all_params
+        site = Site(platform, donated=params.get("donated", ()), sorts_apart=params.get("sorts_apart", False))
         if decide(call, site).implementation == "xla":
             return _lower_reference(call, ctx, operands)
         return _call_target(call, site, ctx, operands)

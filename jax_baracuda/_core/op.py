@@ -219,7 +219,7 @@ class Op:
 
     @functools.cached_property
     def kernel_primitive(self) -> Primitive:
-        """The kernel alone, in a shard's program. Its param `donated` lists operands that it may write in place."""
+        """The kernel alone. Its params `donated` and `sorts_apart` are those of its :class:`.dispatch.Site`."""
         primitive = self._primitive(f"baracuda_{self.name}_kernel")
         for platform in KERNEL_PLATFORMS:
             mlir.register_lowering(primitive, self._lowering(lower_kernel, platform), platform=platform)
@@ -344,7 +344,7 @@ class OpCall:
     @functools.cached_property
     def params(self) -> dict[str, Any]:
         """The params for the functions of a definition: all except the params that only ``_core`` uses."""
-        of_core = ("num_batch_dims", "implementation", "donated")
+        of_core = ("num_batch_dims", "implementation", "donated", "sorts_apart")
         return {name: value for name, value in self.all_params.items() if name not in of_core}
 
     @functools.cached_property

@@ -242,7 +242,7 @@ def test_which_rows_are_made_longer(shape: tuple[int, ...], dtype: str, num_edge
 
 def _traits(rows: int, features: int, dtype: str, num_edges: int, **of_head: int) -> Traits:
     sizes = {"gathered": rows, "segment": 1000, "edge": num_edges, "features": features, **of_head}
-    return Traits({}, {**sizes, "row_bytes": features * jnp.dtype(dtype).itemsize}, fuses=False)
+    return Traits({}, {**sizes, "row_bytes": features * jnp.dtype(dtype).itemsize}, Site("cuda"))
 
 
 def test_heads_are_made_longer_one_by_one() -> None:

@@ -90,7 +90,7 @@ from jax_baracuda.ops.segment.edges import (
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
-from jax_baracuda.ops.segment.plan import SORTED_APART, SegmentPlan, sorted_by_segment, unpermuted
+from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart, sorted_by_segment, unpermuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, segment_sum, segment_sum_backward
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -774,7 +774,7 @@ SEGMENT_EXTREMUM = reduction_op(
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins"] * has_winner),
     xla_rules=(on_gpu("launch-bound: few rows", uncontended, at_most(rows=1 << 14, bytes=16 * MB)),),
     shard_program=functools.partial(_shard_reduce, "row"),
-    programs={SORTED_APART: lambda *operands, **params: _reduce_sorted_apart(*operands, **params)},
+    programs=sorted_apart(lambda: GATHER_SEGMENT_EXTREMUM),
     tangent=_tangent,
 )
 
@@ -856,13 +856,6 @@ def _reduce_sorted(
     *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, params["num_segments"])
     numbers_of_winners = numbers if params["has_winner"] else None
     return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, numbers_of_winners, **params | {"indices_are_sorted": True})
-
-
-def _reduce_sorted_apart(data: Array, ids: Array, **params: Any) -> Sequence[Array]:
-    order, sorted_ids = sorted_by_segment(ids, params["num_segments"])
-    numbers_of_winners = order if params["has_winner"] else None
-    flags = params | {"indices_are_sorted": True}
-    return GATHER_SEGMENT_EXTREMUM.kernel(data, order, sorted_ids, numbers_of_winners, **flags)
 
 
 def _backward_of_sorted(

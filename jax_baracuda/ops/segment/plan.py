@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, in_range, integer_array
-from jax_baracuda._core.dispatch import at_least, on_gpu, sorts_apart
+from jax_baracuda._core.dispatch import Rule, at_least, on_gpu, sorts_apart
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda.ops.segment.definitions import IDS, ROWS, limit_of_32_bits, plan_parameters
@@ -247,6 +248,17 @@ def sorted_by_segment(segment_ids: Array, num_segments: int) -> tuple[Array, Arr
 
 SORTED_APART = on_gpu("XLA shares the sort between calls", sorts_apart, at_least(row_bytes=65))
 """Where an op sorts the ids, then gathers its rows in that order. Narrower rows are copied in order instead."""
+
+
+def sorted_apart(op_of_edges: Callable[[], Op], **more: Any) -> dict[Rule, Callable[..., Sequence[Array]]]:
+    """The programs of an op of rows: the op of gathered rows, with `more` params, gathers them in the ids' order."""
+
+    def program(data: Array, ids: Array, **params: Any) -> Sequence[Array]:
+        order, sorted_ids = sorted_by_segment(ids, params["num_segments"])
+        numbers = [order] if params.get("has_winner") else []
+        return op_of_edges().kernel(data, order, sorted_ids, *numbers, **params | more | {"indices_are_sorted": True})
+
+    return {SORTED_APART: program}
 
 
 def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:

@@ -75,7 +75,7 @@ from jax_baracuda.ops.segment.edges import (
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.ids import index_dtype
-from jax_baracuda.ops.segment.plan import SORTED_APART, SegmentPlan, sorted_by_segment
+from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart
 
 
 @selectable
@@ -284,7 +284,7 @@ SEGMENT_SUM = _sum_op(
     guarantee=sum_guarantee,
     # Two cores: 0.6 up to 1 MB (9 loops).
     xla_rules=(*SUM_RULES, on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB))),
-    programs={SORTED_APART: lambda *operands, **params: _sum_sorted_apart(*operands, **params)},
+    programs=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
 )
 
 # Always the kernel: in plain JAX, float64 may not exist.
@@ -448,12 +448,6 @@ def _sort_first(
     *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, params["num_segments"])
     numbers_of_weights = None if weights is None else numbers
     return GATHER_SEGMENT_SUM.kernel(data, *edges, weights, numbers_of_weights, **params | {"indices_are_sorted": True})
-
-
-def _sum_sorted_apart(data: Array, ids: Array, *, num_segments: int, deterministic: bool, **_: Any) -> Sequence[Array]:
-    order, sorted_ids = sorted_by_segment(ids, num_segments)
-    flags = {"indices_are_sorted": True, "deterministic": deterministic, "clips_gather_ids": True, "is_wide": False}
-    return GATHER_SEGMENT_SUM.kernel(data, order, sorted_ids, num_segments=num_segments, **flags)
 
 
 # H100, time of plain JAX / kernel: 0.35 (76 loops).
