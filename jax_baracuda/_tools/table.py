@@ -18,7 +18,9 @@ class _Wrapper(textwrap.TextWrapper):
 
     def _split(self, text: str) -> list[str]:
         words = super()._split(text)
-        return [part for word in words for part in (re.split("(?<=_)(?=.)", word) if len(word) > self.width else [word])]
+        return [
+            part for word in words for part in (re.split("(?<=_)(?=.)", word) if len(word) > self.width else [word])
+        ]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
