@@ -124,8 +124,8 @@ def draw_overview(run: Run) -> Figure:
     whats = [what for what in (FORWARD, WITH_GRADIENT) if any(case.what == what for case in run.cases)]
     ops = run.ops()
     everyone = contestants(run.cases)
-    subtitle = "geometric means"
-    figure, axes = _panels(run, everyone, "Speed by function", subtitle, whats, len(ops) - 0.2)
+    subtitle = "geometric means over its cases"
+    figure, axes = _panels(run, everyone, "Mean speed of each function", subtitle, whats, len(ops) - 0.2)
     for panel, what in zip(axes, whats, strict=True):
         for position, op in enumerate(ops):
             of_what = [case for case in run.of_op(op) if case.what == what]

@@ -337,6 +337,10 @@ WRONG_CALLS: tuple[Callable[[], Any], ...] = (
     lambda: jb.causal_conv1d_update(TOKENS[0], STATES, FILTERS),
     lambda: jb.rope(FEATURES, sections=(4,)),
     lambda: jb.take_rows(ROWS, IDS, accumulator="float32"),
+    lambda: jb.segment_plan(IDS, 3, IDS[:2], 6),
+    lambda: jb.rope_frequencies(8, scaling={"rope_type": "none"}),
+    lambda: jb.precision_guarantee("segment_total", "float32", "cpu"),
+    lambda: jb.implementation("gpu"),
     wrong_rope_write,
 )
 

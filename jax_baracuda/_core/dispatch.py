@@ -83,7 +83,7 @@ def decide(call: OpCall, site: Site, rules: Sequence[Rule] = ()) -> Decision:
         for rule in (*rules_of(call.op), *rules):
             if rule.holds_for(call, site):
                 return Decision("xla", rule.reason)
-    return Decision("kernel", "no rule of the op says that plain JAX is faster")
+    return Decision("kernel", "no rule favours plain JAX")
 
 
 def _adds_up(op: Op) -> bool:

@@ -249,6 +249,7 @@ def disabled_export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
     return tuple(jax.export.DisabledSafetyCheck.custom_call(target_name(target)) for target in OPS)
 
 
+@jax_versions.hiding_frames
 def precision_guarantee(
     name: str, dtype: Any, platform: str, *, deterministic: bool = False, indices_are_sorted: bool = False
 ) -> Guarantee:

@@ -151,6 +151,7 @@ def _checked(function: str, asked_for: Any) -> Implementation:
     return cast(Implementation, asked_for)
 
 
+@jax_versions.hiding_frames
 def implementation(name: Implementation | None = None) -> contextlib.AbstractContextManager[Any]:
     """Context in which all functions of this package use one implementation.
 

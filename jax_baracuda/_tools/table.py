@@ -14,9 +14,13 @@ GAP = "  "
 
 
 class _Wrapper(textwrap.TextWrapper):
-    """Breaks lines at spaces and after underscores, which are in the names of functions."""
+    """Breaks lines at spaces, and words that are wider than a line after underscores: the names of functions."""
 
-    wordsep_simple_re = re.compile(r"(\s+|(?<=_)(?=\w))")
+    def _split(self, text: str) -> list[str]:
+        words = super()._split(text)
+        return [
+            part for word in words for part in (re.split("(?<=_)(?=.)", word) if len(word) > self.width else [word])
+        ]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import real_number, whole_number
 
 NAME = "rope_frequencies"
@@ -20,6 +21,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 """The key of the length that a model was originally trained for. Default: `max_position_embeddings`."""
 
 
+@jax_versions.hiding_frames
 def rope_frequencies(
     dim: int,
     base: float | None = None,

@@ -339,6 +339,13 @@ def test_tables_fit_100_columns() -> None:
     assert " ".join(line[len("short  ") :] for line in lines[2:]).split() == words
 
 
+def test_tables_break_long_names_after_underscores_and_no_other_words() -> None:
+    """So that commands can be copied."""
+    lines = format_table(("a", "b"), [("VARIABLE_OF_A_BUILD=ON command " * 9, "name_" * 30)]).splitlines()[2:]
+    assert sum(line.startswith("VARIABLE_OF_A_BUILD=ON command") for line in lines) == 9
+    assert all(line.endswith("name_") for line in lines if "name" in line)
+
+
 @pytest.mark.parametrize("columns", [80, 100])
 def test_tools_fit_the_terminal(
     columns: int, examples: list[Example], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, in_range, integer_array
 from jax_baracuda._core.dispatch import Rule, at_least, on_gpu, sorts_apart
 from jax_baracuda._core.guarantees import EXACT
@@ -85,6 +86,7 @@ class SegmentPlan:
             num_rows=self.num_segments,
         )
 
+    @jax_versions.hiding_frames
     def validate(self, segment_ids: ArrayLike | None = None, gather_ids: ArrayLike | None = None) -> None:
         """Checks that the arrays of the plan match each other and these ids. For debugging; runs on the host.
 
@@ -119,6 +121,7 @@ class SegmentPlan:
                 raise ValueError(f"{name}: {problem}: {field} is {own}, expected {right}")
 
 
+@jax_versions.hiding_frames
 def segment_plan(
     segment_ids: ArrayLike,
     num_segments: int,
