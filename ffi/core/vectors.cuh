@@ -83,7 +83,7 @@ __device__ __forceinline__ Vector<T, kCount> LoadStreaming(const T* address) {
   return Unpack<T, kCount>(LoadPackedStreaming<kCount>(address));
 }
 
-// ---- Stores. Words use intrinsics, because compilers split a plain store of a word assembled from narrow elements.
+// ---- Stores. Words use intrinsics, because compilers split a plain store of a word assembled from its elements.
 
 template <typename T, int kCount>
 __device__ __forceinline__ void StorePacked(T* address, const Packed<T, kCount>& word) {
@@ -97,10 +97,12 @@ __device__ __forceinline__ void StoreStreaming(T* address, const Vector<T, kCoun
 
 template <typename T, int kCount>
 __device__ __forceinline__ void StoreVector(T* address, const Vector<T, kCount>& vector) {
-  if constexpr (sizeof(T) < 4) {
-    __stwb(reinterpret_cast<Packed<T, kCount>*>(address), Pack(vector));
-  } else {
-    *reinterpret_cast<Vector<T, kCount>*>(address) = vector;
+  constexpr int kStored = sizeof(T) * kCount > kVectorBytes ? kVectorBytes / sizeof(T) : kCount;  // at once
+#pragma unroll
+  for (int first = 0; first < kCount; first += kStored) {
+    Packed<T, kStored> word;
+    memcpy(&word, &vector.lane[first], sizeof(word));
+    __stwb(reinterpret_cast<Packed<T, kStored>*>(address + first), word);
   }
 }
 

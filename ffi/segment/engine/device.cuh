@@ -23,6 +23,13 @@ CudaStatus LaunchFor(ElementType type, const Dispatch& dispatch, Launch&& launch
 
 inline bool SegmentsFit(int64_t segments) { return segments < static_cast<int64_t>(kDropped); }
 
+// Kernels multiply numbers of rows by features in 32 bits, which takes one instruction. Launchers refuse wider rows.
+inline bool FeaturesFit(int64_t features) { return features <= int64_t{UINT32_MAX}; }
+
+__device__ __forceinline__ int64_t FirstElement(uint32_t row, int64_t features) {
+  return static_cast<int64_t>(uint64_t{row} * static_cast<uint32_t>(features));
+}
+
 struct SegmentIds {
   const void* ids;
   bool are_64_bit;

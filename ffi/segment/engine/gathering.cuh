@@ -82,7 +82,7 @@ struct ComingRow {
 
   __device__ __forceinline__ void LoadGathered(const T* data, const SourceRow& source, const RowPlace& place) {
     if (source.row != kDropped) {
-      values = LoadPacked<kVec>(data + source.row * place.features + place.column);
+      values = LoadPacked<kVec>(data + place.column + FirstElement(source.row, place.features));
     } else {
       memset(&values, 0, sizeof(values));
     }

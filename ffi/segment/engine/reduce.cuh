@@ -380,7 +380,8 @@ CudaStatus LaunchReduction(const Call& call, const ReducePlan& plan, const typen
   using T = typename Reduction::Element;
   using Launch = Reducer<Reduction, Input>;
   if (plan.strategy == Strategy::kNothing) return {};
-  bool fits = SegmentsFit(call.problem.segments) && call.scratch_bytes >= plan.scratch_bytes;
+  bool fits = SegmentsFit(call.problem.segments) && FeaturesFit(call.problem.features) &&
+              call.scratch_bytes >= plan.scratch_bytes;
   if constexpr (Launch::kGathers) fits = fits && SegmentsFit(input.num_rows);
   if (!fits) return JB_CUDA_STATUS(cudaErrorInvalidValue);
   return Launch{call, plan, static_cast<const T*>(call.data), input, outputs, stream}.Launch();

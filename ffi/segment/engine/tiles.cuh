@@ -327,6 +327,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   int64_t at = 0;
   if constexpr (kSource == RowSource::kGathered) at = a.input.At(b, rows, column);
 
+  const int first_place = group * kPaddedTileRows;
   int steps_end = end;
   if constexpr (Input::kSharesLanes) steps_end = begin + __reduce_max_sync(kFullWarp, end - begin);
   for (int i = begin; i < steps_end; i += kInFlight) {
@@ -345,16 +346,16 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
           memcpy(&coming[u].second_values, tile + staged_bytes + element * sizeof(T), sizeof(coming[u].values));
         }
       } else if constexpr (kSource == RowSource::kOrdered) {
-        uint32_t data_row = shared.order[group * kPaddedTileRows + tile_offset + (tile_offset >= kTileRows)];
+        uint32_t data_row = shared.order[first_place + tile_offset + (tile_offset >= kTileRows)];
         coming[u].number = is_joined ? data_row % batch_rows : data_row;
         if constexpr (kHasPairs<Input>) {
           const uint32_t second_row = is_joined && a.input.second_is_shared ? data_row % batch_rows : data_row;
-          coming[u].second_values = LoadPackedStreaming<kVec>(second + second_row * features + column);
+          coming[u].second_values = LoadPackedStreaming<kVec>(second + column + FirstElement(second_row, features));
           if (is_joined && a.problem.data_is_shared) data_row %= batch_rows;
         }
-        coming[u].values = LoadPackedStreaming<kVec>(data + data_row * features + column);
+        coming[u].values = LoadPackedStreaming<kVec>(data + column + FirstElement(data_row, features));
       } else if constexpr (kSource == RowSource::kGathered) {
-        const int place = group * kPaddedTileRows + tile_offset + (tile_offset >= kTileRows);
+        const int place = first_place + tile_offset + (tile_offset >= kTileRows);
         const SourceRow source{shared.order[place], Shared::kWithEdges ? shared.edges[place] : 0};
         const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
         coming[u].Load(a.input, data, source, {own == kDropped ? -1 : first_segment + own, features, column, at});

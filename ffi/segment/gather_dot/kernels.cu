@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
         memset(&x[u], 0, sizeof(x[u]));
         memset(&y[u], 0, sizeof(y[u]));
         if (segment != kDropped) {
-          x[u] = LoadPacked<kVec>(cells + segment * features + element);
-          y[u] = LoadPacked<kVec>(data + rows[edge] * features + element);
+          x[u] = LoadPacked<kVec>(cells + element + FirstElement(segment, features));
+          y[u] = LoadPacked<kVec>(data + element + FirstElement(rows[edge], features));
         }
       }
 #pragma unroll
@@ -108,7 +108,8 @@ Plan GatherDotCall::CudaPlan() const { return {HasNoElement() ? kNothing : "edge
 
 CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
   if (HasNoElement()) return {};
-  if (!SegmentsFit(problem.segments) || !SegmentsFit(num_rows) || heads > (int64_t{1} << 20)) {
+  if (!SegmentsFit(problem.segments) || !SegmentsFit(num_rows) || !FeaturesFit(heads * head_features) ||
+      heads > (int64_t{1} << 20)) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {

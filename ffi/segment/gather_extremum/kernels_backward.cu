@@ -54,7 +54,7 @@ struct RowsWithWinners : Edges {
       this->number = static_cast<int32_t>(source.edge);
       winners = Repeat<kVec>(int32_t{-1});
       if (source.row == kDropped) return;
-      winners = LoadVector<kVec>(input.winners + source.row * place.features + place.column);
+      winners = LoadVector<kVec>(input.winners + place.column + FirstElement(source.row, place.features));
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
@@ -92,7 +92,7 @@ struct RowsWithExtrema : Edges {
       extrema = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
       reduced = Repeat<kVec>(static_cast<T>(ComputeType<T>{1}));
       if (source.row == kDropped || place.segment < 0) return;
-      extrema = LoadVector<kVec>(input.extrema + source.row * place.features + place.column);
+      extrema = LoadVector<kVec>(input.extrema + place.column + FirstElement(source.row, place.features));
       reduced = LoadVector<kVec>(input.reduced + place.segment * place.features + place.column);
     }
     template <typename Cells, typename Outputs>

@@ -41,9 +41,10 @@ struct GatherSumReduction {
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
                                           int64_t feature) const {
       if (outputs.is_wide) {
-        C* const output = static_cast<C*>(outputs.output) + segment * features + feature;
+        Vector<C, kCount> result;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) output[i] = sum.sum[i];
+        for (int i = 0; i < kCount; ++i) result.lane[i] = sum.sum[i];
+        StoreVector(static_cast<C*>(outputs.output) + segment * features + feature, result);
       } else {
         sum.Store({static_cast<T*>(outputs.output)}, segment, features, feature);
       }
