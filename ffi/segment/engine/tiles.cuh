@@ -112,11 +112,11 @@ struct TileShared {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
   Cells* carry_ins;    // of the groups' tiles, one per thread
-  uint32_t* starts;    // [groups + 2], from the tile before the block to the one after it
-  uint32_t* gaps;      // [groups], bit mask: rows that follow a narrow gap
-  uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block on
   uint32_t* order;     // [(groups + 1) * kPaddedTileRows], data row of each row, if kWithOrder
   uint32_t* edges;     // [(groups + 1) * kPaddedTileRows], edge of each row, if kWithEdges
+  uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block on
+  uint32_t* starts;    // [groups + 2], from the tile before the block to the one after it
+  uint32_t* gaps;      // [groups], bit mask: rows that follow a narrow gap
   char* rows;          // [groups + 1] tiles of each array, staged only
 
   static constexpr int kCarryInBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
@@ -135,13 +135,14 @@ struct TileShared {
     return (groups + 1) * StagedTileBytes<T>(static_cast<int>(features));
   }
 
+  // The order comes first: each row reads it, and its place does not depend on the number of groups.
   __device__ TileShared(uint4* shared, int groups) : carry_ins(reinterpret_cast<Cells*>(shared)) {
-    starts = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kCarryInBytes);
-    gaps = starts + groups + 2;
-    segments = gaps + groups;
-    order = segments + (groups + 1) * kPaddedTileRows;
+    order = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(shared) + kCarryInBytes);
     edges = order + (kWithOrder ? (groups + 1) * kPaddedTileRows : 0);
-    uint32_t* end = edges + (kWithEdges ? (groups + 1) * kPaddedTileRows : 0);
+    segments = edges + (kWithEdges ? (groups + 1) * kPaddedTileRows : 0);
+    starts = segments + (groups + 1) * kPaddedTileRows;
+    gaps = starts + groups + 2;
+    uint32_t* end = gaps + groups;
     rows = reinterpret_cast<char*>(AlignUp(end, 8));
   }
 };
