@@ -48,9 +48,8 @@ struct Part {
   int rows_of_tile;
   uint32_t tiles_of_row, tiles_of_batch_element;
   int64_t num_tiles;  // of the whole batch
-  int64_t units_of_row;
-  ShortDivider units_of_tile;  // of one row
-  ShortDivider units_of_head;
+  uint32_t units_of_row, units_of_tile_row;  // units_of_tile_row: of the part of a row that is in a tile
+  ShortDivider units_of_head, heads_of_row;
   rope::RowLayout<int64_t> layout;                       // values have no rotated units
   int64_t heads, row_stride, head_stride, layer_stride;  // layer_stride: of a batch element in queries
 };
@@ -107,40 +106,31 @@ __device__ __forceinline__ void StoreConverted(const Unit& unit, const Part<T>& 
   }
 }
 
-template <typename T, int kCount, bool kInterleaved>
-__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultiprocessor))
-    RotateAndWrite(const __grid_constant__ Arguments<T> a) {
+// Writes tile number `block` of a part.
+template <int kPart, typename T, int kCount, bool kInterleaved>
+__device__ __forceinline__ void WriteTile(const Arguments<T>& a, uint32_t block, write_rows::TileRows* tile_rows,
+                                          Rotation<ComputeType<T>>* rotations) {
   using UnitOfRow = rope::Unit<T, kCount, kInterleaved>;
   using RotationOfPair = Rotation<ComputeType<T>>;
-  extern __shared__ uint4 shared_memory[];
-  __shared__ write_rows::TileRows tile_rows;
-  auto* const rotations = reinterpret_cast<RotationOfPair*>(shared_memory);  // of each row of the tile
-
-  int64_t block = blockIdx.x;
-  int number = 0;
-  while (number < kParts - 1 && block >= a.parts[number].num_tiles) block -= a.parts[number++].num_tiles;
-  const Part<T>& part = a.parts[number];
-  const uint32_t batch = static_cast<uint32_t>(block) / part.tiles_of_batch_element;
-  const uint32_t tile = static_cast<uint32_t>(block) - batch * part.tiles_of_batch_element;
+  constexpr bool kHasSlots = kPart != kQueryPart, kIsRotated = kPart != kValuePart;
+  const Part<T>& part = a.parts[kPart];
+  const uint32_t batch = block / part.tiles_of_batch_element;
+  const uint32_t tile = block - batch * part.tiles_of_batch_element;
   const uint32_t group = tile / part.tiles_of_row;
   const int64_t first_row = int64_t{group} * part.rows_of_tile;
-  const int64_t first_unit = int64_t{tile - group * part.tiles_of_row} * part.units_of_tile.divisor;
-  const int num_rows = static_cast<int>(min(int64_t{part.rows_of_tile}, a.rows - first_row));
-  const uint32_t num_units = static_cast<uint32_t>(num_rows) * part.units_of_tile.divisor;
+  const uint32_t first_unit = (tile - group * part.tiles_of_row) * part.units_of_tile_row;
+  const uint32_t num_rows = static_cast<uint32_t>(min(int64_t{part.rows_of_tile}, a.rows - first_row));
+  // A tile with several rows has whole rows.
+  const uint32_t end_unit = min(first_unit + num_rows * part.units_of_tile_row, num_rows * part.units_of_row);
   const int thread = static_cast<int>(threadIdx.x);
 
   // Issue all loads before the first result is used.
-  const write_rows::Slots slots{a.slot_of_row + (a.slot_of_row_is_shared ? 0 : batch * a.rows), a.rows, a.slots};
-  int32_t own_slots[write_rows::kSlotsPerThread];
+  write_rows::RowsToWrite rows_to_write(
+      {a.slot_of_row + (a.slot_of_row_is_shared ? 0 : batch * a.rows), kHasSlots ? a.rows : 0, a.slots}, first_row,
+      static_cast<int>(num_rows), a.has_unique_slots);
   int64_t layer = 0;
-  if (part.has_slots) {
-#pragma unroll
-    for (int i = 0; i < write_rows::kSlotsPerThread; ++i) {
-      own_slots[i] = slots.Load(first_row + thread + i * kThreads);
-    }
-    if (a.layer != nullptr) layer = a.layer[a.layer_is_shared ? 0 : batch];
-  }
-  const int num_angles = part.layout.rotated_units == 0 ? 0 : num_rows * static_cast<int>(a.pairs.divisor);
+  if (kHasSlots && a.layer != nullptr) layer = a.layer[a.layer_is_shared ? 0 : batch];
+  const int num_angles = kIsRotated ? static_cast<int>(num_rows * a.pairs.divisor) : 0;
   const auto load_angle = [&](int i) {
     const uint32_t row = a.pairs.Quotient(static_cast<uint32_t>(i));
     RawAngle<T> raw;
@@ -150,77 +140,87 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultip
   RawAngle<T> raw_angle{};
   if (thread < num_angles) raw_angle = load_angle(thread);
 
-  struct Place {
-    uint32_t row;
-    int64_t head;
-    unsigned unit;  // of the head
-    bool exists;
+  // Heads and units are numbered from the first row of the tile.
+  const int64_t first_source = ((part.rows_are_shared ? 0 : batch * a.rows) + first_row) * part.heads;
+  UnitOfRow units[kUnitsInFlight];
+  const auto load = [&](uint32_t begin) {
+#pragma unroll
+    for (int i = 0; i < kUnitsInFlight; ++i) {
+      const uint32_t number = begin + i * kThreads;
+      if (number >= end_unit) continue;
+      const uint32_t head = part.units_of_head.Quotient(number);
+      const auto at = UnitOfRow::Locate(part.layout, part.units_of_head.Remainder(number, head));
+      units[i].Load(part.rows + (first_source + head) * part.layout.features + at.feature, at.partner_stride);
+    }
   };
-  const auto place_of = [&](uint32_t i) {
-    const uint32_t row = part.units_of_tile.Quotient(i);
-    const int64_t unit_of_row = first_unit + part.units_of_tile.Remainder(i, row);
-    const uint32_t head = part.units_of_head.Quotient(static_cast<uint32_t>(unit_of_row));
-    return Place{row, head, part.units_of_head.Remainder(static_cast<uint32_t>(unit_of_row), head),
-                 i < num_units && unit_of_row < part.units_of_row};
-  };
-  const int64_t first_dest = (part.has_slots ? batch * a.layers + layer : batch) * part.layer_stride;
-  const int64_t first_source = (part.rows_are_shared ? 0 : batch * a.rows) + first_row;
+  load(first_unit + threadIdx.x);
 
+  for (int i = thread; i < num_angles; i += kThreads) {
+    if (i != thread) raw_angle = load_angle(i);
+    double angle[1] = {raw_angle.Value(a)};
+    rope::ComputeRotations<T>(angle, a.scale, rotations + i);
+  }
   RowBits overwritten = 0;
+  if constexpr (kHasSlots) {
+    overwritten = rows_to_write.FindOverwritten(tile_rows);
+    if (layer < 0 || layer >= a.layers) return;
+  } else {
+    __syncthreads();
+  }
+
+  const int64_t first_dest = (kHasSlots ? batch * a.layers + layer : batch) * part.layer_stride;
+  const float* scales = part.scales;
+  if (scales != nullptr && !part.scales_are_shared) scales += batch * (part.has_scale_per_head ? part.heads : 1);
 #pragma unroll 1
-  for (uint32_t begin = threadIdx.x; begin < RoundUp(num_units, kThreads); begin += kUnitsInFlight * kThreads) {
-    UnitOfRow units[kUnitsInFlight];
+  for (uint32_t begin = first_unit + threadIdx.x; begin < end_unit; begin += kUnitsInFlight * kThreads) {
+    if (begin != first_unit + threadIdx.x) load(begin);
 #pragma unroll
     for (int i = 0; i < kUnitsInFlight; ++i) {
-      const Place place = place_of(begin + i * kThreads);
-      if (!place.exists) continue;
-      const auto at = UnitOfRow::Locate(part.layout, place.unit);
-      const int64_t head = (first_source + place.row) * part.heads + place.head;
-      units[i].Load(part.rows + head * part.layout.features + at.feature, at.partner_stride);
-    }
-    if (begin == threadIdx.x) {
-      for (int i = thread; i < num_angles; i += kThreads) {
-        if (i != thread) raw_angle = load_angle(i);
-        double angle[1] = {raw_angle.Value(a)};
-        rope::ComputeRotations<T>(angle, a.scale, rotations + i);
+      const uint32_t number = begin + i * kThreads;
+      if (number >= end_unit) continue;
+      const uint32_t head_of_tile = part.units_of_head.Quotient(number);
+      const uint32_t unit = part.units_of_head.Remainder(number, head_of_tile);
+      const uint32_t row_of_tile = part.heads_of_row.Quotient(head_of_tile);
+      const uint32_t head = part.heads_of_row.Remainder(head_of_tile, row_of_tile);
+      int64_t row = first_row + row_of_tile;
+      if constexpr (kHasSlots) {
+        row = tile_rows->slots[row_of_tile];
+        if (row < 0 || (overwritten >> row_of_tile & 1u) != 0) continue;
       }
-      if (part.has_slots) {
-        write_rows::FindRows(slots, own_slots, first_row, num_rows, a.has_unique_slots, &tile_rows);
-        overwritten = tile_rows.overwritten;
-        if (layer < 0 || layer >= a.layers) return;
-      } else {
-        __syncthreads();
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kUnitsInFlight; ++i) {
-      const Place place = place_of(begin + i * kThreads);
-      if (!place.exists) continue;
-      int64_t row = first_row + place.row;
-      if (part.has_slots) {
-        row = tile_rows.slots[place.row];
-        if (row < 0 || (overwritten >> place.row & 1u) != 0) continue;
-      }
-      if (place.unit < part.layout.rotated_units) {
+      if (kIsRotated && unit < part.layout.rotated_units) {
         RotationOfPair of_unit[UnitOfRow::kPairs];
-        const RotationOfPair* const from = rotations + place.row * a.pairs.divisor + place.unit * UnitOfRow::kPairs;
+        const RotationOfPair* const from = rotations + row_of_tile * a.pairs.divisor + unit * UnitOfRow::kPairs;
         const auto vector = *reinterpret_cast<const Vector<ComputeType<T>, 2 * UnitOfRow::kPairs>*>(from);
         memcpy(of_unit, &vector, sizeof(of_unit));
         units[i].Rotate(of_unit);
       }
-      const auto at = UnitOfRow::Locate(part.layout, place.unit);
-      const int64_t to = first_dest + row * part.row_stride + place.head * part.head_stride + at.feature;
-      if (!part.converts) {
+      const auto at = UnitOfRow::Locate(part.layout, unit);
+      const int64_t to = first_dest + row * part.row_stride + head * part.head_stride + at.feature;
+      if (!kHasSlots || !part.converts) {
         units[i].Store(static_cast<T*>(part.dest) + to, at.partner_stride);
-        continue;
+      } else {
+        const float* const scale = part.has_scale_per_head ? scales + head : scales;
+        StoreConverted<T, kCount>(units[i], part, scale, to, at.partner_stride);
       }
-      const float* scale = part.scales;
-      if (scale != nullptr) {
-        const int64_t scales_of_row = part.has_scale_per_head ? part.heads : 1;
-        scale += (part.scales_are_shared ? 0 : batch * scales_of_row) + (part.has_scale_per_head ? place.head : 0);
-      }
-      StoreConverted<T, kCount>(units[i], part, scale, to, at.partner_stride);
     }
+  }
+}
+
+template <typename T, int kCount, bool kInterleaved>
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultiprocessor))
+    RotateAndWrite(const __grid_constant__ Arguments<T> a) {
+  extern __shared__ uint4 shared_memory[];
+  __shared__ write_rows::TileRows tile_rows;
+  auto* const rotations = reinterpret_cast<Rotation<ComputeType<T>>*>(shared_memory);  // of each row of the tile
+  // Each part has code of its own, because arguments at fixed places load faster.
+  const int64_t key_tiles = a.parts[kKeyPart].num_tiles, slot_tiles = key_tiles + a.parts[kValuePart].num_tiles;
+  const int64_t block = blockIdx.x;
+  if (block < key_tiles) {
+    WriteTile<kKeyPart, T, kCount, kInterleaved>(a, static_cast<uint32_t>(block), &tile_rows, rotations);
+  } else if (block < slot_tiles) {
+    WriteTile<kValuePart, T, kCount, kInterleaved>(a, static_cast<uint32_t>(block - key_tiles), &tile_rows, rotations);
+  } else {
+    WriteTile<kQueryPart, T, kCount, kInterleaved>(a, static_cast<uint32_t>(block - slot_tiles), &tile_rows, rotations);
   }
 }
 
@@ -233,15 +233,15 @@ int64_t HeadsOf(const write_rows::Pool& pool) { return std::max(pool.outer, pool
 template <typename UnitOfRow, typename T>
 void SetTiling(const Call& call, const rope::Problem& problem, int64_t wanted_rows, Part<T>* part) {
   constexpr int64_t kMaxUnitsOfTile = int64_t{kMaxUnitsOfThread} * kThreads;
-  constexpr int kElementsOfUnit = static_cast<int>(sizeof(UnitOfRow) / sizeof(T));
   part->layout = rope::RowLayout<int64_t>(problem, UnitOfRow::kPairs);
-  const int64_t copied = problem.features - 2 * problem.pairs;
-  const int64_t units_of_head = part->layout.rotated_units + CeilDivide(copied, kElementsOfUnit);
+  const int64_t units_of_head = part->layout.rotated_units + part->layout.copied_units;
   part->units_of_head = ShortDivider(static_cast<uint64_t>(units_of_head));
-  part->units_of_row = part->heads * units_of_head;
-  const int64_t units_of_tile = std::min(part->units_of_row, kMaxUnitsOfTile);
-  part->units_of_tile = ShortDivider(static_cast<uint64_t>(units_of_tile));
-  const int64_t tiles_of_row = CeilDivide(part->units_of_row, std::max<int64_t>(units_of_tile, 1));
+  part->heads_of_row = ShortDivider(static_cast<uint64_t>(part->heads));
+  const int64_t units_of_row = part->heads * units_of_head;
+  part->units_of_row = static_cast<uint32_t>(units_of_row);
+  const int64_t units_of_tile = std::min(units_of_row, kMaxUnitsOfTile);
+  part->units_of_tile_row = static_cast<uint32_t>(units_of_tile);
+  const int64_t tiles_of_row = CeilDivide(units_of_row, std::max<int64_t>(units_of_tile, 1));
   int64_t rows = 1;
   if (tiles_of_row <= 1) {
     // A tile has at least a unit for each thread, or else threads would be idle.
