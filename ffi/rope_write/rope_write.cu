@@ -47,7 +47,7 @@ struct Part {
   Format to;
   int rows_of_tile;
   uint32_t tiles_of_row, tiles_of_batch_element;
-  int64_t num_tiles;  // of the whole batch
+  int64_t num_tiles;                         // of the whole batch
   uint32_t units_of_row, units_of_tile_row;  // units_of_tile_row: of the part of a row that is in a tile
   ShortDivider units_of_head, heads_of_row;
   rope::RowLayout<int64_t> layout;                       // values have no rotated units

@@ -25,7 +25,7 @@ inline constexpr int kMaxRowsOfTile = 64;
 
 // What a block knows about the rows of its tile.
 struct TileRows {
-  alignas(kVectorBytes) uint32_t filter[1 << (kFilterBits - 5)];  // a bit for each longer hash that a slot has
+  alignas(kVectorBytes) uint32_t filter[1 << (kFilterBits - 5)];   // a bit for each longer hash that a slot has
   alignas(kVectorBytes) RowBits rows_of_bucket[1 << kBucketBits];  // the rows whose slots have this hash
   RowBits overwritten;                                             // the rows whose slot a later row has, too
   alignas(kVectorBytes) uint32_t overwritten_by_warp[kThreads / kWarpThreads];  // the same, as each warp finds them
@@ -97,7 +97,9 @@ class RowsToWrite {
   __device__ __forceinline__ void LoadLater(int64_t begin, int32_t (&later)[kSlotsPerThread]) const {
 #pragma unroll
     for (int i = 0; i < kSlotsPerThread; ++i) {
-      later[i] = slots_.Load(first_row_ + begin + static_cast<int>(threadIdx.x) + i * kThreads);
+      later[i] = -1;
+      if (begin + i * kThreads >= later_rows_) continue;  // few rows should cost few instructions
+      later[i] = slots_.Load(first_row_ + begin + i * kThreads + static_cast<int>(threadIdx.x));
     }
   }
 
@@ -106,8 +108,8 @@ class RowsToWrite {
   __device__ __forceinline__ void ForEachLater(const LookAt& look_at) {
     constexpr int64_t kAtOnce = kSlotsPerThread * kThreads;
     for (int64_t begin = 0; begin < later_rows_; begin += kAtOnce) {
-      int32_t next[kSlotsPerThread];
-      LoadLater(begin + kAtOnce, next);
+      int32_t next[kSlotsPerThread] = {};
+      if (begin + kAtOnce < later_rows_) LoadLater(begin + kAtOnce, next);
 #pragma unroll
       for (int i = 0; i < kSlotsPerThread; ++i) {
         if (begin + i * kThreads >= later_rows_) break;

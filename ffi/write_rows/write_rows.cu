@@ -117,9 +117,9 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultip
     }
   };
 
-  RowsToWrite rows_to_write({rows.slot_of_row + (rows.slot_of_row_is_shared ? 0 : batch * rows.rows), rows.rows,
-                             rows.slots},
-                            first_row, num_rows, rows.has_unique_slots);
+  RowsToWrite rows_to_write(
+      {rows.slot_of_row + (rows.slot_of_row_is_shared ? 0 : batch * rows.rows), rows.rows, rows.slots}, first_row,
+      num_rows, rows.has_unique_slots);
   const int64_t layer = rows.layer == nullptr ? 0 : rows.layer[rows.layer_is_shared ? 0 : batch];
   Raw words[kAtOnce];
   load(static_cast<int>(threadIdx.x), words);
