@@ -39,32 +39,28 @@ struct PoolUpdateArguments : ForwardArguments<T> {
   }
 };
 
-// The state of a thread's channels and their next inputs, on their way.
-template <typename T, int kPast, int kVec>
-struct RawState {
-  Packed<T, kVec> input, entries[kPast + 1];  // + 1: kPast may be 0
-
-  // Vectors of channels have rows of kPast entries, which are loaded as words.
-  __device__ __forceinline__ void Load(const T* row, int left_out) {
-#pragma unroll
-    for (int i = 0; i < kPast; ++i) {
-      if (kVec > 1 || i >= left_out) entries[i] = LoadPacked<kVec>(row + (kVec > 1 ? i * kVec : i - left_out));
-    }
-  }
-};
-
 // The inputs of a thread's channels before a step, the newest last.
 template <typename T, int kPast, int kVec>
 struct History {
-  T inputs[kPast + 1][kVec];
+  T inputs[kPast + 1][kVec];  // + 1: kPast may be 0
 
-  __device__ __forceinline__ explicit History(const RawState<T, kPast, kVec>& state) {
-    T entries[kVec * (kPast + 1)];
-    memcpy(entries, state.entries, sizeof(entries));
+  // Vectors of channels have rows of kPast entries, which are loaded as words.
+  __device__ __forceinline__ void Load(const T* row, int left_out) {
+    if constexpr (kVec > 1) {
+      T entries[kVec * kPast + 1];
 #pragma unroll
-    for (int k = 0; k < kPast; ++k) {
+      for (int i = 0; i < kPast; ++i) {
+        const Packed<T, kVec> word = LoadPacked<kVec>(row + i * kVec);
+        memcpy(entries + i * kVec, &word, sizeof(word));
+      }
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) inputs[k][v] = entries[v * kPast + k];
+      for (int k = 0; k < kPast; ++k) {
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) inputs[k][v] = entries[v * kPast + k];
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPast; ++k) inputs[k][0] = k >= left_out ? row[k - left_out] : T{};
     }
   }
 
@@ -80,6 +76,14 @@ struct History {
       Packed<T, kVec> word;
       memcpy(&word, entries + i * kVec, sizeof(word));
       StorePacked<T, kVec>(row + i * kVec, word);
+    }
+  }
+
+  __device__ __forceinline__ void Clear() {
+#pragma unroll
+    for (int k = 0; k < kPast; ++k) {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) inputs[k][v] = T{};
     }
   }
 };
@@ -118,18 +122,16 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks)
     }
     return row;
   };
-  using State = RawState<T, kPast, kVec>;
+  History<T, kPast, kVec> history;
   C weights[kVec * kWidth], biases[kVec];
+  Packed<T, kVec> input{};
   const auto load = [&](int64_t of_sequence) {
-    State state{};
-    state.input = LoadPacked<kVec>(a.x.data + first_input(a.x.Example(geometry, first + of_sequence)));
-    if (a.pool.Has(slots[of_sequence])) state.Load(row_of(of_sequence), left_out);
-    return state;
+    input = LoadPacked<kVec>(a.x.data + first_input(a.x.Example(geometry, first + of_sequence)));
+    history.Clear();
+    if (a.pool.Has(slots[of_sequence])) history.Load(row_of(of_sequence), left_out);
   };
-  // Returns the history after the step.
-  const auto step = [&](int64_t of_sequence, const State& state) {
-    History<T, kPast, kVec> history(state);
-    Packed<T, kVec> input = state.input;
+  // Replaces the history by that after the step.
+  const auto step = [&](int64_t of_sequence) {
     const T* x = a.x.data + first_input(a.x.Example(geometry, first + of_sequence));
     T* y = a.y + first_input(first + of_sequence);
     for (int64_t time = 0; time < geometry.length; ++time) {
@@ -152,13 +154,11 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks)
         for (int v = 0; v < kVec; ++v) history.inputs[k][v] = history.inputs[k + 1][v];
       }
     }
-    return history;
   };
 
   // The first loads do not wait for the search for sequences with the same slots.
-  State next{};
   if (is_inside) {
-    next = load(begin);
+    load(begin);
     a.weights.template Load<kVec, kWidth>(geometry, first, channel, weights, biases);
   }
   int32_t own_slots[kMaxSequencesOfBlock];
@@ -178,18 +178,22 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks)
   __syncthreads();
   if (!is_inside) return;
   for (int own = 0; own < count; ++own) {
-    const int64_t sequence = begin + own;
-    const State state = next;
-    // Nobody writes this state before its turn, unless a later sequence has its slot and it is not needed.
-    if (own + 1 < count) next = load(sequence + 1);
     const uint32_t flags = shared_flags >> (2 * own);
     if ((flags & 2u) != 0) continue;
+    const int64_t sequence = begin + own;
     if ((flags & 1u) != 0) {
       for (int64_t i = 0; i < sequence; ++i) {
-        if (slots[i] == slots[sequence]) step(i, load(i));
+        if (slots[i] != slots[sequence]) continue;
+        load(i);
+        step(i);
       }
     }
-    const History<T, kPast, kVec> history = step(sequence, state);
+    if (own > 0 || (flags & 1u) != 0) load(sequence);
+    // The rows of drafts also hold inputs that the step shifts out of the history.
+    T oldest[kPast + 1];
+#pragma unroll
+    for (int k = 0; k < kPast; ++k) oldest[k] = history.inputs[k][0];
+    step(sequence);
     if (!a.pool.Has(slots[sequence])) continue;
     T* const row = a.pool.Row(geometry, batch, slots[sequence], channel);
     if constexpr (kVec > 1) {
@@ -200,10 +204,9 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks)
         if (k >= left_out) row[k - left_out] = history.inputs[k][0];
       }
     } else if (geometry.width > 1) {
-      // The rows of drafts also hold inputs that the step shifts out of the history.
 #pragma unroll
       for (int k = 1; k < kPast; ++k) {
-        if (k > left_out) StorePacked<T, 1>(row + k - left_out - 1, state.entries[k]);
+        if (k > left_out) row[k - left_out - 1] = oldest[k];
       }
       const T* const x = a.x.data + first_input(a.x.Example(geometry, first + sequence));
       for (int64_t time = 0; time < geometry.length; ++time) row[geometry.width - 2 + time] = x[time * time_stride];

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/divider.cuh"
@@ -26,23 +27,22 @@ using write_rows::Format;
 using write_rows::kThreads;
 using write_rows::RowBits;
 
-inline constexpr int kUnitsInFlight = 4;            // per thread
-inline constexpr int kBlocksPerMultiprocessor = 3;  // minimum resident blocks, which caps the registers
-inline constexpr int kMaxUnitsOfThread = 4;         // of queries; tiles of keys and values may be larger
-inline constexpr int64_t kSlotTilesPerMultiprocessor = 4;
-inline constexpr int64_t kMaxTableBytes = 32768;  // of sines and cosines
+inline constexpr int kUnitsInFlight = 2;            // per thread
+inline constexpr int kBlocksPerMultiprocessor = 4;  // minimum resident blocks, which caps the registers
+inline constexpr int64_t kMaxUnitsOfTile = 1024;    // of queries, or of a part of a row
+inline constexpr int64_t kMaxTableBytes = 32768;    // of sines and cosines
 
 // Keys and values come first, because their blocks take longer than those of queries.
 enum PartNumber { kKeyPart, kValuePart, kQueryPart, kParts };
 
-// Queries, keys or values: [batch, rows, heads, features]. Strides are in elements of the destination.
+// Queries, keys or values: [batch, rows, heads, features]. Strides are in elements of a pool; queries have none, because
+// their result is laid out as they are.
 template <typename T>
 struct Part {
   const T* rows;
   void* dest;
   const float* scales;  // the divisors of the numbers; nullptr: 1
   bool rows_are_shared, scales_are_shared, has_scale_per_head;
-  bool has_slots;  // otherwise rows are written to the same place in the destination
   bool converts;
   Format to;
   int rows_of_tile;
@@ -50,8 +50,8 @@ struct Part {
   int64_t num_tiles;                         // of the whole batch
   uint32_t units_of_row, units_of_tile_row;  // units_of_tile_row: of the part of a row that is in a tile
   ShortDivider units_of_head, heads_of_row;
-  rope::RowLayout<int64_t> layout;                       // values have no rotated units
-  int64_t heads, row_stride, head_stride, layer_stride;  // layer_stride: of a batch element in queries
+  rope::RowLayout<int> layout;  // values have no rotated units
+  int64_t heads, row_stride, head_stride, layer_stride;
 };
 
 template <typename T>
@@ -81,6 +81,14 @@ struct RawAngle {
 
   __device__ __forceinline__ double Value(const Arguments<T>& a) const {
     return position.Value(a.positions) * frequency.Value();
+  }
+};
+
+// Stands for write_rows::RowsToWrite where all rows are written.
+struct AllRows {
+  __device__ __forceinline__ RowBits FindOverwritten(write_rows::TileRows* /*tile*/) const {
+    __syncthreads();
+    return 0;
   }
 };
 
@@ -125,9 +133,15 @@ __device__ __forceinline__ void WriteTile(const Arguments<T>& a, uint32_t block,
   const int thread = static_cast<int>(threadIdx.x);
 
   // Issue all loads before the first result is used.
-  write_rows::RowsToWrite rows_to_write(
-      {a.slot_of_row + (a.slot_of_row_is_shared ? 0 : batch * a.rows), kHasSlots ? a.rows : 0, a.slots}, first_row,
-      static_cast<int>(num_rows), a.has_unique_slots);
+  auto rows_to_write = [&] {
+    if constexpr (kHasSlots) {
+      const int32_t* const slot_of_row = a.slot_of_row + (a.slot_of_row_is_shared ? 0 : batch * a.rows);
+      return write_rows::RowsToWrite({slot_of_row, a.rows, a.slots}, first_row, static_cast<int>(num_rows),
+                                     a.has_unique_slots);
+    } else {
+      return AllRows{};
+    }
+  }();
   int64_t layer = 0;
   if (kHasSlots && a.layer != nullptr) layer = a.layer[a.layer_is_shared ? 0 : batch];
   const int num_angles = kIsRotated ? static_cast<int>(num_rows * a.pairs.divisor) : 0;
@@ -141,7 +155,8 @@ __device__ __forceinline__ void WriteTile(const Arguments<T>& a, uint32_t block,
   if (thread < num_angles) raw_angle = load_angle(thread);
 
   // Heads and units are numbered from the first row of the tile.
-  const int64_t first_source = ((part.rows_are_shared ? 0 : batch * a.rows) + first_row) * part.heads;
+  const T* const source =
+      part.rows + ((part.rows_are_shared ? 0 : batch * a.rows) + first_row) * part.heads * part.layout.features;
   UnitOfRow units[kUnitsInFlight];
   const auto load = [&](uint32_t begin) {
 #pragma unroll
@@ -150,7 +165,7 @@ __device__ __forceinline__ void WriteTile(const Arguments<T>& a, uint32_t block,
       if (number >= end_unit) continue;
       const uint32_t head = part.units_of_head.Quotient(number);
       const auto at = UnitOfRow::Locate(part.layout, part.units_of_head.Remainder(number, head));
-      units[i].Load(part.rows + (first_source + head) * part.layout.features + at.feature, at.partner_stride);
+      units[i].Load(source + int64_t{head} * part.layout.features + at.feature, at.partner_stride);
     }
   };
   load(first_unit + threadIdx.x);
@@ -160,15 +175,11 @@ __device__ __forceinline__ void WriteTile(const Arguments<T>& a, uint32_t block,
     double angle[1] = {raw_angle.Value(a)};
     rope::ComputeRotations<T>(angle, a.scale, rotations + i);
   }
-  RowBits overwritten = 0;
-  if constexpr (kHasSlots) {
-    overwritten = rows_to_write.FindOverwritten(tile_rows);
-    if (layer < 0 || layer >= a.layers) return;
-  } else {
-    __syncthreads();
-  }
+  const RowBits overwritten = rows_to_write.FindOverwritten(tile_rows);
+  if (kHasSlots && (layer < 0 || layer >= a.layers)) return;
 
-  const int64_t first_dest = (kHasSlots ? batch * a.layers + layer : batch) * part.layer_stride;
+  const int64_t first_dest = kHasSlots ? (batch * a.layers + layer) * part.layer_stride
+                                       : (batch * a.rows + first_row) * part.heads * part.layout.features;
   const float* scales = part.scales;
   if (scales != nullptr && !part.scales_are_shared) scales += batch * (part.has_scale_per_head ? part.heads : 1);
 #pragma unroll 1
@@ -182,11 +193,8 @@ __device__ __forceinline__ void WriteTile(const Arguments<T>& a, uint32_t block,
       const uint32_t unit = part.units_of_head.Remainder(number, head_of_tile);
       const uint32_t row_of_tile = part.heads_of_row.Quotient(head_of_tile);
       const uint32_t head = part.heads_of_row.Remainder(head_of_tile, row_of_tile);
-      int64_t row = first_row + row_of_tile;
-      if constexpr (kHasSlots) {
-        row = tile_rows->slots[row_of_tile];
-        if (row < 0 || (overwritten >> row_of_tile & 1u) != 0) continue;
-      }
+      const int32_t slot = kHasSlots ? tile_rows->slots[row_of_tile] : 0;
+      if (slot < 0 || (overwritten >> row_of_tile & 1u) != 0) continue;
       if (kIsRotated && unit < part.layout.rotated_units) {
         RotationOfPair of_unit[UnitOfRow::kPairs];
         const RotationOfPair* const from = rotations + row_of_tile * a.pairs.divisor + unit * UnitOfRow::kPairs;
@@ -195,7 +203,9 @@ __device__ __forceinline__ void WriteTile(const Arguments<T>& a, uint32_t block,
         units[i].Rotate(of_unit);
       }
       const auto at = UnitOfRow::Locate(part.layout, unit);
-      const int64_t to = first_dest + row * part.row_stride + head * part.head_stride + at.feature;
+      const int64_t of_head =
+          kHasSlots ? slot * part.row_stride + head * part.head_stride : int64_t{head_of_tile} * part.layout.features;
+      const int64_t to = first_dest + of_head + at.feature;
       if (!kHasSlots || !part.converts) {
         units[i].Store(static_cast<T*>(part.dest) + to, at.partner_stride);
       } else {
@@ -231,23 +241,21 @@ int64_t HeadsOf(const write_rows::Pool& pool) { return std::max(pool.outer, pool
 
 // Sets how blocks share the rows of a part. `wanted_rows`: of a tile.
 template <typename UnitOfRow, typename T>
-void SetTiling(const Call& call, const rope::Problem& problem, int64_t wanted_rows, Part<T>* part) {
-  constexpr int64_t kMaxUnitsOfTile = int64_t{kMaxUnitsOfThread} * kThreads;
-  part->layout = rope::RowLayout<int64_t>(problem, UnitOfRow::kPairs);
-  const int64_t units_of_head = part->layout.rotated_units + part->layout.copied_units;
+void SetTiling(const Call& call, const rope::Problem& problem, bool has_slots, int64_t wanted_rows, Part<T>* part) {
+  part->layout = rope::RowLayout<int>(problem, UnitOfRow::kPairs);
+  const int64_t units_of_head = int64_t{part->layout.rotated_units} + part->layout.copied_units;
   part->units_of_head = ShortDivider(static_cast<uint64_t>(units_of_head));
   part->heads_of_row = ShortDivider(static_cast<uint64_t>(part->heads));
   const int64_t units_of_row = part->heads * units_of_head;
   part->units_of_row = static_cast<uint32_t>(units_of_row);
-  const int64_t units_of_tile = std::min(units_of_row, kMaxUnitsOfTile);
-  part->units_of_tile_row = static_cast<uint32_t>(units_of_tile);
-  const int64_t tiles_of_row = CeilDivide(units_of_row, std::max<int64_t>(units_of_tile, 1));
+  const int64_t units_of_tile_row = std::clamp<int64_t>(units_of_row, 1, kMaxUnitsOfTile);
+  part->units_of_tile_row = static_cast<uint32_t>(units_of_tile_row);
+  const int64_t tiles_of_row = CeilDivide(units_of_row, units_of_tile_row);
   int64_t rows = 1;
   if (tiles_of_row <= 1) {
     // A tile has at least a unit for each thread, or else threads would be idle.
-    rows = std::max(CeilDivide(kThreads, std::max<int64_t>(units_of_tile, 1)), wanted_rows);
-    if (!part->has_slots)
-      rows = std::min(rows, std::max<int64_t>(1, kMaxUnitsOfTile / std::max<int64_t>(units_of_tile, 1)));
+    rows = std::max(CeilDivide(kThreads, units_of_tile_row), wanted_rows);
+    if (!has_slots) rows = std::min(rows, kMaxUnitsOfTile / units_of_tile_row);
   }
   const int64_t row_bytes_of_table = problem.pairs * static_cast<int64_t>(sizeof(Rotation<ComputeType<T>>));
   if (row_bytes_of_table > 0) rows = std::min(rows, std::max<int64_t>(1, kMaxTableBytes / row_bytes_of_table));
@@ -281,7 +289,7 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
   // Larger tiles share more sines and cosines, or lookups of slots, but have to fill the GPU.
   const int64_t rows_of_all = problem.batch * problem.length;
   const int64_t wanted_queries = CeilDivide(rows_of_all, multiprocessors);
-  const int64_t wanted_rows = CeilDivide(rows_of_all, kSlotTilesPerMultiprocessor * multiprocessors);
+  const int64_t wanted_rows = CeilDivide(rows_of_all, kBlocksPerMultiprocessor * multiprocessors);
   int64_t blocks = 0, rows_of_table = 0;
   if (call.queries.heads > 0) {
     Part<T>& part = a.parts[kQueryPart];
@@ -289,10 +297,7 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
     part.dest = call.queries.y;
     part.rows_are_shared = call.queries.is_shared;
     part.heads = call.queries.heads;
-    part.head_stride = problem.features;
-    part.row_stride = part.heads * problem.features;
-    part.layer_stride = problem.length * part.row_stride;
-    SetTiling<UnitOfRow>(call, problem, wanted_queries, &part);
+    SetTiling<UnitOfRow>(call, problem, /*has_slots=*/false, wanted_queries, &part);
     rows_of_table = part.rows_of_tile;
     blocks += part.num_tiles;
   }
@@ -305,7 +310,6 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
     part.rows_are_shared = pool.rows_are_shared;
     part.scales_are_shared = pool.scales_are_shared;
     part.has_scale_per_head = pool.num_scales > 1;
-    part.has_slots = true;
     part.converts = pool.converts;
     part.to = pool.to;
     rope::Problem of_part = problem;
@@ -317,7 +321,7 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
     part.head_stride = pool.outer > 1 ? write.slots * pool.inner : of_part.features;
     part.row_stride = pool.inner;
     part.layer_stride = write.slots * pool.row_elements();
-    SetTiling<UnitOfRow>(call, of_part, wanted_rows, &part);
+    SetTiling<UnitOfRow>(call, of_part, /*has_slots=*/true, wanted_rows, &part);
     if (are_keys) rows_of_table = std::max<int64_t>(rows_of_table, part.rows_of_tile);
     blocks += part.num_tiles;
   }
@@ -347,6 +351,10 @@ CudaStatus Launch(const Call& call, cudaStream_t stream) {
   for (const write_rows::Pool& pool : call.write.pools) {
     are_aligned = are_aligned && AreAligned(kVectorBytes, pool.rows, pool.dest);
     if (pool.number != kKeys) value_features = pool.row_elements() / HeadsOf(pool);
+  }
+  // Indices inside a head have 32 bits.
+  if (std::max(call.problem.features, value_features) > std::numeric_limits<int>::max()) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
   const Strategy strategy = Choose(call.problem, value_features, ElementBytes(call.type), are_aligned);
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);

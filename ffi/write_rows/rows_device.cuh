@@ -63,12 +63,14 @@ class RowsToWrite {
     }
   }
 
-  // Returns the rows whose slot a later row has, too, and sets the slots of all rows. All threads of the block call it.
+  // Returns the rows whose slot a later row has, too, and sets the slots of all rows. Synchronises the block.
   __device__ __forceinline__ RowBits FindOverwritten(TileRows* tile) {
     const int thread = static_cast<int>(threadIdx.x);
     if (!may_repeat_ || num_rows_ <= kFewRows) {
       if (thread < num_rows_) tile->slots[thread] = later_[0];
-      return may_repeat_ ? CompareFew(tile) : (__syncthreads(), RowBits{0});
+      if (may_repeat_) return CompareFew(tile);
+      __syncthreads();
+      return 0;
     }
     for (int i = thread; i < kFilterWords; i += kThreads) reinterpret_cast<uint4*>(tile->filter)[i] = uint4{};
     for (int i = thread; i < kBucketWords; i += kThreads) reinterpret_cast<uint4*>(tile->rows_of_bucket)[i] = uint4{};
