@@ -19,25 +19,31 @@ using ArgumentsOf = std::conditional_t<kSequences == Sequences::kRagged, RaggedA
 
 // Where a thread is among the sequences of a ragged call.
 struct RaggedRun {
-  int next = -1;  // the first row of the next sequence
+  int next;  // the first row of the next sequence
   bool is_padding = false;
+  int32_t index, position;  // of the sequence, and of the row in it that was last entered
 
-  // Finds the sequence of a row. Calls set_past(k, v, value) for the inputs before the row that belong to its state, or
-  // are zero: input k is kPast - k steps before the row.
-  template <int kVec, int kPast, typename T, typename SetPast>
-  __device__ __forceinline__ void Enter(const RaggedArguments<T>& a, const ChannelsLastPlace& at, int row, int left_out,
-                                        const SetPast& set_past) {
+  // Finds the sequence of a row.
+  template <typename T>
+  __device__ __forceinline__ void Enter(const RaggedArguments<T>& a, const ChannelsLastPlace& at, int row) {
     const int32_t begin = static_cast<int32_t>(at.begin), sequences = static_cast<int32_t>(a.pool.sequences);
-    const int64_t batch = at.example;
-    const SequenceAt sequence(a.starts.Of(batch), sequences, begin + row);
-    is_padding = sequence.index < 0 || sequence.index >= sequences;
+    const SequenceAt sequence(a.starts.Of(at.example), sequences, begin + row);
+    index = sequence.index;
+    is_padding = index < 0 || index >= sequences;
     next = sequence.end - begin;
-    const int32_t position = begin + row - sequence.begin;
+    position = begin + row - sequence.begin;
+  }
+
+  // Calls set_past(k, v, value) for the inputs before the row that belong to the state of its sequence, or are zero:
+  // input k is kPast - k steps before the row.
+  template <int kVec, int kPast, typename T, typename SetPast>
+  __device__ __forceinline__ void LoadState(const RaggedArguments<T>& a, const ChannelsLastPlace& at, int left_out,
+                                            const SetPast& set_past) const {
     if (position >= kPast) return;
     const T* state = nullptr;
-    if (!is_padding && a.has_state.Of(batch)[sequence.index] != 0) {
-      const int64_t slot = a.pool.slots_of_sequences.Of(batch)[sequence.index];
-      if (a.pool.Has(slot)) state = a.pool.Row(a.geometry, batch, slot, at.channel);
+    if (!is_padding && a.has_state.Of(at.example)[index] != 0) {
+      const int64_t slot = a.pool.slots_of_sequences.Of(at.example)[index];
+      if (a.pool.Has(slot)) state = a.pool.Row(a.geometry, at.example, slot, at.channel);
     }
 #pragma unroll
     for (int k = 0; k < kPast; ++k) {
@@ -85,18 +91,21 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
   };
 #pragma unroll
   for (int row = 0; row < Stages::kAhead; row += Stages::kGroupTimes) load_group(row);
+  RaggedRun run;
+  if constexpr (kIsRagged) {
+    run.Enter(a, at, 0);
+  }
   C weight[kVec][kWidth], bias[kVec];
   a.weights.template Load<kVec, kWidth>(geometry, at.example, at.channel, weight[0], bias);
   C inputs[kWidth][kVec];
   LoadPast<kVec, kPast>(geometry, x, a.initial_state, at, geometry.template LeftOut<kWidth>(), inputs);
-  RaggedRun run;
-  const auto enter = [&](int row, int i) {
+  const auto load_state = [&](int i) {
     if constexpr (kIsRagged) {
-      run.Enter<kVec, kPast>(a, at, row, geometry.template LeftOut<kWidth>(),
-                             [&](int k, int v, C value) { inputs[(i + k) % kWidth][v] = value; });
+      run.LoadState<kVec, kPast>(a, at, geometry.template LeftOut<kWidth>(),
+                                 [&](int k, int v, C value) { inputs[(i + k) % kWidth][v] = value; });
     }
   };
-  enter(0, 0);
+  load_state(0);
   uint32_t next_masks[kRows];
   const auto load_masks = [&](int first) {
 #pragma unroll
@@ -113,20 +122,23 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (Stages::BeginsGroup(i)) WaitForCopies<Stages::kGroups - 1>();
-      if (kIsRagged && first + i == run.next) enter(first + i, i);
+      if constexpr (kIsRagged) {
+        if (first + i == run.next) {
+          run.Enter(a, at, first + i);
+          load_state(i);
+        }
+      }
       stages.Read(first + i, inputs[(i + kPast) % kWidth]);
       if (Stages::EndsGroup(i)) load_group(first + i + 1 - Stages::kGroupTimes + Stages::kAhead);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) KeepWide(inputs[(i + kPast) % kWidth][v]);
-      C out[kVec];
-      ConvolveRow<kWidth, kVec, kHasMasks>(weight, bias, inputs, i, masks[i], out);
-      if (a.silu) {
+      C out[kVec] = {};
+      if (!kIsRagged || !run.is_padding) {
+        ConvolveRow<kWidth, kVec, kHasMasks>(weight, bias, inputs, i, masks[i], out);
+        if (a.silu) {
 #pragma unroll
-        for (int v = 0; v < kVec; ++v) out[v] = Silu(out[v]);
-      }
-      if (kIsRagged && run.is_padding) {
-#pragma unroll
-        for (int v = 0; v < kVec; ++v) out[v] = 0;
+          for (int v = 0; v < kVec; ++v) out[v] = Silu(out[v]);
+        }
       }
       if (first + i < at.count) StoreNarrow<T, kVec>(y, out);
       y += geometry.channels;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "ffi/core/divider.cuh"
+#include "ffi/core/integers.h"
 #include "ffi/core/vectors.cuh"
 #include "ffi/rope/rope.h"
 
@@ -17,7 +18,8 @@ template <typename Int>
 struct RowLayout {
   Int features, pairs, first_rotated;
   Int unit_stride, partner_stride;  // of rotated units, in elements
-  unsigned rotated_units;           // per row
+  Int copied_units;                 // per row
+  unsigned rotated_units;
 
   RowLayout() = default;
   RowLayout(const Problem& problem, int pairs_of_unit)
@@ -26,6 +28,7 @@ struct RowLayout {
         first_rotated(static_cast<Int>(problem.first_rotated)),
         unit_stride(pairs_of_unit * (problem.interleaved ? 2 : 1)),
         partner_stride(problem.interleaved ? 1 : pairs),
+        copied_units(static_cast<Int>(CeilDivide(problem.features - 2 * problem.pairs, int64_t{2} * pairs_of_unit))),
         rotated_units(static_cast<unsigned>(problem.pairs / pairs_of_unit)) {}
 };
 
@@ -93,10 +96,10 @@ struct Unit {
     if (unit < layout.rotated_units) {
       return {layout.first_rotated + static_cast<Int>(unit) * layout.unit_stride, layout.partner_stride};
     }
+    // Neighbouring units have neighbouring vectors. A unit without a second vector has the first one twice.
     const Int copied = layout.features - 2 * layout.pairs;
-    const Int first = static_cast<Int>(unit - layout.rotated_units) * (kVectors * kCount);
-    const Int second =
-        first + kCount < copied ? first + kCount : first;  // without a second vector, the first one twice
+    const Int first = static_cast<Int>(unit - layout.rotated_units) * kCount;
+    const Int second = first + layout.copied_units * kCount < copied ? first + layout.copied_units * kCount : first;
     const auto feature_of = [&](Int i) { return i < layout.first_rotated ? i : i + 2 * layout.pairs; };
     return {feature_of(first), feature_of(second) - feature_of(first)};
   }

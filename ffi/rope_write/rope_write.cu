@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/divider.cuh"
@@ -26,33 +27,31 @@ using write_rows::Format;
 using write_rows::kThreads;
 using write_rows::RowBits;
 
-inline constexpr int kUnitsInFlight = 4;            // per thread
-inline constexpr int kBlocksPerMultiprocessor = 3;  // minimum resident blocks, which caps the registers
-inline constexpr int kMaxUnitsOfThread = 4;         // of queries; tiles of keys and values may be larger
-inline constexpr int64_t kSlotTilesPerMultiprocessor = 4;
-inline constexpr int64_t kMaxTableBytes = 32768;  // of sines and cosines
+inline constexpr int kUnitsInFlight = 2;            // per thread
+inline constexpr int kBlocksPerMultiprocessor = 4;  // minimum resident blocks, which caps the registers
+inline constexpr int64_t kMaxUnitsOfTile = 1024;    // of queries, or of a part of a row
+inline constexpr int64_t kMaxTableBytes = 32768;    // of sines and cosines
 
 // Keys and values come first, because their blocks take longer than those of queries.
 enum PartNumber { kKeyPart, kValuePart, kQueryPart, kParts };
 
-// Queries, keys or values: [batch, rows, heads, features]. Strides are in elements of the destination.
+// Queries, keys or values: [batch, rows, heads, features]. Strides are in elements of a pool; queries have none, because
+// their result is laid out as they are.
 template <typename T>
 struct Part {
   const T* rows;
   void* dest;
   const float* scales;  // the divisors of the numbers; nullptr: 1
   bool rows_are_shared, scales_are_shared, has_scale_per_head;
-  bool has_slots;  // otherwise rows are written to the same place in the destination
   bool converts;
   Format to;
   int rows_of_tile;
   uint32_t tiles_of_row, tiles_of_batch_element;
-  int64_t num_tiles;  // of the whole batch
-  int64_t units_of_row;
-  ShortDivider units_of_tile;  // of one row
-  ShortDivider units_of_head;
-  rope::RowLayout<int64_t> layout;                       // values have no rotated units
-  int64_t heads, row_stride, head_stride, layer_stride;  // layer_stride: of a batch element in queries
+  int64_t num_tiles;                         // of the whole batch
+  uint32_t units_of_row, units_of_tile_row;  // units_of_tile_row: of the part of a row that is in a tile
+  ShortDivider units_of_head, heads_of_row;
+  rope::RowLayout<int> layout;  // values have no rotated units
+  int64_t heads, row_stride, head_stride, layer_stride;
 };
 
 template <typename T>
@@ -85,6 +84,14 @@ struct RawAngle {
   }
 };
 
+// Stands for write_rows::RowsToWrite where all rows are written.
+struct AllRows {
+  __device__ __forceinline__ RowBits FindOverwritten(write_rows::TileRows* /*tile*/) const {
+    __syncthreads();
+    return 0;
+  }
+};
+
 // Stores a unit as numbers of another type. `scale`: nullptr for 1.
 template <typename T, int kCount, typename Unit>
 __device__ __forceinline__ void StoreConverted(const Unit& unit, const Part<T>& part, const float* scale, int64_t to,
@@ -107,40 +114,37 @@ __device__ __forceinline__ void StoreConverted(const Unit& unit, const Part<T>& 
   }
 }
 
-template <typename T, int kCount, bool kInterleaved>
-__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultiprocessor))
-    RotateAndWrite(const __grid_constant__ Arguments<T> a) {
+// Writes tile number `block` of a part.
+template <int kPart, typename T, int kCount, bool kInterleaved>
+__device__ __forceinline__ void WriteTile(const Arguments<T>& a, uint32_t block, write_rows::TileRows* tile_rows,
+                                          Rotation<ComputeType<T>>* rotations) {
   using UnitOfRow = rope::Unit<T, kCount, kInterleaved>;
   using RotationOfPair = Rotation<ComputeType<T>>;
-  extern __shared__ uint4 shared_memory[];
-  __shared__ write_rows::TileRows tile_rows;
-  auto* const rotations = reinterpret_cast<RotationOfPair*>(shared_memory);  // of each row of the tile
-
-  int64_t block = blockIdx.x;
-  int number = 0;
-  while (number < kParts - 1 && block >= a.parts[number].num_tiles) block -= a.parts[number++].num_tiles;
-  const Part<T>& part = a.parts[number];
-  const uint32_t batch = static_cast<uint32_t>(block) / part.tiles_of_batch_element;
-  const uint32_t tile = static_cast<uint32_t>(block) - batch * part.tiles_of_batch_element;
+  constexpr bool kHasSlots = kPart != kQueryPart, kIsRotated = kPart != kValuePart;
+  const Part<T>& part = a.parts[kPart];
+  const uint32_t batch = block / part.tiles_of_batch_element;
+  const uint32_t tile = block - batch * part.tiles_of_batch_element;
   const uint32_t group = tile / part.tiles_of_row;
   const int64_t first_row = int64_t{group} * part.rows_of_tile;
-  const int64_t first_unit = int64_t{tile - group * part.tiles_of_row} * part.units_of_tile.divisor;
-  const int num_rows = static_cast<int>(min(int64_t{part.rows_of_tile}, a.rows - first_row));
-  const uint32_t num_units = static_cast<uint32_t>(num_rows) * part.units_of_tile.divisor;
+  const uint32_t first_unit = (tile - group * part.tiles_of_row) * part.units_of_tile_row;
+  const uint32_t num_rows = static_cast<uint32_t>(min(int64_t{part.rows_of_tile}, a.rows - first_row));
+  // A tile with several rows has whole rows.
+  const uint32_t end_unit = min(first_unit + num_rows * part.units_of_tile_row, num_rows * part.units_of_row);
   const int thread = static_cast<int>(threadIdx.x);
 
   // Issue all loads before the first result is used.
-  const write_rows::Slots slots{a.slot_of_row + (a.slot_of_row_is_shared ? 0 : batch * a.rows), a.rows, a.slots};
-  int32_t own_slots[write_rows::kSlotsPerThread];
-  int64_t layer = 0;
-  if (part.has_slots) {
-#pragma unroll
-    for (int i = 0; i < write_rows::kSlotsPerThread; ++i) {
-      own_slots[i] = slots.Load(first_row + thread + i * kThreads);
+  auto rows_to_write = [&] {
+    if constexpr (kHasSlots) {
+      const int32_t* const slot_of_row = a.slot_of_row + (a.slot_of_row_is_shared ? 0 : batch * a.rows);
+      return write_rows::RowsToWrite({slot_of_row, a.rows, a.slots}, first_row, static_cast<int>(num_rows),
+                                     a.has_unique_slots);
+    } else {
+      return AllRows{};
     }
-    if (a.layer != nullptr) layer = a.layer[a.layer_is_shared ? 0 : batch];
-  }
-  const int num_angles = part.layout.rotated_units == 0 ? 0 : num_rows * static_cast<int>(a.pairs.divisor);
+  }();
+  int64_t layer = 0;
+  if (kHasSlots && a.layer != nullptr) layer = a.layer[a.layer_is_shared ? 0 : batch];
+  const int num_angles = kIsRotated ? static_cast<int>(num_rows * a.pairs.divisor) : 0;
   const auto load_angle = [&](int i) {
     const uint32_t row = a.pairs.Quotient(static_cast<uint32_t>(i));
     RawAngle<T> raw;
@@ -150,77 +154,83 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultip
   RawAngle<T> raw_angle{};
   if (thread < num_angles) raw_angle = load_angle(thread);
 
-  struct Place {
-    uint32_t row;
-    int64_t head;
-    unsigned unit;  // of the head
-    bool exists;
+  // Heads and units are numbered from the first row of the tile.
+  const T* const source =
+      part.rows + ((part.rows_are_shared ? 0 : batch * a.rows) + first_row) * part.heads * part.layout.features;
+  UnitOfRow units[kUnitsInFlight];
+  const auto load = [&](uint32_t begin) {
+#pragma unroll
+    for (int i = 0; i < kUnitsInFlight; ++i) {
+      const uint32_t number = begin + i * kThreads;
+      if (number >= end_unit) continue;
+      const uint32_t head = part.units_of_head.Quotient(number);
+      const auto at = UnitOfRow::Locate(part.layout, part.units_of_head.Remainder(number, head));
+      units[i].Load(source + int64_t{head} * part.layout.features + at.feature, at.partner_stride);
+    }
   };
-  const auto place_of = [&](uint32_t i) {
-    const uint32_t row = part.units_of_tile.Quotient(i);
-    const int64_t unit_of_row = first_unit + part.units_of_tile.Remainder(i, row);
-    const uint32_t head = part.units_of_head.Quotient(static_cast<uint32_t>(unit_of_row));
-    return Place{row, head, part.units_of_head.Remainder(static_cast<uint32_t>(unit_of_row), head),
-                 i < num_units && unit_of_row < part.units_of_row};
-  };
-  const int64_t first_dest = (part.has_slots ? batch * a.layers + layer : batch) * part.layer_stride;
-  const int64_t first_source = (part.rows_are_shared ? 0 : batch * a.rows) + first_row;
+  load(first_unit + threadIdx.x);
 
-  RowBits overwritten = 0;
+  for (int i = thread; i < num_angles; i += kThreads) {
+    if (i != thread) raw_angle = load_angle(i);
+    double angle[1] = {raw_angle.Value(a)};
+    rope::ComputeRotations<T>(angle, a.scale, rotations + i);
+  }
+  const RowBits overwritten = rows_to_write.FindOverwritten(tile_rows);
+  if (kHasSlots && (layer < 0 || layer >= a.layers)) return;
+
+  const int64_t first_dest = kHasSlots ? (batch * a.layers + layer) * part.layer_stride
+                                       : (batch * a.rows + first_row) * part.heads * part.layout.features;
+  const float* scales = part.scales;
+  if (scales != nullptr && !part.scales_are_shared) scales += batch * (part.has_scale_per_head ? part.heads : 1);
 #pragma unroll 1
-  for (uint32_t begin = threadIdx.x; begin < RoundUp(num_units, kThreads); begin += kUnitsInFlight * kThreads) {
-    UnitOfRow units[kUnitsInFlight];
+  for (uint32_t begin = first_unit + threadIdx.x; begin < end_unit; begin += kUnitsInFlight * kThreads) {
+    if (begin != first_unit + threadIdx.x) load(begin);
 #pragma unroll
     for (int i = 0; i < kUnitsInFlight; ++i) {
-      const Place place = place_of(begin + i * kThreads);
-      if (!place.exists) continue;
-      const auto at = UnitOfRow::Locate(part.layout, place.unit);
-      const int64_t head = (first_source + place.row) * part.heads + place.head;
-      units[i].Load(part.rows + head * part.layout.features + at.feature, at.partner_stride);
-    }
-    if (begin == threadIdx.x) {
-      for (int i = thread; i < num_angles; i += kThreads) {
-        if (i != thread) raw_angle = load_angle(i);
-        double angle[1] = {raw_angle.Value(a)};
-        rope::ComputeRotations<T>(angle, a.scale, rotations + i);
-      }
-      if (part.has_slots) {
-        write_rows::FindRows(slots, own_slots, first_row, num_rows, a.has_unique_slots, &tile_rows);
-        overwritten = tile_rows.overwritten;
-        if (layer < 0 || layer >= a.layers) return;
-      } else {
-        __syncthreads();
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kUnitsInFlight; ++i) {
-      const Place place = place_of(begin + i * kThreads);
-      if (!place.exists) continue;
-      int64_t row = first_row + place.row;
-      if (part.has_slots) {
-        row = tile_rows.slots[place.row];
-        if (row < 0 || (overwritten >> place.row & 1u) != 0) continue;
-      }
-      if (place.unit < part.layout.rotated_units) {
+      const uint32_t number = begin + i * kThreads;
+      if (number >= end_unit) continue;
+      const uint32_t head_of_tile = part.units_of_head.Quotient(number);
+      const uint32_t unit = part.units_of_head.Remainder(number, head_of_tile);
+      const uint32_t row_of_tile = part.heads_of_row.Quotient(head_of_tile);
+      const uint32_t head = part.heads_of_row.Remainder(head_of_tile, row_of_tile);
+      const int32_t slot = kHasSlots ? tile_rows->slots[row_of_tile] : 0;
+      if (slot < 0 || (overwritten >> row_of_tile & 1u) != 0) continue;
+      if (kIsRotated && unit < part.layout.rotated_units) {
         RotationOfPair of_unit[UnitOfRow::kPairs];
-        const RotationOfPair* const from = rotations + place.row * a.pairs.divisor + place.unit * UnitOfRow::kPairs;
+        const RotationOfPair* const from = rotations + row_of_tile * a.pairs.divisor + unit * UnitOfRow::kPairs;
         const auto vector = *reinterpret_cast<const Vector<ComputeType<T>, 2 * UnitOfRow::kPairs>*>(from);
         memcpy(of_unit, &vector, sizeof(of_unit));
         units[i].Rotate(of_unit);
       }
-      const auto at = UnitOfRow::Locate(part.layout, place.unit);
-      const int64_t to = first_dest + row * part.row_stride + place.head * part.head_stride + at.feature;
-      if (!part.converts) {
+      const auto at = UnitOfRow::Locate(part.layout, unit);
+      const int64_t of_head =
+          kHasSlots ? slot * part.row_stride + head * part.head_stride : int64_t{head_of_tile} * part.layout.features;
+      const int64_t to = first_dest + of_head + at.feature;
+      if (!kHasSlots || !part.converts) {
         units[i].Store(static_cast<T*>(part.dest) + to, at.partner_stride);
-        continue;
+      } else {
+        const float* const scale = part.has_scale_per_head ? scales + head : scales;
+        StoreConverted<T, kCount>(units[i], part, scale, to, at.partner_stride);
       }
-      const float* scale = part.scales;
-      if (scale != nullptr) {
-        const int64_t scales_of_row = part.has_scale_per_head ? part.heads : 1;
-        scale += (part.scales_are_shared ? 0 : batch * scales_of_row) + (part.has_scale_per_head ? place.head : 0);
-      }
-      StoreConverted<T, kCount>(units[i], part, scale, to, at.partner_stride);
     }
+  }
+}
+
+template <typename T, int kCount, bool kInterleaved>
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultiprocessor))
+    RotateAndWrite(const __grid_constant__ Arguments<T> a) {
+  extern __shared__ uint4 shared_memory[];
+  __shared__ write_rows::TileRows tile_rows;
+  auto* const rotations = reinterpret_cast<Rotation<ComputeType<T>>*>(shared_memory);  // of each row of the tile
+  // Each part has code of its own, because arguments at fixed places load faster.
+  const int64_t key_tiles = a.parts[kKeyPart].num_tiles, slot_tiles = key_tiles + a.parts[kValuePart].num_tiles;
+  const int64_t block = blockIdx.x;
+  if (block < key_tiles) {
+    WriteTile<kKeyPart, T, kCount, kInterleaved>(a, static_cast<uint32_t>(block), &tile_rows, rotations);
+  } else if (block < slot_tiles) {
+    WriteTile<kValuePart, T, kCount, kInterleaved>(a, static_cast<uint32_t>(block - key_tiles), &tile_rows, rotations);
+  } else {
+    WriteTile<kQueryPart, T, kCount, kInterleaved>(a, static_cast<uint32_t>(block - slot_tiles), &tile_rows, rotations);
   }
 }
 
@@ -231,23 +241,21 @@ int64_t HeadsOf(const write_rows::Pool& pool) { return std::max(pool.outer, pool
 
 // Sets how blocks share the rows of a part. `wanted_rows`: of a tile.
 template <typename UnitOfRow, typename T>
-void SetTiling(const Call& call, const rope::Problem& problem, int64_t wanted_rows, Part<T>* part) {
-  constexpr int64_t kMaxUnitsOfTile = int64_t{kMaxUnitsOfThread} * kThreads;
-  constexpr int kElementsOfUnit = static_cast<int>(sizeof(UnitOfRow) / sizeof(T));
-  part->layout = rope::RowLayout<int64_t>(problem, UnitOfRow::kPairs);
-  const int64_t copied = problem.features - 2 * problem.pairs;
-  const int64_t units_of_head = part->layout.rotated_units + CeilDivide(copied, kElementsOfUnit);
+void SetTiling(const Call& call, const rope::Problem& problem, bool has_slots, int64_t wanted_rows, Part<T>* part) {
+  part->layout = rope::RowLayout<int>(problem, UnitOfRow::kPairs);
+  const int64_t units_of_head = int64_t{part->layout.rotated_units} + part->layout.copied_units;
   part->units_of_head = ShortDivider(static_cast<uint64_t>(units_of_head));
-  part->units_of_row = part->heads * units_of_head;
-  const int64_t units_of_tile = std::min(part->units_of_row, kMaxUnitsOfTile);
-  part->units_of_tile = ShortDivider(static_cast<uint64_t>(units_of_tile));
-  const int64_t tiles_of_row = CeilDivide(part->units_of_row, std::max<int64_t>(units_of_tile, 1));
+  part->heads_of_row = ShortDivider(static_cast<uint64_t>(part->heads));
+  const int64_t units_of_row = part->heads * units_of_head;
+  part->units_of_row = static_cast<uint32_t>(units_of_row);
+  const int64_t units_of_tile_row = std::clamp<int64_t>(units_of_row, 1, kMaxUnitsOfTile);
+  part->units_of_tile_row = static_cast<uint32_t>(units_of_tile_row);
+  const int64_t tiles_of_row = CeilDivide(units_of_row, units_of_tile_row);
   int64_t rows = 1;
   if (tiles_of_row <= 1) {
     // A tile has at least a unit for each thread, or else threads would be idle.
-    rows = std::max(CeilDivide(kThreads, std::max<int64_t>(units_of_tile, 1)), wanted_rows);
-    if (!part->has_slots)
-      rows = std::min(rows, std::max<int64_t>(1, kMaxUnitsOfTile / std::max<int64_t>(units_of_tile, 1)));
+    rows = std::max(CeilDivide(kThreads, units_of_tile_row), wanted_rows);
+    if (!has_slots) rows = std::min(rows, kMaxUnitsOfTile / units_of_tile_row);
   }
   const int64_t row_bytes_of_table = problem.pairs * static_cast<int64_t>(sizeof(Rotation<ComputeType<T>>));
   if (row_bytes_of_table > 0) rows = std::min(rows, std::max<int64_t>(1, kMaxTableBytes / row_bytes_of_table));
@@ -281,7 +289,7 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
   // Larger tiles share more sines and cosines, or lookups of slots, but have to fill the GPU.
   const int64_t rows_of_all = problem.batch * problem.length;
   const int64_t wanted_queries = CeilDivide(rows_of_all, multiprocessors);
-  const int64_t wanted_rows = CeilDivide(rows_of_all, kSlotTilesPerMultiprocessor * multiprocessors);
+  const int64_t wanted_rows = CeilDivide(rows_of_all, kBlocksPerMultiprocessor * multiprocessors);
   int64_t blocks = 0, rows_of_table = 0;
   if (call.queries.heads > 0) {
     Part<T>& part = a.parts[kQueryPart];
@@ -289,10 +297,7 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
     part.dest = call.queries.y;
     part.rows_are_shared = call.queries.is_shared;
     part.heads = call.queries.heads;
-    part.head_stride = problem.features;
-    part.row_stride = part.heads * problem.features;
-    part.layer_stride = problem.length * part.row_stride;
-    SetTiling<UnitOfRow>(call, problem, wanted_queries, &part);
+    SetTiling<UnitOfRow>(call, problem, /*has_slots=*/false, wanted_queries, &part);
     rows_of_table = part.rows_of_tile;
     blocks += part.num_tiles;
   }
@@ -305,7 +310,6 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
     part.rows_are_shared = pool.rows_are_shared;
     part.scales_are_shared = pool.scales_are_shared;
     part.has_scale_per_head = pool.num_scales > 1;
-    part.has_slots = true;
     part.converts = pool.converts;
     part.to = pool.to;
     rope::Problem of_part = problem;
@@ -317,7 +321,7 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
     part.head_stride = pool.outer > 1 ? write.slots * pool.inner : of_part.features;
     part.row_stride = pool.inner;
     part.layer_stride = write.slots * pool.row_elements();
-    SetTiling<UnitOfRow>(call, of_part, wanted_rows, &part);
+    SetTiling<UnitOfRow>(call, of_part, /*has_slots=*/true, wanted_rows, &part);
     if (are_keys) rows_of_table = std::max<int64_t>(rows_of_table, part.rows_of_tile);
     blocks += part.num_tiles;
   }
@@ -347,6 +351,10 @@ CudaStatus Launch(const Call& call, cudaStream_t stream) {
   for (const write_rows::Pool& pool : call.write.pools) {
     are_aligned = are_aligned && AreAligned(kVectorBytes, pool.rows, pool.dest);
     if (pool.number != kKeys) value_features = pool.row_elements() / HeadsOf(pool);
+  }
+  // Indices inside a head have 32 bits.
+  if (std::max(call.problem.features, value_features) > std::numeric_limits<int>::max()) {
+    return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
   const Strategy strategy = Choose(call.problem, value_features, ElementBytes(call.type), are_aligned);
   CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);

@@ -1,8 +1,8 @@
 // Shared by the CUDA kernels that write rows to slots: which rows of a block's tile are written, and the conversion of
 // their numbers.
 //
-// A block must not write a row if a later row has the same slot. To find out, it puts the slots of its own rows into a
-// small hash table, and looks up those of all later rows.
+// A block must not write a row if a later row has the same slot. To find out, it compares the slots of all later rows
+// with those of its own rows. If these are many, it looks them up in a small hash table.
 #pragma once
 
 #include <cstdint>
@@ -10,26 +10,30 @@
 #include <type_traits>
 
 #include "ffi/core/vectors.cuh"
+#include "ffi/core/warp.cuh"
 #include "ffi/write_rows/write_rows.h"
 
 namespace jax_baracuda::write_rows {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kSlotsPerThread = 8;  // loaded at once
-inline constexpr int kBucketBits = 10;
+inline constexpr int kFewRows = 4;         // of a tile without a hash table
+inline constexpr int kBucketBits = 10, kFilterBits = 15;
 
 using RowBits = unsigned long long;  // a bit for each row of a tile; the type of CUDA's atomic functions
 inline constexpr int kMaxRowsOfTile = 64;
 
 // What a block knows about the rows of its tile.
 struct TileRows {
-  RowBits rows_of_bucket[1 << kBucketBits];  // the rows whose slots have this hash
-  RowBits overwritten;                       // the rows whose slot a later row has, too
-  int32_t slots[kMaxRowsOfTile];             // -1: out of range
+  alignas(kVectorBytes) uint32_t filter[1 << (kFilterBits - 5)];   // a bit for each longer hash that a slot has
+  alignas(kVectorBytes) RowBits rows_of_bucket[1 << kBucketBits];  // the rows whose slots have this hash
+  RowBits overwritten;                                             // the rows whose slot a later row has, too
+  alignas(kVectorBytes) uint32_t overwritten_by_warp[kThreads / kWarpThreads];  // the same, as each warp finds them
+  int32_t slots[kMaxRowsOfTile];                                                // -1: out of range
 };
 
-__device__ __forceinline__ uint32_t BucketOf(int32_t slot) {
-  return static_cast<uint32_t>(slot) * 2654435769u >> (32 - kBucketBits);
+__device__ __forceinline__ uint32_t HashOf(int32_t slot, int bits) {
+  return static_cast<uint32_t>(slot) * 2654435769u >> (32 - bits);
 }
 
 // The slots of rows, -1 if out of range, and of positions beyond the last row.
@@ -43,48 +47,119 @@ struct Slots {
   }
 };
 
-// Finds the rows of the tile to write. `own`: the slots of rows first_row + threadIdx.x + i * kThreads.
-__device__ __forceinline__ void FindRows(const Slots& slots, const int32_t (&own)[kSlotsPerThread], int64_t first_row,
-                                         int num_rows, bool has_unique_slots, TileRows* tile) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int64_t later_rows = slots.rows - first_row;
-  const bool may_repeat = !has_unique_slots && later_rows > 1;
-  if (may_repeat) {
-    for (int i = thread; i < 1 << kBucketBits; i += kThreads) tile->rows_of_bucket[i] = 0;
-    __syncthreads();
+// Finds the rows of a block's tile to write. Slots that it loads first are on their way while the block does other work.
+class RowsToWrite {
+ public:
+  __device__ __forceinline__ RowsToWrite(const Slots& slots, int64_t first_row, int num_rows, bool has_unique_slots)
+      : slots_(slots),
+        first_row_(first_row),
+        later_rows_(slots.rows - first_row),
+        num_rows_(num_rows),
+        may_repeat_(!has_unique_slots && later_rows_ > 1) {
+    LoadLater(0, later_);
+    if (may_repeat_ && num_rows <= kFewRows) {
+#pragma unroll
+      for (int row = 0; row < kFewRows; ++row) few_[row] = slots.Load(first_row + row);
+    }
   }
-  if (thread == 0) tile->overwritten = 0;
-  if (thread < num_rows) {
-    tile->slots[thread] = own[0];
-    if (may_repeat && own[0] >= 0) atomicOr(&tile->rows_of_bucket[BucketOf(own[0])], RowBits{1} << thread);
-  }
-  __syncthreads();
-  if (!may_repeat) return;
 
-  // `position`: of a row that has this slot, counted from the first row of the tile. Rows that are known to be
-  // overwritten are not looked at again, because many rows may have the same slot.
-  const cuda::atomic_ref<RowBits, cuda::thread_scope_block> overwritten(tile->overwritten);
-  const auto look_up = [&](int32_t slot, int64_t position) {
-    if (slot < 0) return;
-    RowBits rows = tile->rows_of_bucket[BucketOf(slot)], found = 0;
-    if (rows != 0) rows &= ~overwritten.load(cuda::memory_order_relaxed);
+  // Returns the rows whose slot a later row has, too, and sets the slots of all rows. Synchronises the block.
+  __device__ __forceinline__ RowBits FindOverwritten(TileRows* tile) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (!may_repeat_ || num_rows_ <= kFewRows) {
+      if (thread < num_rows_) tile->slots[thread] = later_[0];
+      if (may_repeat_) return CompareFew(tile);
+      __syncthreads();
+      return 0;
+    }
+    for (int i = thread; i < kFilterWords; i += kThreads) reinterpret_cast<uint4*>(tile->filter)[i] = uint4{};
+    for (int i = thread; i < kBucketWords; i += kThreads) reinterpret_cast<uint4*>(tile->rows_of_bucket)[i] = uint4{};
+    if (thread == 0) tile->overwritten = 0;
+    __syncthreads();
+    if (thread < num_rows_) {
+      const int32_t slot = later_[0];
+      tile->slots[thread] = slot;
+      if (slot >= 0) {
+        const uint32_t hash = HashOf(slot, kFilterBits);
+        atomicOr(&tile->filter[hash / 32], 1u << hash % 32);
+        atomicOr(&tile->rows_of_bucket[HashOf(slot, kBucketBits)], RowBits{1} << thread);
+      }
+    }
+    __syncthreads();
+    ForEachLater([&](int32_t slot, int64_t position) { LookUp(slot, position, tile); });
+    __syncthreads();
+    return tile->overwritten;
+  }
+
+ private:
+  static constexpr int kFilterWords = sizeof(TileRows::filter) / sizeof(uint4);
+  static constexpr int kBucketWords = sizeof(TileRows::rows_of_bucket) / sizeof(uint4);
+
+  // Loads the slots of rows first_row + begin + threadIdx.x + i * kThreads.
+  __device__ __forceinline__ void LoadLater(int64_t begin, int32_t (&later)[kSlotsPerThread]) const {
+#pragma unroll
+    for (int i = 0; i < kSlotsPerThread; ++i) {
+      later[i] = -1;
+      if (begin + i * kThreads >= later_rows_) continue;  // few rows should cost few instructions
+      later[i] = slots_.Load(first_row_ + begin + i * kThreads + static_cast<int>(threadIdx.x));
+    }
+  }
+
+  // Calls look_at(slot, position) for the rows that follow the first one of the tile, at `position` from it.
+  template <typename LookAt>
+  __device__ __forceinline__ void ForEachLater(const LookAt& look_at) {
+    constexpr int64_t kAtOnce = kSlotsPerThread * kThreads;
+    for (int64_t begin = 0; begin < later_rows_; begin += kAtOnce) {
+      int32_t next[kSlotsPerThread] = {};
+      if (begin + kAtOnce < later_rows_) LoadLater(begin + kAtOnce, next);
+#pragma unroll
+      for (int i = 0; i < kSlotsPerThread; ++i) {
+        if (begin + i * kThreads >= later_rows_) break;
+        look_at(later_[i], begin + static_cast<int>(threadIdx.x) + i * kThreads);
+      }
+#pragma unroll
+      for (int i = 0; i < kSlotsPerThread; ++i) later_[i] = next[i];
+    }
+  }
+
+  __device__ __forceinline__ RowBits CompareFew(TileRows* tile) {
+    uint32_t found = 0;
+    ForEachLater([&](int32_t slot, int64_t position) {
+#pragma unroll
+      for (int row = 0; row < kFewRows; ++row) {
+        if (slot == few_[row] && row < position) found |= 1u << row;
+      }
+    });
+    found = __reduce_or_sync(kFullWarp, found);
+    if (threadIdx.x % kWarpThreads == 0) tile->overwritten_by_warp[threadIdx.x / kWarpThreads] = found;
+    __syncthreads();
+    uint32_t overwritten = 0;
+#pragma unroll
+    for (const uint32_t of_warp : tile->overwritten_by_warp) overwritten |= of_warp;
+    return overwritten;
+  }
+
+  // Rows that are known to be overwritten are not looked at again, because many rows may have the same slot.
+  __device__ __forceinline__ void LookUp(int32_t slot, int64_t position, TileRows* tile) const {
+    const uint32_t hash = HashOf(slot, kFilterBits);
+    if (slot < 0 || (tile->filter[hash / 32] >> hash % 32 & 1u) == 0) return;
+    const cuda::atomic_ref<RowBits, cuda::thread_scope_block> overwritten(tile->overwritten);
+    RowBits rows = tile->rows_of_bucket[HashOf(slot, kBucketBits)] & ~overwritten.load(cuda::memory_order_relaxed);
+    RowBits found = 0;
     for (; rows != 0; rows &= rows - 1) {
       const int row = __ffsll(static_cast<long long>(rows)) - 1;
       if (row < position && tile->slots[row] == slot) found |= RowBits{1} << row;
     }
     if (found != 0) overwritten.fetch_or(found, cuda::memory_order_relaxed);
-  };
-#pragma unroll
-  for (int i = 0; i < kSlotsPerThread; ++i) look_up(own[i], thread + i * kThreads);
-  for (int64_t begin = kSlotsPerThread * kThreads; begin < later_rows; begin += kSlotsPerThread * kThreads) {
-    int32_t more[kSlotsPerThread];
-#pragma unroll
-    for (int i = 0; i < kSlotsPerThread; ++i) more[i] = slots.Load(first_row + begin + thread + i * kThreads);
-#pragma unroll
-    for (int i = 0; i < kSlotsPerThread; ++i) look_up(more[i], begin + thread + i * kThreads);
   }
-  __syncthreads();
-}
+
+  Slots slots_;
+  int64_t first_row_, later_rows_;
+  int num_rows_;
+  bool may_repeat_;
+  int32_t later_[kSlotsPerThread];  // of the next rows to look at
+  int32_t few_[kFewRows];           // of the rows of a tile with few
+};
 
 // float8 values of a pair of numbers, the first in the lower byte. The instruction returns the largest finite value for
 // numbers that overflow; the next code is that of NaN or, if the type has it, infinity. `may_overflow`: false if no

@@ -1,4 +1,4 @@
-// The CUDA kernel of write_rows. One launch writes the rows of all pools.
+// The CUDA kernel of write_rows. One launch writes the rows of all pools that have the same kind of words.
 //
 // A block writes a tile: some consecutive rows, or a part of one long row. While it finds out which of its rows to
 // write, their numbers are on their way, because these loads do not depend on slots.
@@ -25,11 +25,10 @@ inline constexpr int kMaxPools = 8;
 
 // How blocks share the rows of a pool. Words are copied as they are, or consist of numbers that are converted.
 struct Tiling {
-  int word;  // bytes if copied, numbers if converted
   int rows_of_tile;
   int64_t words_of_row, num_tiles;  // num_tiles: of the whole batch
   uint32_t tiles_of_row, tiles_of_batch_element;
-  ShortDivider words_of_tile;  // of one row
+  ShortDivider words_of_tile_row;  // the part of a row that is in a tile
   Divider words_of_inner, words_of_scale;
 };
 
@@ -51,52 +50,30 @@ static_assert(sizeof(LaunchArguments<kMaxPools>) <= 4096);
 
 // ---- Words.
 
-// The words that a thread loads and stores, copied as they are.
+// Words of T, copied as they are.
 template <typename T>
-struct CopiedWords {
-  static constexpr int kCount = 4;
+struct CopiedWord {
+  static constexpr int kAtOnce = 4;  // per thread
+  using Raw = T;
 
-  T words[kCount];
-
-  // at(i): the position of word i, or -1.
-  template <typename At>
-  __device__ __forceinline__ void Load(const Pool& pool, const At& at) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int64_t from = at(i);
-      if (from >= 0) words[i] = static_cast<const T*>(pool.rows)[from];
-    }
-  }
-
-  __device__ __forceinline__ void Store(const Pool& pool, const float* /*scale*/, int i, int64_t to) const {
-    static_cast<T*>(pool.dest)[to] = words[i];
+  static __device__ __forceinline__ void Store(const Pool& pool, const float* /*scale*/, const Raw& raw, int64_t to) {
+    static_cast<T*>(pool.dest)[to] = raw;
   }
 };
 
 // Words of kLanes numbers of kBytes each, which are scaled and converted. They stay as they are until they are stored,
 // so that nothing waits for their loads before.
 template <int kLanes, int kBytes>
-struct ConvertedWords {
-  static constexpr int kCount = kBytes == 4 ? 2 : 4;  // as many as registers hold
+struct ConvertedWord {
+  static constexpr int kAtOnce = kBytes == 4 ? 2 : 4;  // as many as registers hold
   using Raw = Vector<std::conditional_t<kBytes == 4, uint32_t, uint16_t>, kLanes>;
 
-  Raw words[kCount];
-
-  template <typename At>
-  __device__ __forceinline__ void Load(const Pool& pool, const At& at) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int64_t from = at(i);
-      if (from >= 0) words[i] = static_cast<const Raw*>(pool.rows)[from];
-    }
-  }
-
   // `scale`: nullptr for 1.
-  __device__ __forceinline__ void Store(const Pool& pool, const float* scale, int i, int64_t to) const {
+  static __device__ __forceinline__ void Store(const Pool& pool, const float* scale, const Raw& raw, int64_t to) {
     float numbers[kLanes] = {};
     DispatchRows(pool.from, [&](auto tag) {
       using From = typename decltype(tag)::type;
-      if constexpr (sizeof(From) == kBytes) WidenLanes<From, kLanes>(&words[i], numbers);
+      if constexpr (sizeof(From) == kBytes) WidenLanes<From, kLanes>(&raw, numbers);
     });
     if (scale != nullptr) {
       const float divisor = *scale;
@@ -112,92 +89,73 @@ struct ConvertedWords {
 
 // ---- Tiles.
 
-template <typename Words>
-__device__ __forceinline__ void WriteTile(const Rows& launch, const Pool& pool, const Tiling& tiling,
-                                          TileRows* tile_rows) {
-  const uint32_t batch = blockIdx.x / tiling.tiles_of_batch_element;
-  const uint32_t tile = blockIdx.x - batch * tiling.tiles_of_batch_element, group = tile / tiling.tiles_of_row;
-  const int64_t first_row = int64_t{group} * tiling.rows_of_tile;
-  const int64_t first_word = int64_t{tile - group * tiling.tiles_of_row} * tiling.words_of_tile.divisor;
-  const int num_rows = static_cast<int>(min(int64_t{tiling.rows_of_tile}, launch.rows - first_row));
-  const uint32_t num_words = static_cast<uint32_t>(num_rows) * tiling.words_of_tile.divisor;
-
-  const Slots slots{launch.slot_of_row + (launch.slot_of_row_is_shared ? 0 : batch * launch.rows), launch.rows,
-                    launch.slots};
-  int32_t own_slots[kSlotsPerThread];
-#pragma unroll
-  for (int i = 0; i < kSlotsPerThread; ++i) {
-    own_slots[i] = slots.Load(first_row + static_cast<int>(threadIdx.x) + i * kThreads);
-  }
-  const int64_t layer = launch.layer == nullptr ? 0 : launch.layer[launch.layer_is_shared ? 0 : batch];
-  const int64_t first_source = ((pool.rows_are_shared ? 0 : batch * launch.rows) + first_row) * tiling.words_of_row;
-
-  RowBits overwritten = 0;
-#pragma unroll 1
-  for (uint32_t begin = threadIdx.x; begin < RoundUp(num_words, kThreads); begin += Words::kCount * kThreads) {
-    Words words;
-    words.Load(pool, [&](int i) -> int64_t {
-      const uint32_t number = begin + i * kThreads, row = tiling.words_of_tile.Quotient(number);
-      const int64_t word = first_word + tiling.words_of_tile.Remainder(number, row);
-      if (number >= num_words || word >= tiling.words_of_row) return -1;
-      return first_source + row * tiling.words_of_row + word;
-    });
-    if (begin == threadIdx.x) {
-      FindRows(slots, own_slots, first_row, num_rows, launch.has_unique_slots, tile_rows);
-      overwritten = tile_rows->overwritten;
-      if (layer < 0 || layer >= launch.layers) return;
-    }
-#pragma unroll
-    for (int i = 0; i < Words::kCount; ++i) {
-      const uint32_t number = begin + i * kThreads, row = tiling.words_of_tile.Quotient(number);
-      const int64_t word = first_word + tiling.words_of_tile.Remainder(number, row);
-      if (number >= num_words || word >= tiling.words_of_row) continue;
-      const int64_t slot = tile_rows->slots[row];
-      if (slot < 0 || (overwritten >> row & 1u) != 0) continue;
-      const int64_t words_of_inner = static_cast<int64_t>(tiling.words_of_inner.divisor);
-      const int64_t outer = pool.outer == 1 ? 0 : tiling.words_of_inner.Quotient(word);
-      const int64_t run = ((batch * launch.layers + layer) * pool.outer + outer) * launch.slots + slot;
-      const float* scale = pool.scales;
-      if (scale != nullptr) {
-        scale += (pool.scales_are_shared ? 0 : batch * pool.num_scales) + tiling.words_of_scale.Quotient(word);
-      }
-      words.Store(pool, scale, i, run * words_of_inner + word - outer * words_of_inner);
-    }
-  }
-}
-
-template <int kPools>
+template <typename Word, int kPools>
 __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, kBlocksPerMultiprocessor))
     WriteRows(const __grid_constant__ LaunchArguments<kPools> launch) {
+  using Raw = typename Word::Raw;
+  constexpr int kAtOnce = Word::kAtOnce;
   __shared__ TileRows tile_rows;
   const Rows& rows = launch.rows;
   const Pool& pool = launch.pools[blockIdx.y];
   const Tiling& tiling = launch.tilings[blockIdx.y];
   if (int64_t{blockIdx.x} >= tiling.num_tiles) return;
-  if (pool.converts) {
-    const bool are_wide = pool.row_bytes_of_element == 4;
-    if (tiling.word == 1 && are_wide) return WriteTile<ConvertedWords<1, 4>>(rows, pool, tiling, &tile_rows);
-    if (tiling.word == 1) return WriteTile<ConvertedWords<1, 2>>(rows, pool, tiling, &tile_rows);
-    if (are_wide) return WriteTile<ConvertedWords<kConvertedLanes, 4>>(rows, pool, tiling, &tile_rows);
-    return WriteTile<ConvertedWords<kConvertedLanes, 2>>(rows, pool, tiling, &tile_rows);
-  }
-  switch (tiling.word) {
-    case 1:
-      return WriteTile<CopiedWords<uint8_t>>(rows, pool, tiling, &tile_rows);
-    case 2:
-      return WriteTile<CopiedWords<uint16_t>>(rows, pool, tiling, &tile_rows);
-    case 4:
-      return WriteTile<CopiedWords<uint32_t>>(rows, pool, tiling, &tile_rows);
-    case 8:
-      return WriteTile<CopiedWords<uint2>>(rows, pool, tiling, &tile_rows);
-    default:
-      return WriteTile<CopiedWords<uint4>>(rows, pool, tiling, &tile_rows);
+  const uint32_t batch = blockIdx.x / tiling.tiles_of_batch_element;
+  const uint32_t tile = blockIdx.x - batch * tiling.tiles_of_batch_element, group = tile / tiling.tiles_of_row;
+  const int64_t first_row = int64_t{group} * tiling.rows_of_tile;
+  const int64_t first_word = int64_t{tile - group * tiling.tiles_of_row} * tiling.words_of_tile_row.divisor;
+  const int num_rows = static_cast<int>(min(int64_t{tiling.rows_of_tile}, rows.rows - first_row));
+  // A tile with several rows has whole rows, so its words are neighbours.
+  const int num_words = static_cast<int>(
+      min(int64_t{num_rows} * tiling.words_of_tile_row.divisor, int64_t{num_rows} * tiling.words_of_row - first_word));
+  const Raw* const source = static_cast<const Raw*>(pool.rows) +
+                            ((pool.rows_are_shared ? 0 : batch * rows.rows) + first_row) * tiling.words_of_row +
+                            first_word;
+  const auto load = [&](int begin, Raw(&words)[kAtOnce]) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (begin + i * kThreads < num_words) words[i] = source[begin + i * kThreads];
+    }
+  };
+
+  RowsToWrite rows_to_write(
+      {rows.slot_of_row + (rows.slot_of_row_is_shared ? 0 : batch * rows.rows), rows.rows, rows.slots}, first_row,
+      num_rows, rows.has_unique_slots);
+  const int64_t layer = rows.layer == nullptr ? 0 : rows.layer[rows.layer_is_shared ? 0 : batch];
+  Raw words[kAtOnce];
+  load(static_cast<int>(threadIdx.x), words);
+  const RowBits overwritten = rows_to_write.FindOverwritten(&tile_rows);
+  if (layer < 0 || layer >= rows.layers) return;
+
+  const int64_t words_of_inner = static_cast<int64_t>(tiling.words_of_inner.divisor);
+  const int64_t first_dest = (batch * rows.layers + layer) * rows.slots * tiling.words_of_row;
+  const float* scales = pool.scales;
+  if (scales != nullptr && !pool.scales_are_shared) scales += batch * pool.num_scales;
+#pragma unroll 1
+  for (int begin = static_cast<int>(threadIdx.x); begin < num_words; begin += kAtOnce * kThreads) {
+    Raw next[kAtOnce];
+    load(begin + kAtOnce * kThreads, next);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t number = static_cast<uint32_t>(begin + i * kThreads);
+      const uint32_t row = tiling.words_of_tile_row.Quotient(number);
+      if (static_cast<int>(number) >= num_words) continue;
+      const int64_t slot = tile_rows.slots[row];
+      if (slot < 0 || (overwritten >> row & 1u) != 0) continue;
+      const int64_t word = first_word + tiling.words_of_tile_row.Remainder(number, row);
+      const int64_t outer = pool.outer == 1 ? 0 : tiling.words_of_inner.Quotient(word);
+      const float* const scale = scales == nullptr ? nullptr : scales + tiling.words_of_scale.Quotient(word);
+      const int64_t run = outer * (rows.slots - 1) + slot;
+      Word::Store(pool, scale, words[i], first_dest + run * words_of_inner + word);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) words[i] = next[i];
   }
 }
 
 // ---- The launch.
 
-// The widest word at whose multiples all rows and runs begin and end, in the rows and in the pool.
+// The widest word at whose multiples all rows and runs begin and end, in the rows and in the pool: in bytes if it is
+// copied, in numbers if they are converted.
 int WordOf(const Pool& pool) {
   if (pool.converts) {
     const bool fits = pool.inner % kConvertedLanes == 0 &&
@@ -212,19 +170,25 @@ int WordOf(const Pool& pool) {
   return static_cast<int>(alignment & (~alignment + 1));
 }
 
+// Whether a launch serves both pools.
+bool HaveSameWords(const Pool& a, const Pool& b) {
+  return WordOf(a) == WordOf(b) && a.converts == b.converts &&
+         (!a.converts || a.row_bytes_of_element == b.row_bytes_of_element);
+}
+
 Tiling TilingOf(const Call& call, const Pool& pool, int64_t most_rows_of_tile) {
-  constexpr int64_t kMaxWordsOfTile = 4 * kThreads;
+  constexpr int64_t kMaxWordsOfRow = 4 * kThreads;  // in a tile
   Tiling tiling{};
-  tiling.word = WordOf(pool);
   const int64_t units = pool.converts ? 1 : pool.pool_bytes_of_element;  // of which words consist, in an element
-  tiling.words_of_inner = Divider(pool.inner * units / tiling.word);
-  tiling.words_of_row = pool.row_elements() * units / tiling.word;
+  const int word = WordOf(pool);
+  tiling.words_of_inner = Divider(pool.inner * units / word);
+  tiling.words_of_row = pool.row_elements() * units / word;
   tiling.words_of_scale = Divider(tiling.words_of_row / pool.num_scales);
-  const int64_t words_of_tile = std::min(tiling.words_of_row, kMaxWordsOfTile);
-  tiling.words_of_tile = ShortDivider(static_cast<uint64_t>(words_of_tile));
-  const int64_t tiles_of_row = CeilDivide(tiling.words_of_row, words_of_tile);
+  const int64_t words_of_tile_row = std::min(tiling.words_of_row, kMaxWordsOfRow);
+  tiling.words_of_tile_row = ShortDivider(static_cast<uint64_t>(words_of_tile_row));
+  const int64_t tiles_of_row = CeilDivide(tiling.words_of_row, words_of_tile_row);
   // A tile has at least a word for each thread, or else threads would be idle.
-  const int64_t rows = tiles_of_row > 1 ? 1 : std::max(CeilDivide(kThreads, words_of_tile), most_rows_of_tile);
+  const int64_t rows = tiles_of_row > 1 ? 1 : std::max(CeilDivide(kThreads, words_of_tile_row), most_rows_of_tile);
   tiling.rows_of_tile = static_cast<int>(std::min<int64_t>({rows, call.rows, kMaxRowsOfTile}));
   const int64_t tiles_of_batch_element = CeilDivide(call.rows, tiling.rows_of_tile) * tiles_of_row;
   tiling.tiles_of_row = static_cast<uint32_t>(tiles_of_row);  // CUDA rejects grids that do not fit
@@ -234,8 +198,8 @@ Tiling TilingOf(const Call& call, const Pool& pool, int64_t most_rows_of_tile) {
 }
 
 // Launches the kernel for kPools pools, or fewer.
-template <int kPools>
-CudaStatus LaunchPools(const Call& call, int first, int count, int64_t rows_of_tile, cudaStream_t stream) {
+template <typename Word, int kPools>
+CudaStatus LaunchPools(const Call& call, size_t first, size_t end, int64_t rows_of_tile, cudaStream_t stream) {
   LaunchArguments<kPools> launch{};
   launch.rows = {call.slot_of_row,
                  call.layer,
@@ -246,13 +210,45 @@ CudaStatus LaunchPools(const Call& call, int first, int count, int64_t rows_of_t
                  call.slots,
                  call.rows};
   int64_t most_tiles = 0;
-  for (int i = 0; i < count; ++i) {
-    launch.pools[i] = call.pools[first + i];
-    launch.tilings[i] = TilingOf(call, launch.pools[i], rows_of_tile);
-    most_tiles = std::max(most_tiles, launch.tilings[i].num_tiles);
+  for (size_t i = first; i < end; ++i) {
+    Tiling& tiling = launch.tilings[i - first];
+    launch.pools[i - first] = call.pools[i];
+    tiling = TilingOf(call, call.pools[i], rows_of_tile);
+    most_tiles = std::max(most_tiles, tiling.num_tiles);
   }
-  WriteRows<kPools><<<dim3(GridSize(most_tiles), count), kThreads, 0, stream>>>(launch);
+  const dim3 blocks(GridSize(most_tiles), static_cast<unsigned>(end - first));
+  WriteRows<Word, kPools><<<blocks, kThreads, 0, stream>>>(launch);
   return JB_LAUNCH_STATUS(WriteRows);
+}
+
+using Launcher = CudaStatus (*)(const Call&, size_t first, size_t end, int64_t rows_of_tile, cudaStream_t);
+
+template <typename Word>
+Launcher LauncherOf(size_t pools) {
+  constexpr size_t kFewPools = 2;
+  return pools <= kFewPools ? LaunchPools<Word, kFewPools> : LaunchPools<Word, kMaxPools>;
+}
+
+Launcher LauncherOf(const Pool& pool, size_t pools) {
+  const int word = WordOf(pool);
+  if (pool.converts) {
+    if (pool.row_bytes_of_element == 4) {
+      return word == 1 ? LauncherOf<ConvertedWord<1, 4>>(pools) : LauncherOf<ConvertedWord<kConvertedLanes, 4>>(pools);
+    }
+    return word == 1 ? LauncherOf<ConvertedWord<1, 2>>(pools) : LauncherOf<ConvertedWord<kConvertedLanes, 2>>(pools);
+  }
+  switch (word) {
+    case 1:
+      return LauncherOf<CopiedWord<uint8_t>>(pools);
+    case 2:
+      return LauncherOf<CopiedWord<uint16_t>>(pools);
+    case 4:
+      return LauncherOf<CopiedWord<uint32_t>>(pools);
+    case 8:
+      return LauncherOf<CopiedWord<uint2>>(pools);
+    default:
+      return LauncherOf<CopiedWord<uint4>>(pools);
+  }
 }
 
 }  // namespace
@@ -270,17 +266,16 @@ CudaStatus Launch(const Call& call, cudaStream_t stream) {
   if (call.pools.empty()) return {};
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-  const int count = static_cast<int>(call.pools.size());
   // The tiles fill the GPU once, or a whole number of times. More rows in a tile save lookups.
-  const int64_t rows = MultiplySizes(call.batch, call.rows) * count;
+  const size_t count = call.pools.size();
+  const int64_t rows = MultiplySizes(call.batch, call.rows) * static_cast<int64_t>(count);
   const int64_t tiles_at_once = kBlocksPerMultiprocessor * int64_t{multiprocessors};
   const int64_t times = std::max<int64_t>(1, CeilDivide(rows, tiles_at_once * kMaxRowsOfTile));
   const int64_t rows_of_tile = CeilDivide(rows, tiles_at_once * times);
-  for (int first = 0; first < count; first += kMaxPools) {
-    const int pools_of_launch = std::min(count - first, kMaxPools);
-    constexpr int kFewPools = 2;
-    const auto launch = pools_of_launch <= kFewPools ? LaunchPools<kFewPools> : LaunchPools<kMaxPools>;
-    JB_RETURN_IF_CUDA_ERROR(launch(call, first, pools_of_launch, rows_of_tile, stream));
+  for (size_t first = 0, end = 0; first < count; first = end) {
+    const Pool& pool = call.pools[first];
+    while (end < count && end - first < kMaxPools && HaveSameWords(pool, call.pools[end])) ++end;
+    JB_RETURN_IF_CUDA_ERROR(LauncherOf(pool, end - first)(call, first, end, rows_of_tile, stream));
   }
   return {};
 }
