@@ -11,13 +11,15 @@ struct Tuning90 {
   static constexpr int kRowsInFlight = 4;
 
   // A thread processes up to kMaxUnits units, which share sines and cosines. It processes fewer if a multiprocessor
-  // would otherwise have less than kMinThreads threads; then the kernel in shared_angles.cuh runs if it supports the call.
+  // would otherwise have less than kMinThreads threads; then the kernel of shared_angles.cuh runs if it supports the
+  // call.
   static constexpr int64_t kMaxUnits = 8, kMinThreads = 256;
 
   // The number of threads that process neighbouring rows, so that a warp reads contiguous memory.
   static constexpr int64_t kContiguousThreads = 64;
 
-  // Angles shared by a block: its threads, unless a row needs more, and the maximum size of the table of sines and cosines.
+  // Angles that a block shares: its threads, unless a row needs more, and the maximum size of its table of sines and
+  // cosines.
   static constexpr int kSharingThreads = 128;
   static constexpr int64_t kMaxTableBytes = 16384;
 };
