@@ -39,6 +39,7 @@ from jax_baracuda._core.selection import (
     not_redirected,
     selecting,
 )
+from jax_baracuda.ops.segment.cells import are_added_one_by_one
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, identity_of
 from jax_baracuda.ops.segment.ids import clamped_ids, signed_ids
 from jax_baracuda.ops.segment.product import SEGMENT_PROD
@@ -244,15 +245,15 @@ def _scatter(
     site = _site(call, ctx, [2, 1], [operand, indices, updates])
     rules = () if replaces else _RULES_OF_JOIN
     decision, result = _lowered(call, site, rules, ctx, program, operand, indices, updates)
-    has_several_axes = rows.batch is None and len(rows.row_shape) > 1
-    if result is None and has_several_axes and primitive == "scatter-add" and site.platform == "cuda":
+    is_slow = rows.batch is None and are_added_one_by_one(rows.row_shape, ctx.avals_in[2].dtype)
+    if result is None and is_slow and primitive == "scatter-add" and site.platform == "cuda":
         if not site.is_split:  # a device may have a part of any axis
             result = _add_flat_rows(ctx, rows, numbers, params, operand, indices, updates)
     return decision, result
 
 
 def _add_flat_rows(ctx: Any, rows: _Rows, numbers: Any, params: dict[str, Any], *operands: Any) -> Any:
-    """JAX's scatter of flat rows: on GPUs, XLA adds vectors of the last axis, which may be too short for them."""
+    """JAX's scatter of flat rows."""
     num_features = math.prod(rows.row_shape)
 
     def add(operand: Array, indices: Array, updates: Array) -> list[Array]:

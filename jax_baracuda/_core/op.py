@@ -496,7 +496,7 @@ class OpCall:
     def sizes(self) -> dict[str, int]:
         """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
         whole batch), "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of
-        the narrowest operand) and "row_bytes" (of the first operand)."""
+        the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
         sizes = self.named_sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
@@ -508,6 +508,7 @@ class OpCall:
             "features": num_features(sizes),
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),
+            "rank": len(self.own_operands[0].shape),
             "row_bytes": math.prod(self.own_operands[0].shape[1:]) * self.dtype.itemsize,
         }
 

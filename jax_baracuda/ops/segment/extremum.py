@@ -772,7 +772,7 @@ SEGMENT_EXTREMUM = reduction_op(
     dtypes=lambda *, has_winner: FLOATING_DTYPES if has_winner else ORDERED_DTYPES,
     guarantee=EXACT,
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins"] * has_winner),
-    xla_rules=(on_gpu("launch-bound: few rows", uncontended, at_most(rows=1 << 14, bytes=16 * MB)),),
+    xla_rules=(on_gpu("launch-bound: few rows", unsorted, uncontended, at_most(rows=1 << 14, bytes=16 * MB)),),
     shard_program=functools.partial(_shard_reduce, "row"),
     programs=sorted_apart(lambda: GATHER_SEGMENT_EXTREMUM),
     tangent=_tangent,
