@@ -198,10 +198,10 @@ SCATTERS = [
 def scatter(
     primitive: str, ctx: Any, operand: Any, indices: Any, updates: Any, *, dimension_numbers: Any, **params: Any
 ) -> tuple[Decision, Any]:
-    """Decides what serves a scatter, and lowers it if a kernel does.
+    """Decides what serves a scatter, and lowers it unless JAX's own rule has to.
 
     Returns:
-      The decision, and the value of the result if it is the kernel.
+      The decision, and the value of the result. None: JAX's rule lowers the scatter.
     """
     try:
         _require(

@@ -9,7 +9,7 @@ import inspect
 import math
 import textwrap
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
@@ -352,7 +352,7 @@ _patches: dict[str, list[Patch]] = {}
 _lock = threading.RLock()  # reentrant: a collected generator may leave its context at any time
 
 
-def _use(places: Iterable[str]) -> None:
+def _use(places: Collection[str]) -> None:
     with _lock:
         for name in places:
             if not _uses[name] and not (name in _patches and all(patch.is_current() for patch in _patches[name])):
@@ -374,7 +374,7 @@ def _patches_of(name: str) -> list[Patch]:
         ) from error
 
 
-def _release(places: Iterable[str]) -> None:
+def _release(places: Collection[str]) -> None:
     with _lock:
         for name in places:
             _uses[name] -= 1
@@ -427,8 +427,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
 
     For each call, a kernel or plain JAX is picked when the program is lowered, by the rules of the op. Calls that no
     kernel serves run as plain JAX. The report says what runs for each call, and why. Where plain JAX is picked for a
-    gather or an update, the program is the same as without the context; on GPUs, it adds rows such as ``[F, 3]`` flat,
-    which is faster.
+    gather or an update, the program is the same as without the context. There is one exception: on GPUs, rows such as
+    ``[F, 3]`` are added as flat rows, outside ``vmap`` and in programs that are not split over devices.
 
     Both modes of differentiation apply. The context applies to code traced and lowered inside: ``jax.jit`` keeps one
     trace for each context, so programs that were traced outside are traced again inside, and vice versa. The context

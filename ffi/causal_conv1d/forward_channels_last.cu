@@ -21,7 +21,8 @@ using ArgumentsOf = std::conditional_t<kSequences == Sequences::kRagged, RaggedA
 struct RaggedRun {
   int next;  // the first row of the next sequence
   bool is_padding = false;
-  int32_t index, position;  // of the sequence, and of the row in it that was last entered
+  int32_t index;     // of the sequence
+  int32_t position;  // in it, of the row that was entered last
 
   // Finds the sequence of a row.
   template <typename T>

@@ -1,4 +1,4 @@
-// The CUDA kernel of write_rows. One launch writes the rows of all pools that have the same kind of words.
+// The CUDA kernel of write_rows. One launch writes the rows of neighbouring pools that have the same kind of words.
 //
 // A block writes a tile: some consecutive rows, or a part of one long row. While it finds out which of its rows to
 // write, their numbers are on their way, because these loads do not depend on slots.

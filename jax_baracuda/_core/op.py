@@ -164,7 +164,7 @@ class Op:
         return dtypes
 
     def kernel(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
-        """The kernel alone, without derivatives and sharding: for the shard programs of other ops."""
+        """The kernel alone, without derivatives and sharding: for programs of other ops, and for redirected calls."""
         present, params = self._present(operands, params)
         return self.kernel_primitive.bind(*present, **{"implementation": KERNEL_IF_ANY, **params})
 

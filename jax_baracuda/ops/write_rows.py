@@ -52,7 +52,8 @@ def write_rows(
 ) -> Any:
     """Writes rows to slots of one or several pools, which are updated in place if donated, like a paged KV cache.
 
-    ``dests[slots[t]] = rows[t]`` for each t, as a function that returns the new `dests`. One launch writes all pools.
+    ``dests[slots[t]] = rows[t]`` for each t, as a function that returns the new `dests`. One launch writes pools of
+    one kind, such as keys and values.
 
     Args:
       dests: a pool, or a list or tuple of pools, such as those of keys and values. A pool is

@@ -148,7 +148,7 @@ def test_indices_that_int32_does_not_hold() -> None:
 
 
 def test_several_pools(rng: np.random.Generator) -> None:
-    """Pools of several dtypes and shapes, each with a scale of its own, in one launch and in the structure given."""
+    """Pools of several dtypes and shapes, each with a scale of its own, in the structure given."""
     keys, values = random_numbers(rng, (9, 3, 8), "float8_e4m3fn"), random_numbers(rng, (9, 2), "bfloat16")
     new_keys, new_values = random_numbers(rng, (5, 3, 8), "bfloat16"), random_numbers(rng, (5, 2), "bfloat16")
     slots = np.array([4, 4, -1, 0, 9], np.int32)

@@ -115,7 +115,7 @@ struct EdgeGradient : ScoredEdge<T, Score, kVec> {
     if constexpr (!Score::kIsGiven) sums[1] = this->OwnTerms(outputs, column);
     SumOverHead(sums, outputs.template Lanes<kVec>());
     const C d_probability = sums[0];
-    const C distance = this->Logit(outputs, Score::kIsGiven ? C{0} : sums[1 % std::size(sums)]) - maximum;
+    const C distance = this->Logit(outputs, sums[std::size(sums) - 1]) - maximum;  // given logits need no sum
     // A distance is above 0 if the maximum was rounded otherwise.
     probability = AttentionExp(distance > C{0} ? C{0} : distance) * ApproximateInverse(total);
     d_logit = probability * (d_probability - mean);

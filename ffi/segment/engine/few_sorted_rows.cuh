@@ -3,8 +3,9 @@
 // Each group of threads reads one row and the ids before and after it. A scan over the groups of a block combines runs.
 // The last groups of a block look ahead: they read the first rows of the next block, so that most runs that leave the
 // block end within sight. If a run does not, the block in which it starts reads on to its end, many rows at once. So no
-// second kernel has to merge anything, but a hot segment keeps one block busy (see TakesFewSortedRows). The order of merges
-// depends on shapes and ids only. The code is kept short: a kernel that runs once also waits for its instructions.
+// second kernel has to merge anything, but a hot segment keeps one block busy (see TakesFewSortedRows). The order of
+// merges depends on shapes and ids only. The code is kept short: a kernel that runs once also waits for its
+// instructions.
 //
 // Empty segments are the gaps between runs, before the first row and after the last one; if most segments are empty, a
 // launch before this one has filled them all. Unsorted ids give wrong results, but no access out of bounds and no
