@@ -82,28 +82,28 @@ inline int64_t TrailingSize(const ffi::AnyBuffer& buffer, size_t first) {
 template <typename Parameter, typename Binding>
 auto BindParameter(Binding&& binding) {
   if constexpr (std::is_same_v<Parameter, ffi::AnyBuffer>) {
-    return std::move(binding).template Arg<ffi::AnyBuffer>();
+    return std::forward<Binding>(binding).template Arg<ffi::AnyBuffer>();
   } else if constexpr (std::is_same_v<Parameter, ffi::Result<ffi::AnyBuffer>>) {
-    return std::move(binding).template Ret<ffi::AnyBuffer>();
+    return std::forward<Binding>(binding).template Ret<ffi::AnyBuffer>();
   } else if constexpr (std::is_same_v<Parameter, ffi::RemainingArgs>) {
-    return std::move(binding).RemainingArgs();
+    return std::forward<Binding>(binding).RemainingArgs();
   } else if constexpr (std::is_same_v<Parameter, ffi::RemainingRets>) {
-    return std::move(binding).RemainingRets();
+    return std::forward<Binding>(binding).RemainingRets();
   } else if constexpr (std::is_same_v<Parameter, ffi::ThreadPool>) {
-    return std::move(binding).template Ctx<ffi::ThreadPool>();
+    return std::forward<Binding>(binding).template Ctx<ffi::ThreadPool>();
   } else if constexpr (std::is_pointer_v<Parameter>) {
-    return std::move(binding).template Ctx<ffi::PlatformStream<Parameter>>();
+    return std::forward<Binding>(binding).template Ctx<ffi::PlatformStream<Parameter>>();
   } else {
-    return std::move(binding).template Attrs<Parameter>();
+    return std::forward<Binding>(binding).template Attrs<Parameter>();
   }
 }
 
 template <typename First, typename... Rest, typename Binding>
 auto BindParameters(Binding&& binding) {
   if constexpr (sizeof...(Rest) == 0) {
-    return BindParameter<First>(std::move(binding));
+    return BindParameter<First>(std::forward<Binding>(binding));
   } else {
-    return BindParameters<Rest...>(BindParameter<First>(std::move(binding)));
+    return BindParameters<Rest...>(BindParameter<First>(std::forward<Binding>(binding)));
   }
 }
 
