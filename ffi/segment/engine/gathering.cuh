@@ -18,8 +18,6 @@
 // A Row uses nothing that it loads before Prepare, so that several can be in flight.
 #pragma once
 
-#include <cstring>
-
 #include "ffi/segment/engine/device.cuh"
 
 namespace jax_baracuda::segment {
@@ -84,7 +82,7 @@ struct ComingRow {
     if (source.row != kDropped) {
       values = LoadPacked<kVec>(data + place.column + FirstElement(source.row, place.features));
     } else {
-      memset(&values, 0, sizeof(values));
+      values = Packed<T, kVec>{};  // not memset, after which compilers split 16-bit elements and wait for the load
     }
   }
   template <typename Outputs>

@@ -84,21 +84,23 @@ struct RowsWithExtrema : Edges {
 
   template <int kVec>
   struct Row : ComingRow<T, kVec> {
-    Vector<T, kVec> extrema, reduced;
+    Packed<T, kVec> extrema, reduced;
 
     __device__ __forceinline__ void Load(const RowsWithExtrema& input, const T* data, const SourceRow& source,
                                          const RowPlace& place) {
       this->LoadGathered(data, source, place);
-      extrema = Repeat<kVec>(static_cast<T>(ComputeType<T>{0}));
-      reduced = Repeat<kVec>(static_cast<T>(ComputeType<T>{1}));
-      if (source.row == kDropped || place.segment < 0) return;
-      extrema = LoadVector<kVec>(input.extrema + place.column + FirstElement(source.row, place.features));
-      reduced = LoadVector<kVec>(input.reduced + place.segment * place.features + place.column);
+      extrema = Pack(Repeat<kVec>(static_cast<T>(ComputeType<T>{0})));
+      reduced = Pack(Repeat<kVec>(static_cast<T>(ComputeType<T>{1})));
+      if (source.row != kDropped && place.segment >= 0) {
+        extrema = LoadPacked<kVec>(input.extrema + place.column + FirstElement(source.row, place.features));
+        reduced = LoadPacked<kVec>(input.reduced + place.segment * place.features + place.column);
+      }
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
+      const Vector<T, kVec> attained = Unpack<T, kVec>(extrema), own = Unpack<T, kVec>(reduced);
       cells.AddWon(this->values, [&](int i) {
-        return static_cast<ComputeType<T>>(extrema.lane[i]) == static_cast<ComputeType<T>>(reduced.lane[i]);
+        return static_cast<ComputeType<T>>(attained.lane[i]) == static_cast<ComputeType<T>>(own.lane[i]);
       });
     }
   };

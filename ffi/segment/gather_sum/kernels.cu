@@ -42,7 +42,7 @@ struct WeightedRows : Edges {
       if (source.row != kDropped) {
         weights = LoadPacked<kWeights>(input.weights + (place.at + source.edge * input.heads));
       } else {
-        memset(&weights, 0, sizeof(weights));
+        weights = Packed<T, kWeights>{};
       }
     }
     template <typename Cells, typename Outputs>
