@@ -14,7 +14,7 @@ ReducePlan PlanOf(const GatheringCall& call) {
 // resident blocks then hide more latency than more rows in flight.
 template <typename T>
 struct WonReduction : GatherSumReduction<T> {
-  static constexpr int kRowsInFlight = sizeof(T) == 4 ? 2 : 1;
+  static constexpr int kRowsInFlight = sizeof(T) == 8 ? 1 : 2;
   using typename GatherSumReduction<T>::C;
 
   template <int kCount>
