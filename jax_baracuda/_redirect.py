@@ -377,8 +377,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
       other axes. A kernel reduces the updates of each row; the result is then joined with the row. Also ``.set``, which
       runs the kernel of :func:`write_rows`: of several updates of a row, the last one is written.
     - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
-      ``dynamic_update_index_in_dim``, for example to write caches in loops. They run :func:`write_slice`. Under
-      ``jax.vmap``, it writes the windows of a whole batch at once.
+      ``dynamic_update_index_in_dim``, for example to write caches in loops. They run the kernel of
+      :func:`write_slice`, on CPUs where a loop carries a large array. Under ``jax.vmap``, they stay JAX's.
 
     For each call, a kernel or plain JAX is picked when the program is lowered, by the rules of the op. Calls that no
     kernel serves run as plain JAX. The report says what runs for each call, and why. Where plain JAX is picked for a
