@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jax import Array
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.dispatch import (
+    KB,
     Decision,
     Rule,
     Site,
@@ -29,12 +30,22 @@ from jax_baracuda._core.dispatch import (
     on_cpu,
     on_gpu,
 )
-from jax_baracuda._core.lowering import is_ascending, lower_without_mesh, may_be_computed, site_of, splat_of
+from jax_baracuda._core.lowering import (
+    MIN_UNFUSED_BYTES,
+    is_ascending,
+    is_carried,
+    lower_without_mesh,
+    may_be_computed,
+    site_of,
+    splat_of,
+)
+from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.op import Op, OpCall
 from jax_baracuda._core.selection import (
     KERNEL_IF_ANY,
     SCOPE_NAME,
     Scope,
+    Selection,
     current_selection,
     not_redirected,
     selecting,
@@ -45,6 +56,7 @@ from jax_baracuda.ops.segment.ids import clamped_ids, signed_ids
 from jax_baracuda.ops.segment.product import SEGMENT_PROD
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 from jax_baracuda.ops.write_rows import WRITE_ROWS
+from jax_baracuda.ops.write_slice import DTYPES, MAX_AXES, WRITE_SLICE, Window
 
 
 class _Unserved(Exception):
@@ -54,6 +66,48 @@ class _Unserved(Exception):
 def _require(is_served: bool, reason: str) -> None:
     if not is_served:
         raise _Unserved(reason)
+
+
+def _require_dtype(dtype: Any, dtypes: Collection[str]) -> None:
+    _require(dtype.name in dtypes, f"there is no kernel for dtype {dtype.name}")
+
+
+_Types = tuple[tuple[tuple[int, ...], Any], ...]
+"""The shapes and dtypes of operands."""
+_Run = Callable[..., Sequence[Array]]
+"""Runs an op: its kernel, or the op split over devices."""
+
+
+class _Service(NamedTuple):
+    """What may serve calls of a primitive with operands of the same types."""
+
+    call: OpCall
+    order: Sequence[int]
+    """The operands of the primitive that those of the call are made of."""
+    program: Callable[..., Array]
+    """``(run, *operands of the primitive)`` -> the result."""
+    rules: tuple[Rule, ...] = ()
+    """Where plain JAX is faster, besides the rules of the op."""
+
+
+def _cached(service_of: Callable[..., _Service]) -> Callable[..., _Service]:
+    """Caches what serves a call, or why nothing does: programs repeat their calls."""
+
+    @jax_versions.cached
+    def service_or_reason(*args: Any) -> _Service | str:
+        try:
+            return service_of(*args)
+        except _Unserved as reason:
+            return str(reason)
+
+    @functools.wraps(service_of)
+    def of_cache(*args: Any) -> _Service:
+        service = service_or_reason(*args)
+        if isinstance(service, str):
+            raise _Unserved(service)
+        return service
+
+    return of_cache
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,10 +159,11 @@ class _Rows(NamedTuple):
         return jnp.where(is_in_range, ids, -1)
 
 
-def _rows_of(operand: Any, indices: Any, updates: Any, numbers: Any) -> _Rows:
+def _rows_of(types: _Types, numbers: Any) -> _Rows:
     """The rows that a scatter moves, from the types of its operands and its dimension numbers."""
-    shape, indexed = operand.shape, tuple(numbers.scatter_dims_to_operand_dims)
-    _require(jax_versions.is_static_shape((*shape, *indices.shape, *updates.shape)), "its sizes are symbolic")
+    (shape, _), (of_ids, _), (of_updates, _) = types
+    indexed = tuple(numbers.scatter_dims_to_operand_dims)
+    _require(jax_versions.is_static_shape((*shape, *of_ids, *of_updates)), "its sizes are symbolic")
     of_operand = tuple(numbers.operand_batching_dims)
     of_indices = tuple(numbers.scatter_indices_batching_dims)
     windows = [d for d in range(len(shape)) if d not in numbers.inserted_window_dims and d not in of_operand]
@@ -116,36 +171,32 @@ def _rows_of(operand: Any, indices: Any, updates: Any, numbers: Any) -> _Rows:
     _require(bool(indexed), "it has no index")
     _require(
         set(indexed) == set(numbers.inserted_window_dims)
-        and all(updates.shape[in_updates[d]] == shape[d] for d in windows),
+        and all(of_updates[in_updates[d]] == shape[d] for d in windows),
         "it takes or writes parts of rows",
     )
     first = min(indexed)
     _require(indexed == tuple(range(first, first + len(indexed))), "its indexed axes are not neighbours in order")
     _require(of_indices == tuple(range(len(of_indices))), "its batch is not the leading axes")
     _require(of_operand in ((), tuple(range(first))), "its batch is not the leading axes")
-    scattered = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
+    scattered = [d for d in range(len(of_updates)) if d not in numbers.update_window_dims]
     ids_axes, batch_axes = scattered[len(of_operand) :], scattered[: len(of_operand)]
     batch_axes = batch_axes or [in_updates[d] for d in range(first)]
     rows_axes = [in_updates[d] for d in range(first + len(indexed), len(shape))]
     sizes = tuple(shape[d] for d in indexed)
     _require(len(sizes) == 1 or math.prod(sizes) < 2**31, "its indexed axes have 2^31 elements or more")
-    _require([*batch_axes, *ids_axes, *rows_axes] == list(range(len(updates.shape))), "its rows would be transposed")
+    _require([*batch_axes, *ids_axes, *rows_axes] == list(range(len(of_updates))), "its rows would be transposed")
     return _Rows(
         batch=math.prod(shape[:first]) if first else None,
         shares_ids=not of_operand,
         indexed=sizes,
-        num_rows=math.prod(updates.shape[d] for d in ids_axes),
+        num_rows=math.prod(of_updates[d] for d in ids_axes),
         has_flat_ids=len(ids_axes) == 1,
-        row_shape=tuple(updates.shape[d] for d in rows_axes),
+        row_shape=tuple(of_updates[d] for d in rows_axes),
     )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Scatters.
-
-_Run = Callable[..., Sequence[Array]]
-"""Runs an op: its kernel, or the op split over devices."""
-
 
 # A kernel reads and writes the whole array, where XLA may write a few rows in place.
 _FEW_ROWS = "few rows of an array are updated, which XLA may do in place"
@@ -195,65 +246,82 @@ SCATTERS = [
 ]
 
 
-def scatter(
-    primitive: str, ctx: Any, operand: Any, indices: Any, updates: Any, *, dimension_numbers: Any, **params: Any
-) -> tuple[Decision, Any]:
+def scatter(primitive: str, ctx: Any, *operands: Any, dimension_numbers: Any, **params: Any) -> tuple[Decision, Any]:
     """Decides what serves a scatter, and lowers it unless JAX's own rule has to.
 
     Returns:
       The decision, and the value of the result. None: JAX's rule lowers the scatter.
     """
     try:
-        _require(
-            list(jax_versions.platforms_of(ctx)) in (["cpu"], ["cuda"]), "there are kernels for CPUs and CUDA only"
-        )
-        return _scatter(primitive, ctx, operand, indices, updates, dimension_numbers, **params)
+        platform, is_write = _platform_of(ctx), primitive == WRITE
+        _require(not is_write or params["update_jaxpr"] is None, "a function is applied to rows")
+        clips = params["mode"] == jax.lax.GatherScatterMode.CLIP
+        selection = current_selection() or (KERNEL_IF_ANY if _rounds_each_term(ctx, platform) else None)
+        of_call = (_types_of(ctx), dimension_numbers, clips, selection)
+        if is_write:
+            service = _service_of_write(*of_call)
+        else:
+            operand, indices, _ = operands
+            replaces = _is_identity(primitive, ctx, operand)
+            is_sorted = params["indices_are_sorted"], is_ascending(ctx, indices)
+            service = _service_of_reduction(primitive, *of_call, replaces, *is_sorted)
+        site = _site(service, platform, ctx, operands)
+        decision, result = _lowered(service, site, ctx, operands)
+        # With devices that split the program, one may have a part of any axis.
+        if result is None and primitive == "scatter-add" and platform == "cuda" and not site.is_split:
+            result = _add_flat_rows(ctx, operands, dimension_numbers, params)
+        return decision, result
     except _Unserved as reason:
         return Decision("xla", str(reason)), None
 
 
-def _scatter(
-    primitive: str, ctx: Any, operand: Any, indices: Any, updates: Any, numbers: Any, **params: Any
-) -> tuple[Decision, Any]:
-    rows = _rows_of(ctx.avals_in[0], ctx.avals_in[1], ctx.avals_in[2], numbers)
-    clips = params["mode"] == jax.lax.GatherScatterMode.CLIP
-    if primitive == WRITE:
-        _require(params["update_jaxpr"] is None, "a function is applied to rows")
-        return _write(ctx, rows, clips, operand, indices, updates)
-    reduction, dtype = _REDUCTIONS[primitive], ctx.avals_in[0].dtype
-    op, is_narrow = reduction.op, reduction.widens and dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.integer)
+def _is_identity(primitive: str, ctx: Any, operand: Any) -> bool:
+    """Whether the rows that a reduction updates have no effect on its result."""
     splat = splat_of(ctx, operand)
-    replaces = splat == reduction.identity(dtype) and not (splat == 0 and np.signbit(splat))
-    is_sorted = len(rows.indexed) == 1 and (
-        (params["indices_are_sorted"] and rows.has_flat_ids and rows.shares_ids) or is_ascending(ctx, indices)
-    )
-    of_op = {**reduction.params, "num_segments": rows.num_segments, "indices_are_sorted": is_sorted}
-    of_batch = {} if rows.batch is None else {"num_batch_dims": 1}
-    types = (
+    is_identity = splat is not None and splat == _REDUCTIONS[primitive].identity(ctx.avals_in[0].dtype)
+    return is_identity and not (splat == 0 and np.signbit(splat))
+
+
+@_cached
+def _service_of_reduction(
+    primitive: str,
+    types: _Types,
+    numbers: Any,
+    clips: bool,
+    selection: Selection,
+    replaces: bool,
+    is_promised_sorted: bool,
+    ascends: bool,
+) -> _Service:
+    """What may serve a scatter that reduces rows. `ascends`: whether the indices are known to ascend."""
+    rows, dtype = _rows_of(types, numbers), types[0][1]
+    reduction = _REDUCTIONS[primitive]
+    is_narrow = reduction.widens and dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.integer)
+    promises = is_promised_sorted and rows.has_flat_ids and rows.shares_ids
+    is_sorted = len(rows.indexed) == 1 and (promises or ascends)
+    params = {**reduction.params, "num_segments": rows.num_segments, "indices_are_sorted": is_sorted}
+    params |= {} if rows.batch is None else {"num_batch_dims": 1}
+    types_of_op = (
         jax.ShapeDtypeStruct((*rows.leading, rows.num_rows, *rows.row_shape), jnp.int32 if is_narrow else dtype),
         jax.ShapeDtypeStruct((*rows.leading_of_ids, rows.num_rows), np.int32),
     )
 
     def program(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
-        data = jax.lax.reshape(updates, types[0].shape)
-        data = data.astype(types[0].dtype) if is_narrow else data
-        [reduced] = run(data, rows.ids(indices, clips), **of_op, **of_batch)
+        data = jax.lax.reshape(updates, types_of_op[0].shape)
+        data = data.astype(types_of_op[0].dtype) if is_narrow else data
+        [reduced] = run(data, rows.ids(indices, clips), **params)
         reduced = jax.lax.reshape(reduced.astype(dtype) if is_narrow else reduced, operand.shape)
         return reduced if replaces else reduction.join(operand, reduced)
 
-    call = _call(ctx, op, types, {**of_op, **of_batch})
-    site = _site(call, ctx, [2, 1], [operand, indices, updates])
-    rules = () if replaces else _RULES_OF_JOIN
-    decision, result = _lowered(call, site, rules, ctx, program, operand, indices, updates)
-    is_slow = rows.batch is None and are_added_one_by_one(rows.row_shape, ctx.avals_in[2].dtype)
-    if result is None and is_slow and primitive == "scatter-add" and site.platform == "cuda":
-        if not site.is_split:  # a device may have a part of any axis
-            result = _add_flat_rows(ctx, rows, numbers, params, operand, indices, updates)
-    return decision, result
+    call = _call(reduction.op, types_of_op, params, selection)
+    return _Service(call, (2, 1), program, () if replaces else _RULES_OF_JOIN)
 
 
-def _add_flat_rows(ctx: Any, rows: _Rows, numbers: Any, params: dict[str, Any], *operands: Any) -> Any:
-    """JAX's scatter of flat rows."""
+def _add_flat_rows(ctx: Any, operands: Sequence[Any], numbers: Any, params: dict[str, Any]) -> Any:
+    """JAX's scatter of flat rows; None if it takes no less time."""
+    rows = _rows_of(_types_of(ctx), numbers)
+    if rows.batch is not None or not are_added_one_by_one(rows.row_shape, ctx.avals_in[2].dtype):
+        return None
     num_features = math.prod(rows.row_shape)
 
     def add(operand: Array, indices: Array, updates: Array) -> list[Array]:
@@ -272,13 +340,14 @@ def _add_flat_rows(ctx: Any, rows: _Rows, numbers: Any, params: dict[str, Any], 
     return jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])
 
 
-def _write(ctx: Any, rows: _Rows, clips: bool, operand: Any, indices: Any, updates: Any) -> tuple[Decision, Any]:
+@_cached
+def _service_of_write(types: _Types, numbers: Any, clips: bool, selection: Selection) -> _Service:
+    rows, dtype = _rows_of(types, numbers), types[0][1]
     _require(rows.batch is None, "it writes rows of several arrays")
     _require(rows.num_segments + rows.num_rows < 2**31, "there are 2^31 rows or more")
     params = {"ranks": (1 + len(rows.row_shape),), "axis": 0, "has_layer": False, "scales": (0,)}
     params["has_unique_slots"] = False
-    dtype = ctx.avals_in[0].dtype
-    types = (
+    types_of_op = (
         jax.ShapeDtypeStruct((rows.num_segments, *rows.row_shape), dtype),
         jax.ShapeDtypeStruct((rows.num_rows, *rows.row_shape), dtype),
         jax.ShapeDtypeStruct((rows.num_rows,), np.int32),
@@ -286,39 +355,97 @@ def _write(ctx: Any, rows: _Rows, clips: bool, operand: Any, indices: Any, updat
 
     def program(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
         slots = jnp.clip(rows.ids(indices, clips), -1, rows.num_segments).astype(jnp.int32)
-        pool, own = (jax.lax.reshape(x, of.shape) for x, of in zip((operand, updates), types, strict=False))
+        pool, own = (jax.lax.reshape(x, of.shape) for x, of in zip((operand, updates), types_of_op, strict=False))
         return jax.lax.reshape(run(pool, own, slots, **params)[0], operand.shape)
 
-    call = _call(ctx, WRITE_ROWS, types, params)
-    site = _site(call, ctx, [0, 2, 1], [operand, indices, updates])
-    return _lowered(call, site, _RULES_OF_WRITE, ctx, program, operand, indices, updates)
+    return _Service(_call(WRITE_ROWS, types_of_op, params, selection), (0, 2, 1), program, _RULES_OF_WRITE)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Slice updates.
+
+# Two busy cores, time of plain JAX / kernel in loops that carry an array of 256 KB to 64 MB: 0.6 to 12 where the loop
+# reads the window, 200 to 900 where it reads its sum, since XLA then copies the array in each step, and 0.8 to 7 where
+# it reads the whole array.
+_MIN_CARRIED_BYTES = 64 * KB
+_MIN_WINDOWS = 8
+"""The number of windows in an array whose copy takes much longer than that of the window."""
+
+
+def slice_update(ctx: Any, *operands: Any) -> tuple[Decision, Any]:
+    """Decides what serves an update of a slice, and lowers it unless JAX's own rule has to. Returns as `scatter`."""
+    try:
+        platform = _platform_of(ctx)
+        may_copy = current_selection() is None and platform == "cpu" and _may_copy(ctx, operands[0])
+        service = _service_of_slice(_types_of(ctx), KERNEL_IF_ANY if may_copy else current_selection())
+        decision, result = _lowered(service, _site(service, platform, ctx, operands), ctx, operands)
+        if may_copy and result is not None:
+            decision = Decision("kernel", "a loop carries the array, which XLA might copy in each step")
+        return decision, result
+    except _Unserved as reason:
+        return Decision("xla", str(reason)), None
+
+
+@_cached
+def _service_of_slice(types: _Types, selection: Selection) -> _Service:
+    (shape, dtype), (part, _), *_ = types
+    _require_dtype(dtype, DTYPES)
+    _require(jax_versions.is_static_shape((*shape, *part)), "its sizes are symbolic")
+    _require(len(shape) <= MAX_AXES, f"the array has more than {MAX_AXES} axes")
+    _require(0 not in part and part != shape, "it writes the whole array or nothing")
+    axes = [axis for axis, size in enumerate(shape) if part[axis] != size]
+    windows = tuple(Window(0, axis, i, part[axis], num_shards=1) for i, axis in enumerate(axes))
+    params = {"ranks": (len(shape),), "windows": windows, "drop": False}
+    order = (0, 1, *(2 + axis for axis in axes))
+
+    def program(run: _Run, operand: Array, update: Array, *starts: Array) -> Array:
+        # The kernel counts negative starts from the end. JAX has done so already.
+        inside = [jnp.maximum(starts[axis], 0) for axis in axes]
+        whole_bytes = [x.astype(jnp.int8) if jnp.iinfo(x.dtype).bits < 8 else x for x in inside]
+        return run(operand, update, *whole_bytes, **params)[0]
+
+    types_of_op = [jax.ShapeDtypeStruct(*types[i]) for i in order]
+    return _Service(_call(WRITE_SLICE, types_of_op, params, selection), order, program)
+
+
+def _may_copy(ctx: Any, operand: Any) -> bool:
+    """Whether XLA's CPU back end might copy a large array of which an update writes a small part: in loops."""
+    array, window = [math.prod(x.shape) * x.dtype.itemsize for x in ctx.avals_in[:2]]
+    is_small_part = MIN_UNFUSED_BYTES <= window <= array // _MIN_WINDOWS
+    return array >= _MIN_CARRIED_BYTES and is_small_part and is_carried(operand)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The decision.
 
 
-def _call(ctx: Any, op: Op, types: Sequence[Any], params: dict[str, Any]) -> OpCall:
-    selection = current_selection()
-    call = OpCall(op, types, params)
-    dtype = types[0].dtype
-    _require(dtype.name in call.resolve(op.dtypes), f"there is no kernel for dtype {dtype.name}")
-    if selection is None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and _platform(ctx) == "cuda":
-        selection = KERNEL_IF_ANY  # plain JAX rounds after each term, by atomic operations that 16 bits do not have
-    return OpCall(op, types, {**params, "implementation": selection})
+def _platform_of(ctx: Any) -> str:
+    platforms = jax_versions.platforms_of(ctx)
+    _require(len(platforms) == 1 and platforms[0] in KERNEL_PLATFORMS, "there are kernels for CPUs and CUDA only")
+    return str(platforms[0])
 
 
-def _platform(ctx: Any) -> str:
-    [platform] = jax_versions.platforms_of(ctx)
-    return platform
+def _types_of(ctx: Any) -> _Types:
+    return tuple([(x.shape, x.dtype) for x in ctx.avals_in])
 
 
-def _site(call: OpCall, ctx: Any, order: Sequence[int], operands: Sequence[Any]) -> Site:
-    """Where a call stands whose operands are those of the primitive in this order."""
-    platform = _platform(ctx)
-    of_call = ctx.replace(avals_in=[ctx.avals_in[i] for i in order])
-    site = site_of(call, platform, of_call, [operands[i] for i in order])
-    if platform == "cuda" and may_be_computed(operands[order[0]]):
+def _rounds_each_term(ctx: Any, platform: str) -> bool:
+    """Whether plain JAX rounds after each term, by atomic operations that 16 bits do not have."""
+    dtype = ctx.avals_in[0].dtype
+    return platform == "cuda" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def _call(op: Op, types: Sequence[Any], params: dict[str, Any], selection: Selection) -> OpCall:
+    call = OpCall(op, types, {**params, "implementation": selection})
+    _require_dtype(types[0].dtype, call.resolve(op.dtypes))
+    return call
+
+
+def _site(service: _Service, platform: str, ctx: Any, operands: Sequence[Any]) -> Site:
+    """Where a call stands."""
+    of_call = [operands[i] for i in service.order]
+    site = site_of(service.call, platform, ctx, of_call)
+    if platform == "cuda" and may_be_computed(of_call[0]):
         site = dataclasses.replace(site, fuses=True)
     module = ctx.module_context
     if site.is_split and (module.lowering_parameters.for_export or not jax_versions.knows_devices(module.axis_context)):
@@ -326,10 +453,12 @@ def _site(call: OpCall, ctx: Any, order: Sequence[int], operands: Sequence[Any])
     return site
 
 
-def _lowered(
-    call: OpCall, site: Site, rules: Sequence[Rule], ctx: Any, program: Callable[..., Array], *operands: Any
-) -> tuple[Decision, Any]:
-    decision = decide(call, site, rules)
+_decision = jax_versions.cached(decide)
+
+
+def _lowered(service: _Service, site: Site, ctx: Any, operands: Sequence[Any]) -> tuple[Decision, Any]:
+    call = service.call
+    decision = _decision(call, site, service.rules)
     if decision.implementation == "xla":
         return decision, None
     run = call.op if site.is_split else functools.partial(call.op.kernel, sorts_apart=site.sorts_apart)
@@ -338,5 +467,5 @@ def _lowered(
         Scope(SCOPE_NAME, None),
         selecting("kernel" if call.selection == "kernel" else KERNEL_IF_ANY),
     ):
-        [result] = lower_without_mesh(lambda *arrays: [program(run, *arrays)], ctx, operands)
+        [result] = lower_without_mesh(lambda *arrays: [service.program(run, *arrays)], ctx, operands)
     return decision, jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])

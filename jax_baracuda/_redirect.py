@@ -36,7 +36,6 @@ from jax_baracuda._core.selection import (
     set_process_scope,
 )
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
-from jax_baracuda.ops.write_slice import DTYPES, MAX_AXES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -49,10 +48,12 @@ _DTYPES = {
 _OF_SEGMENTS = tuple(f"jax.ops.segment_{name}" for name in ("sum", "prod", "max", "min"))
 _OF_GATHER = "gradient of a gather"
 _OF_SLICE = "jax.lax.dynamic_update_slice"
+_MARKED = "marked slice updates"
+"""What is redirected in the place of "slice_updates" while a program is lowered."""
 _KIND_OF_NAME = {
     **dict.fromkeys(_OF_SEGMENTS, "segments"),
     _OF_GATHER: "gather_gradients",
-    _OF_SLICE: "slice_updates",
+    _OF_SLICE: _MARKED,
 }
 """The kinds of calls by their names, which are also their name scopes in programs. Scatters in none of these scopes are
 indexed updates."""
@@ -206,49 +207,6 @@ def _segment_update(
     return getattr(forward_mode, name)(data, ids, num_segments, bool(indices_are_sorted), unique_indices, **options)
 
 
-def _slice_update(operand: Any, update: Any, start_indices: Any, *, allow_negative_indices: Any = True) -> Array:
-    operand, update = _as_arrays(operand, update)
-    dtype, ndim = operand.dtype, operand.ndim
-    _require(dtype.name in DTYPES, f"there is no kernel for dtype {dtype}")
-    _require(update.dtype == dtype, f"an update of dtype {update.dtype} of an array of dtype {dtype}")
-    _require(ndim <= MAX_AXES, f"the array has more than {MAX_AXES} axes")
-    _require_static(*operand.shape, *update.shape)
-    fits = update.ndim == ndim and all(part <= size for part, size in zip(update.shape, operand.shape, strict=True))
-    _require(fits, f"an update of shape {update.shape} of an array of shape {operand.shape}")
-    _require(not (operand.weak_type and update.weak_type), "the result is weakly typed")
-    starts = _starts_of(start_indices, operand.shape, allow_negative_indices)
-    return forward_mode.write_slice(operand, update, starts)
-
-
-def _starts_of(start_indices: Any, shape: tuple[int, ...], allow_negative_indices: Any) -> list[Any]:
-    """Start indices for :func:`write_slice`."""
-    is_vector = isinstance(start_indices, jax.Array | np.ndarray) and start_indices.ndim == 1
-    is_sequence = is_vector or isinstance(start_indices, list | tuple)
-    _require(is_sequence and len(start_indices) == len(shape), f"no start index for each axis of shape {shape}")
-    from_end = allow_negative_indices
-    from_end = [from_end] * len(shape) if isinstance(from_end, bool) else list(from_end)
-    _require(len(from_end) == len(shape), "allow_negative_indices has another length")
-    starts = list(start_indices)
-    are_scalars = all(isinstance(x, int) or (hasattr(x, "dtype") and x.ndim == 0) for x in starts)
-    _require(are_scalars, "the start indices are no numbers")
-    dtypes = {jax.dtypes.canonicalize_dtype(getattr(x, "dtype", type(x))) for x in starts}
-    are_alike = len(dtypes) <= 1 and all(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
-    _require(are_alike, "the start indices are not integers of one dtype")
-    return [_start(*of_axis, *dtypes) for of_axis in zip(starts, shape, from_end, strict=True)]
-
-
-def _start(start: Any, size: int, counts_from_end: bool, dtype: Any) -> Any:
-    """A start index for :func:`write_slice`, where negative ones count from the end."""
-    is_known = isinstance(start, int | np.integer)
-    if max(size, abs(int(start)) if is_known else 0) > jnp.iinfo(dtype).max:
-        raise _Unserved(f"a start index {f'of {start} ' if is_known else ''}of dtype {dtype} for {size} elements")
-    if is_known:
-        _require(counts_from_end or start >= 0, f"a start index of {start} that does not count from the end")
-    if is_known or counts_from_end or jnp.issubdtype(dtype, jnp.unsignedinteger):
-        return start
-    return jnp.maximum(start, 0)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The places in JAX that are replaced. Each replacement checks whether to redirect a call.
 
@@ -274,18 +232,20 @@ def _wrap_segments(own: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _wrap_slice_update(own: Callable[..., Array]) -> Callable[..., Array]:
+    """Marks the updates of the program. Those that JAX writes itself while it lowers a program have no mark."""
+
     @functools.wraps(own)
     def replacement(*args: Any, **kwargs: Any) -> Array:
-        if "slice_updates" not in redirected():
+        with in_named_scope(_OF_SLICE) if "slice_updates" in redirected() else contextlib.nullcontext():
             return own(*args, **kwargs)
-        try:
-            with not_redirected(), in_named_scope(_OF_SLICE):
-                return _slice_update(*args, **kwargs)
-        except _Unserved as reason:
-            _count(_OF_SLICE, Decision("xla", str(reason)))
-        return own(*args, **kwargs)
 
     return replacement
+
+
+def _while_lowering() -> contextlib.AbstractContextManager[Any]:
+    """Context in which slice updates with a mark are redirected, and no more are marked."""
+    kinds = redirected()
+    return Scope(REDIRECTION, kinds - {"slice_updates"} | {_MARKED} if "slice_updates" in kinds else kinds)
 
 
 def _scope_of(ctx: Any) -> tuple[str, str] | None:
@@ -299,13 +259,16 @@ def _scope_of(ctx: Any) -> tuple[str, str] | None:
 
 
 def _wrap_lowering(primitive: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    is_update = primitive in _UPDATES
+
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         if not (kinds := redirected()):
             return own(ctx, *operands, **params)
-        name, kind = _scope_of(ctx) or (_UPDATES[primitive], "indexed_updates")
-        if kind not in kinds:
+        name, kind = _scope_of(ctx) or (_UPDATES.get(primitive, ""), "indexed_updates")
+        if kind not in kinds or not (is_update or kind == _MARKED):
             return own(ctx, *operands, **params)
-        decision, result = _indexed.scatter(primitive, ctx, *operands, **params)
+        serve = functools.partial(_indexed.scatter, primitive) if is_update else _indexed.slice_update
+        decision, result = serve(ctx, *operands, **params)
         _count(name, decision)
         return own(ctx, *operands, **params) if result is None else [result]
 
@@ -322,28 +285,20 @@ def _count_op(call: OpCall, decision: Decision, ctx: Any) -> None:
 lowering.listeners.append(_count_op)
 
 
-def _without_slices() -> contextlib.AbstractContextManager[Any]:
-    return Scope(REDIRECTION, redirected() - {"slice_updates"})
-
-
 _SCATTERS, _SLICES = "scatters", "slice updates"
 _PLACES: dict[str, Callable[[], list[Patch]]] = {
     _SCATTERS: lambda: [
         jax_versions.patch_in_scatter("_segment_update", _wrap_segments),  # all jax.ops.segment_* call it
         jax_versions.patch_of_transposed_gathers(lambda: in_named_scope(_OF_GATHER)),
         *jax_versions.patches_of_lowering(_indexed.SCATTERS, _wrap_lowering),
+        jax_versions.patch_of_lowering_by_platform(),
     ],
     _SLICES: lambda: [
         # JAX traces slice updates of its own during lowering: scan writes its stacked results.
-        jax_versions.patch_of_lowering_inside(_without_slices),
+        jax_versions.patch_of_lowering_inside(_while_lowering),
         jax_versions.patch_of_slice_update(_wrap_slice_update),
+        *jax_versions.patches_of_lowering([jax.lax.dynamic_update_slice_p], _wrap_lowering),
     ],
-}
-_PLACE_OF_KIND = {
-    "segments": _SCATTERS,
-    "gather_gradients": _SCATTERS,
-    "indexed_updates": _SCATTERS,
-    "slice_updates": _SLICES,
 }
 _uses: collections.Counter[str] = collections.Counter()
 """The number of contexts that redirect at each place, plus 1 for the process. If positive, the place is replaced."""
@@ -422,8 +377,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
       other axes. A kernel reduces the updates of each row; the result is then joined with the row. Also ``.set``, which
       runs the kernel of :func:`write_rows`: of several updates of a row, the last one is written.
     - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
-      ``dynamic_update_index_in_dim``, for example to write caches in loops. They run :func:`write_slice`. Under
-      ``jax.vmap``, it writes the windows of a whole batch at once.
+      ``dynamic_update_index_in_dim``, for example to write caches in loops. They run the kernel of
+      :func:`write_slice`, on CPUs where a loop carries a large array. Under ``jax.vmap``, they stay JAX's.
 
     For each call, a kernel or plain JAX is picked when the program is lowered, by the rules of the op. Calls that no
     kernel serves run as plain JAX. The report says what runs for each call, and why. Where plain JAX is picked for a
@@ -486,7 +441,8 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
         }
         redirected = frozenset(name for name, is_redirected in kinds.items() if flag("redirect", name, is_redirected))
         super().__init__(REDIRECTION, redirected)
-        self._places = {_PLACE_OF_KIND[kind] for kind in redirected}
+        # Slice updates under ``vmap`` are scatters.
+        self._places = [_SCATTERS, _SLICES] if "slice_updates" in redirected else [_SCATTERS] if redirected else []
         self.report = RedirectReport()
 
     @jax_versions.hiding_frames

@@ -67,6 +67,17 @@ def program_primitive(name: str, **rules: Callable[..., Any]) -> Primitive:
     return primitive_of(name, run, lambda *_, jaxpr, **__: jaxpr.out_avals, **rules)
 
 
+def cached(function: Callable[P, R]) -> Callable[P, R]:
+    """Caches the results of a function until ``jax.clear_caches`` is called."""
+    cached_function: Any = functools.lru_cache(maxsize=4096)(function)
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import util
+
+        util.register_cache(cached_function, function.__name__)
+    of_cache: Callable[P, R] = cached_function
+    return of_cache
+
+
 def is_staging() -> bool:
     """Whether JAX traces a program here that it lowers later."""
     from jax._src import core
@@ -453,21 +464,35 @@ def patches_of_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> list[P
             return type(entry)(wrap(primitive.name, entry.rule), entry.inline)
         return wrap(primitive.name, entry)
 
-    def with_list_of_types(lower_per_platform: Callable[..., Any]) -> Callable[..., Any]:
-        # For several platforms, JAX adds a list to these types, which are a tuple where a call is lowered in its place.
-        return lambda ctx, *args, **kwargs: lower_per_platform(
-            ctx.replace(avals_out=list(ctx.avals_out)), *args, **kwargs
-        )
-
     tables: list[Any] = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
     if missing := [primitive for primitive in primitives if not any(primitive in table for table in tables)]:
         raise KeyError(f"no rules for {missing}")
     return [
         *(_patch(table, primitives, wrap_entry) for table in tables),
-        _patch_of_function(mlir, "lower_per_platform", with_list_of_types),
         _patch_of_members(mlir._uncacheable_primitives, primitives),
         _patch_of_members(dispatch.prim_requires_devices_during_lowering, primitives),
     ]
+
+
+def patch_of_lowering_by_platform() -> Patch:
+    """Lets JAX lower calls where they stand in programs for several platforms, too.
+
+    There, JAX adds a list to the types of the results, which are a tuple if a call is lowered where it stands.
+
+    Raises:
+      ImportError, AttributeError: this JAX has no such function.
+    """
+    from jax._src.interpreters import mlir
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        def lower(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(platforms_of(ctx)) > 1:
+                ctx = ctx.replace(avals_out=list(ctx.avals_out))
+            return own(ctx, *args, **kwargs)
+
+        return lower
+
+    return _patch_of_function(mlir, "lower_per_platform", wrap)
 
 
 def _patch_of_members(members: set[Any], more: Sequence[Any]) -> Patch:

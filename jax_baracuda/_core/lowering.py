@@ -86,9 +86,9 @@ def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, ope
 
 
 def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
-    """Where a call stands. `ctx` has the types of the operands and of the results."""
-    module, avals = ctx.module_context, [*ctx.avals_in, *ctx.avals_out]
-    has_empty_array = any(0 in aval.shape for aval in avals)
+    """Where a call stands. `ctx` is that of the call or of what it serves."""
+    module, types = ctx.module_context, [*call.operands, *ctx.avals_out]
+    has_empty_array = any([0 in x.shape for x in types])
     is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array
     in_place = call.resolve(call.op.in_place_if_donated) if is_for_one_platform else ()
     is_partitioned = jax_versions.automatic_axis(module.axis_context) is not None or jax_versions.partitioner_splits(
@@ -96,7 +96,7 @@ def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands
     )
     return Site(
         platform,
-        fuses=_can_fuse(ctx, operands),
+        fuses=_can_fuse(call, ctx, operands),
         donated=tuple(i for i in in_place if _is_donated_argument(operands[i])),
         is_split=is_partitioned and not has_empty_array,
         misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
@@ -105,6 +105,7 @@ def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands
     )
 
 
+@jax_versions.cached
 def _sorts_rows(call: OpCall, platform: str) -> bool:
     """Whether the kernel first sorts the ids of floating rows."""
     is_served = call.op.plan_parameters is not None and call.unsupported_reason(platform) is None
@@ -120,7 +121,7 @@ def _lower_reference(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequ
     unfused: list[int] = []
     if list(jax_versions.platforms_of(ctx)) == ["cpu"] and call.has_static_shapes():
         written: list[Any] = [ctx.avals_in[i] for i in _written_operands(call)]
-        if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= _MIN_UNFUSED_BYTES:
+        if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= MIN_UNFUSED_BYTES:
             # On CPUs, XLA fuses an in-place update with a read of part of the result, and then copies the whole array.
             in_place = call.resolve(call.op.in_place)
             unfused = [r for i, r in in_place.items() if _updated_argument(operands[i]) is not None]
@@ -132,7 +133,7 @@ def _lower_reference(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequ
     return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
 
 
-_MIN_UNFUSED_BYTES = 256
+MIN_UNFUSED_BYTES = 256
 """XLA compiles a loop as one function if a step accesses less than 1 KB. A barrier counts as the whole array."""
 
 
@@ -258,19 +259,15 @@ def _is_donated_argument(value: ir.Value[Any]) -> bool:
     """Whether a value of a program under lowering is a donated argument of the whole program."""
     if not isinstance(value, ir.BlockArgument):
         return False
-    owner: Any = value.owner.owner.operation  # may be a loop or a shard_map instead of a function
-    if owner.name != "func.func" or owner.attributes["sym_name"].value != "main":
+    if _function_of(value) != "main":
         return False
-    attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[value.arg_number])
+    attributes = ir.DictAttr(ir.ArrayAttr(_owner(value).attributes["arg_attrs"])[value.arg_number])
     return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
 
 
-def _can_fuse(ctx: Any, operands: Sequence[Any]) -> bool:
+def _can_fuse(call: OpCall, ctx: Any, operands: Sequence[Any]) -> bool:
     """Whether XLA could fuse the computation of the first operand, or of one of the largest, with plain JAX."""
-    avals: Sequence[Any] = ctx.avals_in
-    sizes = [math.prod(aval.shape) if jax_versions.is_static_shape(aval.shape) else 0 for aval in avals]
-    largest = max(sizes)
-    return any(_is_computed(ctx, operand) for i, operand in enumerate(operands) if i == 0 or sizes[i] == largest)
+    return any([_is_computed(ctx, operands[i]) for i in call.main_operands])
 
 
 _IN_MEMORY = frozenset(
@@ -338,12 +335,19 @@ def _updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:
     """The argument of a program, function or loop that an array is, possibly after updates; None if it is none."""
     operation: Any = array.owner
     while not isinstance(operation, ir.Block):
-        if operation.name not in (*_VIEWS, "stablehlo.dynamic_update_slice", "stablehlo.optimization_barrier"):
+        of_each = operation.name == "stablehlo.optimization_barrier" or _writes_slices(operation)
+        if not of_each and operation.name not in (*_VIEWS, "stablehlo.dynamic_update_slice"):
             return None
-        result = ir.OpResult(array).result_number
-        array = operation.operands[result if operation.name == "stablehlo.optimization_barrier" else 0]
+        array = operation.operands[ir.OpResult(array).result_number if of_each else 0]
         operation = array.owner
     return array
+
+
+def _writes_slices(operation: Any) -> bool:
+    """Whether an operation is the kernel that updates slices, whose results are its first operands."""
+    return operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == target_name(
+        "write_slice"
+    )
 
 
 _LOOP_BODIES = ("closed_call", "eval_jaxpr")
@@ -352,21 +356,36 @@ _LOOP_BODIES = ("closed_call", "eval_jaxpr")
 
 def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
     """Whether no other argument of its block can be this array, or computed from it, after XLA has inlined calls."""
-    block: Any = argument.owner
-    owner: Any = block.owner.operation
-    if owner.name != "func.func":
-        return bool(owner.name == "stablehlo.while")
-    name = owner.attributes["sym_name"].value
     is_called_elsewhere = ctx.module_context.lowering_parameters.for_export
-    return name.startswith(_LOOP_BODIES) or (name == "main" and not is_called_elsewhere)
+    return _is_of_loop(argument) or (_function_of(argument) == "main" and not is_called_elsewhere)
+
+
+def is_carried(array: ir.Value[Any]) -> bool:
+    """Whether an array is one that a loop carries, possibly after updates."""
+    argument = _updated_argument(array)
+    return argument is not None and _is_of_loop(argument)
+
+
+def _is_of_loop(argument: ir.Value[Any]) -> bool:
+    return _owner(argument).name == "stablehlo.while" or (_function_of(argument) or "").startswith(_LOOP_BODIES)
+
+
+def _function_of(argument: ir.Value[Any]) -> str | None:
+    """The name of the function with this argument; None if it belongs to a loop or a branch."""
+    owner = _owner(argument)
+    return str(owner.attributes["sym_name"].value) if owner.name == "func.func" else None
+
+
+def _owner(argument: Any) -> Any:
+    """The operation that an argument belongs to: a function, a loop, a branch or a shard_map."""
+    return argument.owner.owner.operation
 
 
 def may_be_computed(value: ir.Value[Any]) -> bool:
     """Whether a value is an argument of a function that the program calls. XLA may fuse what its callers pass."""
     if not isinstance(value.owner, ir.Block):
         return False
-    owner: Any = value.owner.owner.operation
-    return bool(owner.name == "func.func" and owner.attributes["sym_name"].value != "main")
+    return _function_of(value) not in (None, "main")
 
 
 def splat_of(ctx: Any, value: ir.Value[Any]) -> bool | int | float | None:

@@ -387,6 +387,13 @@ class OpCall:
             return self.operands
         return [jax.ShapeDtypeStruct(x.shape[self.num_batch_dims :], x.dtype) for x in self.operands]
 
+    @functools.cached_property
+    def main_operands(self) -> list[int]:
+        """The positions of the first operand and of the largest ones."""
+        shapes = [x.shape for x in self.operands]
+        sizes = [math.prod(shape) if jax_versions.is_static_shape(shape) else 0 for shape in shapes]
+        return [i for i, size in enumerate(sizes) if i == 0 or size == max(sizes)]
+
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the definition, given the params that it names."""
         return with_named(function, self.params)
