@@ -95,6 +95,12 @@ def index_array(function: str, argument: str, value: ArrayLike) -> Array:
     return array.astype(jnp.int32)
 
 
+def divided(numbers: Array, divisors: Array) -> Array:
+    """Quotients, rounded once. The divisors broadcast to the numbers."""
+    # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
+    return numbers / jnp.where(numbers == numbers, divisors, 1)
+
+
 def in_range(indices: Array, size: int) -> Array:
     """Which indices are from 0 to ``size - 1``."""
     return (indices >= 0) & (indices < size)

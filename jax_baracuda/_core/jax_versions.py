@@ -121,7 +121,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def _cast_to_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    if hasattr(jax.lax, "pcast"):  # jax >= 0.9
+    if hasattr(jax.lax, "pcast"):  # jax >= 0.8.2
         return jax.lax.pcast(x, axes, to="varying")
     return jax.lax.pvary(x, axes)
 
@@ -449,9 +449,7 @@ def patches_of_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> list[P
     from jax._src.interpreters import mlir
 
     def wrap_entry(primitive: Any, entry: Any) -> Any:
-        if hasattr(entry, "rule"):
-            return type(entry)(wrap(primitive.name, entry.rule), entry.inline)
-        return wrap(primitive.name, entry)
+        return type(entry)(wrap(primitive.name, entry.rule), entry.inline)
 
     def with_list_of_types(lower_per_platform: Callable[..., Any]) -> Callable[..., Any]:
         # For several platforms, JAX adds a list to these types, which are a tuple where a call is lowered in its place.

@@ -28,7 +28,6 @@ IDS = ("row",)
 CELLS = ("segment", "...")
 COUNTS = ("segment",)
 
-ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
 IN_FLOAT64 = dataclasses.replace(EXACT, accumulator="float64", math_precision="accumulated")
 
 

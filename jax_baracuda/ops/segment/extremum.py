@@ -35,7 +35,7 @@ from jax_baracuda._core.dispatch import (
 )
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
-from jax_baracuda._core.guarantees import EXACT, accumulated
+from jax_baracuda._core.guarantees import EXACT, ROUNDED_ONCE, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
@@ -64,7 +64,6 @@ from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
     ORDERED_DTYPES,
-    ROUNDED_ONCE,
     ROWS,
     gradient_op,
     index_of_first_row,
