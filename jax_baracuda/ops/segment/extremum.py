@@ -758,7 +758,7 @@ def _result_dtypes(data: Any, ids: Any, *_: Any, has_winner: bool) -> list[Any]:
     return [data.dtype, index_dtype(ids.shape[0])] if has_winner else [data.dtype]
 
 
-_OF_TIES = {"data": None, "output": None}
+_OF_TIES = dict.fromkeys(("data", "output"), "shares_ties")
 """The optional operands of gradients, by which these find tied rows."""
 
 # H100, time of plain JAX / kernel: 0.7 (188 loops, with and without winners).
@@ -822,7 +822,6 @@ OPERANDS_OF_BACKWARD: NamedDimensions = {
     "data": _GATHERED,
     "output": CELLS,
 }
-_OF_GATHERED_TIES = dict.fromkeys(_OF_TIES, "shares_ties")
 SHARED_BY_GRAPHS = (list(OPERANDS_OF_BACKWARD).index("data"),)
 """The operands of the backward op that all graphs of a batch share."""
 
@@ -919,7 +918,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     name="gather_segment_extremum_backward",
     targets=extremum_targets("gather_segment_{}_backward"),
     operands=OPERANDS_OF_BACKWARD,
-    optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_GATHERED_TIES,
+    optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_TIES,
     results={"d_data": _GATHERED},
     sizes={"gathered": "num_rows"},
     reference=_reference_backward_of_edges,
@@ -952,7 +951,7 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
         "data": _GATHERED,
         "output": CELLS,
     },
-    optional=_OF_GATHERED_TIES,
+    optional=_OF_TIES,
     results={"cells": CELLS},
     reference=_take_winners_of_edges,
     program=_take_winners_of_edges,  # plain JAX, not a kernel: XLA fuses the gather into the sum
