@@ -907,9 +907,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
-    shard_program=of_split_segments(
-        lambda: GATHER_SEGMENT_EXTREMUM, functools.partial(_shard_reduce, "edge"), ids_operand=2
-    ),
+    shard_program=of_split_segments(functools.partial(_shard_reduce, "edge"), ids_operand=2),
     tangent=_tangent_of_edges,
     limit=limit_of_32_bits,
 )

@@ -341,7 +341,7 @@ TAKE_ROWS_BACKWARD = Op(
     dtypes=SEGMENT_SUM.dtypes,
     guarantee=sum_guarantee,
     reduction_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
-    shard_program=of_split_segments(lambda: TAKE_ROWS_BACKWARD, _shard_program, ids_operand=1),
+    shard_program=of_split_segments(_shard_program, ids_operand=1, size="num_rows"),
     program=lambda d_output, ids, *, num_rows, ids_ndim, accumulator=None, **params: sum_op(accumulator).kernel(
         *_flat(d_output, ids), num_segments=num_rows, **params
     ),
