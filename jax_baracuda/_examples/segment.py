@@ -159,26 +159,26 @@ def softmax_backward(d_output: Array, probabilities: Array, segment_ids: Array, 
 # Operands
 
 
-def with_ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def with_ties(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Rounded numbers, so that rows tie and share the gradient of a maximum."""
-    return repeated(lambda count: np.round(rng.standard_normal(count), 1), shape, dtype)
+    return repeated(lambda count: np.round(rng.standard_normal(count), 1), shape)
 
 
-def factors(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def factors(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Numbers around 1 and -1, so that products stay in range."""
-    return repeated(lambda count: rng.choice([-1, 1], count) * np.exp2(rng.normal(0, 0.25, count)), shape, dtype)
+    return repeated(lambda count: rng.choice([-1, 1], count) * np.exp2(rng.normal(0, 0.25, count)), shape)
 
 
-def probabilities(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def probabilities(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Numbers between 0 and 1; they need not sum to 1."""
-    return repeated(rng.random, shape, dtype)
+    return repeated(rng.random, shape)
 
 
 def ids_below(dim: str, *, is_sorted: bool = False) -> Draw:
     """Draws numbers of rows of a dimension."""
 
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-        ids = rng.integers(0, sizes[dim], shape).astype(dtype)
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+        ids = rng.integers(0, sizes[dim], shape)
         return np.sort(ids, axis=-1) if is_sorted else ids
 
     return draw

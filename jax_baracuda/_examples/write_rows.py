@@ -37,8 +37,8 @@ def write_both(
     return function([keys, values], [new_keys, new_values], slots, **options)
 
 
-def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return rng.integers(0, sizes["layer"], shape).astype(dtype)
+def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+    return rng.integers(0, sizes["layer"], shape)
 
 
 SIZES = {
