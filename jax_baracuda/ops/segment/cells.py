@@ -187,27 +187,6 @@ def row_numbers(rows: Array) -> Array:
     return per_row(jnp.arange(rows.shape[0], dtype=index_dtype(rows.shape[0])), rows)
 
 
-def has_ordered_bits(dtype: Any) -> bool:
-    """Whether to compare by bits: all floats except 8-bit ones, which XLA compares correctly in a wider dtype."""
-    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1
-
-
-def equal_numbers(x: Array, y: Array) -> Array:
-    """``x == y``, by the bits of floating numbers: on CPUs, XLA compares subnormal numbers as zeros."""
-    if not has_ordered_bits(x.dtype):
-        return x == y
-    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    bits_of_x, bits_of_y = (jax.lax.bitcast_convert_type(z, integer) for z in (x, y))
-    # -0 and +0 are equal: all their bits except the sign are 0.
-    are_zeros = (bits_of_x | bits_of_y) << 1 == 0
-    return ((bits_of_x == bits_of_y) & ~jnp.isnan(y)) | are_zeros
-
-
-def same_value(x: Array, y: Array) -> Array:
-    """Whether two values are equal, where any NaN equals any NaN."""
-    return equal_numbers(x, y) | ((x != x) & (y != y))
-
-
 def over_counts(total: Array, counts: Array) -> Array:
     """Totals divided by the row counts ``[S]``, rounded once. Totals without rows stay 0."""
     return divided(total, per_row(jnp.maximum(counts, 1), total).astype(total.dtype))
