@@ -80,7 +80,7 @@ def integer_array(function: str, argument: str, value: ArrayLike) -> Array:
 
 
 def index_array(function: str, argument: str, value: ArrayLike) -> Array:
-    """Indices as int32. Those that it does not hold become the nearest that it holds, so they stay out of range."""
+    """Indices as int32. Those beyond int32 become its least or greatest number, so they stay out of range."""
     info = np.iinfo(np.int32)
     # Without jax_enable_x64, JAX would keep the lowest 32 bits of wider integers of Python and NumPy.
     if isinstance(value, int) and not isinstance(value, bool):
