@@ -31,7 +31,7 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
-from jax_baracuda._core.functions import Params
+from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
@@ -365,8 +365,7 @@ def write_cotangents(
         row_dtypes=of_chosen(row_dtypes),
         **params,
     )
-    by_position = dict(zip([*chosen, *(len(ranks) + i for i in chosen)], gradients, strict=True))
-    return [by_position.get(i) for i in range(2 * len(ranks))]
+    return placed(gradients, [*chosen, *(len(ranks) + i for i in chosen)], 2 * len(ranks))
 
 
 def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callable[..., list[Array]]:
