@@ -147,11 +147,8 @@ def explicit_spec(aval: Any) -> tuple[Any, ...] | None:
 
 def result_aval(like: Any, shape: Sequence[int], dtype: Any, spec: Sequence[Any] | None) -> Any:
     """The type of a result: this shape, dtype and partition spec, and the varying axes and mesh of `like`."""
-    sharding = getattr(like, "sharding", None)
-    if sharding is None:
-        return like.update(shape=tuple(shape), dtype=dtype, weak_type=False)
     entries = tuple(spec) if spec is not None else (None,) * len(shape)
-    sharding = sharding.update(spec=sharding.spec.update(partitions=entries))
+    sharding = like.sharding.update(spec=like.sharding.spec.update(partitions=entries))
     return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)
 
 
