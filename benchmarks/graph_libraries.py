@@ -21,7 +21,7 @@ from jraphx.nn import conv
 
 import jax_baracuda as jb
 from benchmarks import graph_networks
-from jax_baracuda._tools.command_line import parser_of, run, whole_number
+from jax_baracuda._tools.command_line import integer_from, parser_of, run
 from jax_baracuda._tools.table import format_table
 
 NODES, EDGES, WIDTH, HEADS = 169_343, 1_166_243, 128, 8
@@ -120,7 +120,7 @@ def milliseconds(programs: list[Callable[[], Any]]) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = parser_of("benchmarks.graph_libraries", __doc__, {0: "all layers were measured"})
-    parser.add_argument("--scale", type=whole_number(1), default=1, help="how many times smaller the graph is")
+    parser.add_argument("--scale", type=integer_from(1), default=1, help="how many times smaller the graph is")
     scale = parser.parse_args(arguments).scale
     nodes, edges = NODES // scale, EDGES // scale
     h = jax.random.normal(jax.random.key(0), (nodes, WIDTH))

@@ -19,7 +19,7 @@ from benchmarks.harness import environment
 from benchmarks.record import FORWARD, LOWEST_RATIO, RESULTS, WITH_GRADIENT, GridRun, Ratio, distribution
 from benchmarks.timing import Arrays, Loop, compiled_in_batches, num_steps, race
 from jax_baracuda._examples.example import value_and_gradient
-from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, run, whole_number
+from jax_baracuda._tools.command_line import INTERRUPTED, integer_from, output_file, parser_of, run
 from jax_baracuda._tools.platforms import default_devices, require_kernels
 
 SEED = 1
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=output_file, help=f"the JSON record (default: cpu_grid.json or gpu_grid.json in {RESULTS})"
     )
-    parser.add_argument("--cases", type=whole_number(1), default=400, help="sampled calls (default: 400)")
-    parser.add_argument("--seed", type=whole_number(0), default=SEED, help="of the sample")
+    parser.add_argument("--cases", type=integer_from(1), default=400, help="sampled calls (default: 400)")
+    parser.add_argument("--seed", type=integer_from(0), default=SEED, help="of the sample")
     sample.add_functions_option(parser, "public functions (default: all)")
-    parser.add_argument("--seconds", type=whole_number(1), help="stop after so many, with what was timed by then")
+    parser.add_argument("--seconds", type=integer_from(1), help="stop after so many, with what was timed by then")
     options = parser.parse_args(arguments)
     backend = default_devices()[0].platform
     require_kernels(default_devices()[0])

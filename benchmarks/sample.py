@@ -43,12 +43,12 @@ CONTENDED_IN_ANY_DTYPE = (
 )
 
 
-def power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return np.floor(sizes["segment"] * rng.random(shape) ** POWER).astype(dtype)
+def power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+    return np.floor(sizes["segment"] * rng.random(shape) ** POWER)
 
 
-def sorted_power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return np.sort(power_law_ids(rng, shape, dtype, sizes), axis=-1)
+def sorted_power_law_ids(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+    return np.sort(power_law_ids(rng, shape, sizes), axis=-1)
 
 
 POWER_LAW = {IDS.draw: power_law_ids, SORTED_IDS.draw: sorted_power_law_ids}

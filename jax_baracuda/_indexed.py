@@ -51,7 +51,8 @@ from jax_baracuda._core.selection import (
     selecting,
 )
 from jax_baracuda.ops.segment.cells import are_added_one_by_one
-from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM, identity_of
+from jax_baracuda.ops.segment.comparisons import identity_of
+from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM
 from jax_baracuda.ops.segment.ids import clamped_ids, signed_ids
 from jax_baracuda.ops.segment.product import SEGMENT_PROD
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM

@@ -20,7 +20,7 @@ import numpy as np
 import jax_baracuda as jb
 from benchmarks.clients import MODULES, Program, of_package
 from benchmarks.clients.share import share_of_segment_operations
-from jax_baracuda._tools.command_line import parser_of, run, whole_number
+from jax_baracuda._tools.command_line import integer_from, parser_of, run
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
 MAX_DIFFERENCE = 1.02
@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("benchmarks.clients", __doc__, statuses)
     parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, help="packages")
     parser.add_argument("--program", help="programs whose names start like this")
-    parser.add_argument("--sizes", nargs="+", type=whole_number(1), help="instead of those of the table")
-    parser.add_argument("--seconds", type=whole_number(1), default=2, help="how long each program is timed, at least")
+    parser.add_argument("--sizes", nargs="+", type=integer_from(1), help="instead of those of the table")
+    parser.add_argument("--seconds", type=integer_from(1), default=2, help="how long each program is timed, at least")
     options = parser.parse_args(arguments)
     failures = 0
     runs: list[tuple[int, str, int]] = []

@@ -80,7 +80,7 @@ def integer_array(function: str, argument: str, value: ArrayLike) -> Array:
 
 
 def index_array(function: str, argument: str, value: ArrayLike) -> Array:
-    """Indices as int32. Those that it does not hold become the nearest that it holds, so they stay out of range."""
+    """Indices as int32. Those beyond int32 become its least or greatest number, so they stay out of range."""
     info = np.iinfo(np.int32)
     # Without jax_enable_x64, JAX would keep the lowest 32 bits of wider integers of Python and NumPy.
     if isinstance(value, int) and not isinstance(value, bool):
@@ -93,6 +93,12 @@ def index_array(function: str, argument: str, value: ArrayLike) -> Array:
         array = jnp.minimum(array, info.max)
         array = array if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else jnp.maximum(array, info.min)
     return array.astype(jnp.int32)
+
+
+def divided(numbers: Array, divisors: Array) -> Array:
+    """Quotients, rounded once. The divisors broadcast to the numbers."""
+    # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
+    return numbers / jnp.where(numbers == numbers, divisors, 1)
 
 
 def in_range(indices: Array, size: int) -> Array:

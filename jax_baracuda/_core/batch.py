@@ -61,7 +61,7 @@ def map_over_batch(function: Callable[..., Any], mapped: MappedDims, *operands: 
 def map_together(results: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the results. If ``vmap`` maps any of the results or arrays, it then maps all results.
 
-    For functions with results that depend only on some arrays. If ``vmap`` maps only some results of a
+    For functions with a result that depends on only some of the arrays. If ``vmap`` maps only some results of a
     ``jax.custom_vjp`` function, JAX counts the cotangents of the others once per element of the batch.
     """
     return tuple(_map_together.bind(*results, *arrays, num_results=len(results)))

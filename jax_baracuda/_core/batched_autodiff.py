@@ -19,7 +19,7 @@ from jax.interpreters import ad
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
-from jax_baracuda._core.functions import jvp_of_nonzero, with_fixed
+from jax_baracuda._core.functions import jvp_of_nonzero, placed, with_fixed
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
 
@@ -177,8 +177,7 @@ def _transpose_of_call(cotangents: Sequence[Any], *arrays: Any, call: _BatchedCa
     linear = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
     function = with_fixed(jax_versions.jaxpr_as_fun(jaxpr), arrays, linear)
     transpose = jax.linear_transpose(function, *(arrays[i].aval for i in linear))
-    results: dict[int, Any] = dict(zip(linear, transpose([ad.instantiate_zeros(x) for x in cotangents]), strict=True))
-    return [results.get(i) for i in range(len(arrays))]
+    return placed(transpose([ad.instantiate_zeros(x) for x in cotangents]), linear, len(arrays))
 
 
 _call_p = jax_versions.program_primitive(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,12 @@ def with_fixed(function: Callable[..., Any], operands: Sequence[Any], free: Sequ
         return function(*all_operands)
 
     return of_free
+
+
+def placed(values: Iterable[Any], positions: Iterable[int], size: int) -> list[Any]:
+    """A list of this size, with the values at these positions and None elsewhere."""
+    by_position = dict(zip(positions, values, strict=True))
+    return [by_position.get(i) for i in range(size)]
 
 
 def jvp_of_nonzero(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:

@@ -31,6 +31,7 @@ class Guarantee:
 
 EXACT = Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True)
 """For ops that only select."""
+ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
 
 
 def accumulated(dtype: str, platform: str) -> Guarantee:

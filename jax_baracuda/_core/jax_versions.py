@@ -132,7 +132,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def _cast_to_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    if hasattr(jax.lax, "pcast"):  # jax >= 0.9
+    if hasattr(jax.lax, "pcast"):  # jax >= 0.8.2
         return jax.lax.pcast(x, axes, to="varying")
     return jax.lax.pvary(x, axes)
 
@@ -158,11 +158,8 @@ def explicit_spec(aval: Any) -> tuple[Any, ...] | None:
 
 def result_aval(like: Any, shape: Sequence[int], dtype: Any, spec: Sequence[Any] | None) -> Any:
     """The type of a result: this shape, dtype and partition spec, and the varying axes and mesh of `like`."""
-    sharding = getattr(like, "sharding", None)
-    if sharding is None:
-        return like.update(shape=tuple(shape), dtype=dtype, weak_type=False)
     entries = tuple(spec) if spec is not None else (None,) * len(shape)
-    sharding = sharding.update(spec=sharding.spec.update(partitions=entries))
+    sharding = like.sharding.update(spec=like.sharding.spec.update(partitions=entries))
     return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)
 
 
@@ -460,9 +457,7 @@ def patches_of_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> list[P
     from jax._src.interpreters import mlir
 
     def wrap_entry(primitive: Any, entry: Any) -> Any:
-        if hasattr(entry, "rule"):
-            return type(entry)(wrap(primitive.name, entry.rule), entry.inline)
-        return wrap(primitive.name, entry)
+        return type(entry)(wrap(primitive.name, entry.rule), entry.inline)
 
     tables: list[Any] = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
     if missing := [primitive for primitive in primitives if not any(primitive in table for table in tables)]:

@@ -281,7 +281,7 @@ _IN_MEMORY = frozenset(
 
 
 _VIEWS = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")
-"""Operations that leave an array as it is if its number of elements stays the same."""
+"""Operations that repeat elements, or leave an array as it is if its number of elements stays the same."""
 
 
 def _is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
@@ -390,7 +390,7 @@ def may_be_computed(value: ir.Value[Any]) -> bool:
 
 def splat_of(ctx: Any, value: ir.Value[Any]) -> bool | int | float | None:
     """The number that an array holds everywhere; None if it is unknown or complex."""
-    elements = _constant(_origin(ctx, value, _SPREADING))
+    elements = _constant(_origin(ctx, value))
     if elements is None or not elements.is_splat:
         return None
     for kind in (ir.FloatAttr, ir.BoolAttr, ir.IntegerAttr):
@@ -409,15 +409,12 @@ def _constant(value: ir.Value[Any]) -> Any:
     return None
 
 
-_SPREADING = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")
-
-
-def _origin(ctx: Any, value: ir.Value[Any], through: Sequence[str]) -> ir.Value[Any]:
-    """The value that a value is, before these operations and the functions that return it."""
+def _origin(ctx: Any, value: ir.Value[Any]) -> ir.Value[Any]:
+    """The value whose elements a value holds, before :data:`_VIEWS` of it and the functions that return it."""
     while not isinstance(operation := value.owner, ir.Block):
         if operation.name == "func.call":
             value = _returned(ctx, value)
-        elif operation.name in through:
+        elif operation.name in _VIEWS:
             value = operation.operands[0]
         else:
             break
@@ -439,7 +436,7 @@ def is_ascending(ctx: Any, ids: ir.Value[Any]) -> bool:
     """Whether ids are known to ascend: constants, and what ``jnp.sort`` returns."""
     if math.prod(shape := ir.RankedTensorType(ids.type).shape) != max(shape, default=0):
         return False
-    origin = _origin(ctx, ids, _SPREADING)
+    origin = _origin(ctx, ids)
     if list(ir.RankedTensorType(origin.type).shape) != [max(shape)] or isinstance(origin.owner, ir.Block):
         return False
     if origin.owner.name == "stablehlo.sort":
@@ -468,7 +465,7 @@ def _known_ids(ctx: Any, ids: ir.Value[Any]) -> np.ndarray | None:
     """The ids of a constant array, also behind JAX's treatment of negative ids if there are none."""
     operation: Any = ids.owner
     if operation.name == "stablehlo.select":
-        known = _known(_origin(ctx, operation.operands[2], _VIEWS))
+        known = _known(_origin(ctx, operation.operands[2]))
         return known if known is not None and known.min(initial=0) >= 0 and _tests_sign(ctx, operation) else None
     return _known(ids)
 
@@ -484,7 +481,7 @@ def _known(value: ir.Value[Any]) -> np.ndarray | None:
 
 def _tests_sign(ctx: Any, select: Any) -> bool:
     """Whether a select takes its first choice at most where its second is negative."""
-    predicate = _origin(ctx, select.operands[0], _VIEWS)
+    predicate = _origin(ctx, select.operands[0])
     comparison: Any = predicate.owner
     if isinstance(comparison, ir.Block):
         return False

@@ -41,9 +41,9 @@ NamedDimensions = Mapping[str, Dimensions]
 class Op:
     """One native kernel, and what JAX needs to know about it.
 
-    Each function of a definition takes the params that it needs as keyword-only arguments. It never sees the dimensions
-    that ``vmap`` adds: ``_core`` and the native handler deal with them. The handler takes any number of them, so
-    ``vmap`` is one launch.
+    Each function of a definition takes the params that it needs as keyword-only arguments, and as `sizes` those of the
+    named dimensions. It never sees the dimensions that ``vmap`` adds: ``_core`` and the native handler deal with them.
+    The handler takes any number of them, so ``vmap`` is one launch.
     """
 
     name: str
@@ -61,9 +61,8 @@ class Op:
     """
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
-    optional: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param.
-    None: a trailing operand without such a param."""
+    optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
     sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """{dimension that no operand has: the param with its size}. Or ``(**params)`` -> the sizes."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
@@ -79,8 +78,7 @@ class Op:
     ``(**params)`` -> these."""
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers from which the native module chooses a strategy. ``_core`` adds
-    the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand. This function and `limit` may also
-    name `sizes`: those of the named dimensions."""
+    the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand."""
     replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
     """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
     reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
@@ -91,8 +89,8 @@ class Op:
     sum over it. Only along these may devices split a derivative that has no kernel. "...": all dimensions without a
     name."""
     min_shard_sizes: Callable[..., Mapping[str, int]] | None = None
-    """``(sizes of the named dimensions, **params)`` -> the minimum shard size of dimensions with halo exchange. A
-    dimension is replicated if its shards would be smaller, or if its axes are not in the order of the mesh."""
+    """``(**params)`` -> the minimum shard size of dimensions with halo exchange. A dimension is replicated if its
+    shards would be smaller, or if its axes are not in the order of the mesh."""
     shard_program: Callable[..., Sequence[jax.Array]] | None = None
     """``(kernel, axes, *operands, **params)``: the program of one shard; None: the kernel as it is. `kernel` is the
     reference if plain JAX serves the call, because XLA's partitioner might gather the operands of the reference."""
@@ -170,7 +168,7 @@ class Op:
 
     def _names(self, params: Mapping[str, Any]) -> list[str]:
         """The names of all operands, before it is known which of them a call has."""
-        return list(resolved(self.operands, {**dict.fromkeys(filter(None, self.optional.values()), False), **params}))
+        return list(resolved(self.operands, {**dict.fromkeys(self.optional.values(), False), **params}))
 
     def _present(
         self, operands: Sequence[jax.Array | None], params: dict[str, Any]
@@ -180,14 +178,17 @@ class Op:
             return list(operands), params
         given = dict(zip(self._names(params), operands, strict=False))
         assert all(x is not None or name in self.optional for name, x in given.items()), self.name
-        params |= {flag: given.get(name) is not None for name, flag in self.optional.items() if flag is not None}
+        params |= {flag: given.get(name) is not None for name, flag in self.optional.items()}
         return [x for x in given.values() if x is not None], params
 
     def operand_dims(self, params: Mapping[str, Any]) -> dict[str, Dimensions]:
         """The dimensions of the operands that a call with these params has."""
         operands: NamedDimensions = resolved(self.operands, params)
-        flags = ((name, self.optional.get(name)) for name in operands)
-        return {name: operands[name] for name, flag in flags if flag is None or params.get(flag)}
+        return {
+            name: dims
+            for name, dims in operands.items()
+            if name not in self.optional or params.get(self.optional[name])
+        }
 
     def by_name(self, operands: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
         """The operands of the definition, given those that a call with these params has. The others are None."""
@@ -395,8 +396,9 @@ class OpCall:
         return [i for i, size in enumerate(sizes) if i == 0 or size == max(sizes)]
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the definition, given the params that it names."""
-        return with_named(function, self.params)
+        """A function of the definition, given the params that it names, and the sizes if it names them."""
+        names_sizes = "sizes" in (keyword_names(function) or ())
+        return with_named(function, {**self.params, "sizes": self.named_sizes} if names_sizes else self.params)
 
     def of_operands(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         """A function of the definition, given the params and its first arguments, as one of the call's operands."""
@@ -523,7 +525,7 @@ class OpCall:
         """The strategy and the scratch memory of the platform's kernel, for a call that it supports."""
         op = self.op
         assert op.plan_parameters is not None
-        parameters = dict(self._of_types(op.plan_parameters))
+        parameters = dict(self.of_operands(op.plan_parameters)(*self.own_operands))
         if not op.broadcasts:
             size = math.prod(self.batch)
             parameters["batch"] = size
@@ -555,13 +557,7 @@ class OpCall:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"
-        return self._of_types(op.limit) if op.limit is not None else None
-
-    def _of_types(self, function: Callable[..., Any]) -> Any:
-        """The result of a function of the types of the operands, which may name `sizes`."""
-        names_sizes = "sizes" in (keyword_names(function) or ())
-        params = {**self.params, "sizes": self.named_sizes} if names_sizes else self.params
-        return with_named(function, params)(*self.op.by_name(self.own_operands, self.params).values())
+        return self.of_operands(op.limit)(*self.own_operands) if op.limit is not None else None
 
     def attributes(self) -> dict[str, Any]:
         """The params that the native handler takes."""

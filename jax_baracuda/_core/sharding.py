@@ -103,7 +103,7 @@ def partitioned(
     """
     op, shapes = call.op, call.named_shapes
     replicated_dims, reduction_dims = call.dims(op.replicated_dims), call.dims(op.reduction_dims)
-    min_shard_sizes = call.bound(op.min_shard_sizes)(shapes.sizes) if op.min_shard_sizes else {}
+    min_shard_sizes = call.bound(op.min_shard_sizes)() if op.min_shard_sizes else {}
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
         shard_size, rest = divmod(shapes.sizes[name], math.prod(mesh.shape[axis] for axis in axes))

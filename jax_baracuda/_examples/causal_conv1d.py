@@ -196,14 +196,14 @@ def causal_conv1d_update_pool(
 # The table
 
 
-def packed(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def packed(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Ids of packed sequences."""
-    return np.cumsum(rng.random(shape) < 4 / shape[-1], axis=-1).astype(dtype)
+    return np.cumsum(rng.random(shape) < 4 / shape[-1], axis=-1)
 
 
-def ends_of_sequences(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def ends_of_sequences(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """The ends of sequences that follow each other. Some are empty, and some tokens are padding."""
-    return np.sort(rng.integers(0, sizes["token"] + 1, shape), axis=-1).astype(dtype)
+    return np.sort(rng.integers(0, sizes["token"] + 1, shape), axis=-1)
 
 
 CHECKED = {

@@ -14,8 +14,8 @@ import numpy as np
 
 Sizes = Mapping[str, int]
 """The sizes of named dimensions."""
-Draw = Callable[[np.random.Generator, tuple[int, ...], np.dtype, Sizes], np.ndarray]
-"""``(rng, shape, dtype, sizes of all dimensions) -> array``"""
+Draw = Callable[[np.random.Generator, tuple[int, ...], Sizes], np.ndarray]
+"""``(rng, shape, sizes of all dimensions) -> array``, which is cast to the operand's dtype"""
 Tolerance = dict[str, tuple[float, float]]
 """The largest allowed error of an element of a value and of a gradient, by dtype."""
 
@@ -26,30 +26,30 @@ ROUNDED_ONCE: Tolerance = {"float32": (2e-6, 2e-6), "bfloat16": (4e-3, 4e-3), "f
 REPEATED_AFTER = 1_000_003
 
 
-def repeated(make: Callable[[int], np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def repeated(make: Callable[[int], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """The array ``make(count)``, repeated to fill `shape`: much faster than drawing that many numbers."""
-    return np.resize(make(min(math.prod(shape), REPEATED_AFTER)).astype(dtype), shape)
+    return np.resize(make(min(math.prod(shape), REPEATED_AFTER)), shape)
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def normal(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Normally distributed numbers."""
-    return repeated(lambda count: rng.standard_normal(count, np.float32), shape, dtype)
+    return repeated(lambda count: rng.standard_normal(count, np.float32), shape)
 
 
 def integers(low: int, high: int) -> Draw:
     """Integers from `low` to `high` - 1."""
-    return lambda rng, shape, dtype, sizes: rng.integers(low, high, shape).astype(dtype)
+    return lambda rng, shape, sizes: rng.integers(low, high, shape)
 
 
-def flags(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def flags(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """True or False."""
-    return repeated(lambda count: rng.random(count) < 0.5, shape, dtype)
+    return repeated(lambda count: rng.random(count) < 0.5, shape)
 
 
-def distinct_slots(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def distinct_slots(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Numbers of slots without duplicates, -1 for some."""
     slots = [rng.permutation(sizes["slot"])[: shape[-1]] for _ in range(math.prod(shape[:-1]))]
-    return np.where(rng.random(shape) < 0.2, -1, np.reshape(slots, shape)).astype(dtype)
+    return np.where(rng.random(shape) < 0.2, -1, np.reshape(slots, shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Example:
     def make_operands(self, rng: np.random.Generator, dtype: str, use: str) -> dict[str, np.ndarray]:
         """Random operands, with the sizes for a use."""
         return {
-            name: self.operands[name].draw(rng, x.shape, x.dtype, self.sizes[use])
+            name: self.operands[name].draw(rng, x.shape, self.sizes[use]).astype(x.dtype, copy=False)
             for name, x in self.operand_types(dtype, use).items()
         }
 

@@ -73,9 +73,9 @@ def rope_qk_backward(
 # Operands
 
 
-def frequencies(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def frequencies(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Powers of 2: their products with positions are exact. The second row holds their rounding errors, which are 0."""
-    return (np.exp2(rng.integers(-12, 1, shape)) * [[1], [0]]).astype(dtype)
+    return np.exp2(rng.integers(-12, 1, shape)) * [[1], [0]]
 
 
 def features(head: str, layout: str = "BHSD") -> Operand:

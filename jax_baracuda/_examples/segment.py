@@ -29,9 +29,9 @@ from jax_baracuda._examples.example import (
 # Plain JAX, as fast as possible: it relies on ids in range.
 
 
-def gather(d_output: Array, segment_ids: Array, indices_are_sorted: bool = False) -> Array:
-    """Gathers the segment of each row: the gradient of a sum."""
-    return d_output.at[segment_ids].get(indices_are_sorted=indices_are_sorted, mode="promise_in_bounds")
+def gather(data: Array, ids: Array, indices_are_sorted: bool = False) -> Array:
+    """The rows that ids name."""
+    return data.at[ids].get(indices_are_sorted=indices_are_sorted, mode="promise_in_bounds")
 
 
 def mean(data: Array, segment_ids: Array, num_segments: int, **options: Any) -> Array:
@@ -109,7 +109,7 @@ def gathered(reduction: Callable[..., Array]) -> Callable[..., Array]:
     """A function that gathers rows and reduces them."""
 
     def reduce(data: Array, gather_ids: Array, *segments: Any, weights: Array | None = None, **options: Any) -> Array:
-        rows = data.at[gather_ids].get(mode="promise_in_bounds")
+        rows = gather(data, gather_ids)
         if weights is not None:
             rows = rows * weights.reshape(*weights.shape, *[1] * (rows.ndim - weights.ndim))
         return reduction(rows, *segments, **options)
@@ -123,16 +123,12 @@ gathered_sum = gathered(jax.ops.segment_sum)
 def gathered_dot(
     data: Array, segment_data: Array, gather_ids: Array, segment_ids: Array, indices_are_sorted: bool = False
 ) -> Array:
-    return (rows_of(data, gather_ids) * rows_of(segment_data, segment_ids, indices_are_sorted)).sum(-1)
+    return (gather(data, gather_ids) * gather(segment_data, segment_ids, indices_are_sorted)).sum(-1)
 
 
 def attention(logits: Array, data: Array, gather_ids: Array, segment_ids: Array, num_segments: int) -> Array:
     weights = softmax(logits, segment_ids, num_segments)
     return gathered_sum(data, gather_ids, segment_ids, num_segments, weights=weights)
-
-
-def rows_of(data: Array, ids: Array, indices_are_sorted: bool = False) -> Array:
-    return data.at[ids].get(indices_are_sorted=indices_are_sorted, mode="promise_in_bounds")
 
 
 def gradient_of(reduction: Callable[..., Array]) -> Callable[..., Array]:
@@ -143,6 +139,10 @@ def gradient_of(reduction: Callable[..., Array]) -> Callable[..., Array]:
         return vjp(d_output)[0]
 
     return gradient
+
+
+def sum_backward(d_output: Array, segment_ids: Array) -> Array:
+    return gather(d_output, segment_ids)
 
 
 def mean_backward(d_output: Array, segment_ids: Array) -> Array:
@@ -159,26 +159,26 @@ def softmax_backward(d_output: Array, probabilities: Array, segment_ids: Array, 
 # Operands
 
 
-def with_ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def with_ties(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Rounded numbers, so that rows tie and share the gradient of a maximum."""
-    return repeated(lambda count: np.round(rng.standard_normal(count), 1), shape, dtype)
+    return repeated(lambda count: np.round(rng.standard_normal(count), 1), shape)
 
 
-def factors(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def factors(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Numbers around 1 and -1, so that products stay in range."""
-    return repeated(lambda count: rng.choice([-1, 1], count) * np.exp2(rng.normal(0, 0.25, count)), shape, dtype)
+    return repeated(lambda count: rng.choice([-1, 1], count) * np.exp2(rng.normal(0, 0.25, count)), shape)
 
 
-def probabilities(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
+def probabilities(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
     """Numbers between 0 and 1; they need not sum to 1."""
-    return repeated(rng.random, shape, dtype)
+    return repeated(rng.random, shape)
 
 
 def ids_below(dim: str, *, is_sorted: bool = False) -> Draw:
     """Draws numbers of rows of a dimension."""
 
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-        ids = rng.integers(0, sizes[dim], shape).astype(dtype)
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+        ids = rng.integers(0, sizes[dim], shape)
         return np.sort(ids, axis=-1) if is_sorted else ids
 
     return draw
@@ -321,7 +321,7 @@ EXAMPLES = [
         indices_are_sorted=True,
     ),
     gradient(jb.unsorted_segment_max_backward, gradient_of(first_max), {"data": TIED}, EXACT),
-    gradient(jb.segment_sum_backward, gather, {}, SUMMED),
+    gradient(jb.segment_sum_backward, sum_backward, {}, SUMMED),
     gradient(jb.segment_mean_backward, mean_backward, {}, SUMMED),
     gathering(jb.gather_segment_sum, gathered_sum, {}, SUMMED),
     gathering(
@@ -359,9 +359,9 @@ EXAMPLES = [
     *(
         Example(jb.take_rows, plain_jax, {"data": NODES, "ids": ids}, sizes, variant, options, tolerance=TAKEN)
         for variant, plain_jax, ids, options, sizes in (
-            ("", rows_of, NODE_IDS, {}, GATHERED_CHECKED | GATHERED_TIMED),
-            ("sorted ids", rows_of, SORTED_NODE_IDS, {"indices_are_sorted": True}, GATHERED_CHECKED),
-            ("in float64", in_float32(rows_of), NODE_IDS, IN_FLOAT64, GATHERED_CHECKED),
+            ("", gather, NODE_IDS, {}, GATHERED_CHECKED | GATHERED_TIMED),
+            ("sorted ids", gather, SORTED_NODE_IDS, {"indices_are_sorted": True}, GATHERED_CHECKED),
+            ("in float64", in_float32(gather), NODE_IDS, IN_FLOAT64, GATHERED_CHECKED),
         )
     ),
     gradient(

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes, distinct_slots
+from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes, by_name, distinct_slots
 
 
 def write_rows(dests: Any, rows: Any, slots: Array, axis: int = 0, layer: Array | None = None) -> Any:
@@ -37,8 +37,8 @@ def write_both(
     return function([keys, values], [new_keys, new_values], slots, **options)
 
 
-def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return rng.integers(0, sizes["layer"], shape).astype(dtype)
+def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+    return rng.integers(0, sizes["layer"], shape)
 
 
 SIZES = {
@@ -63,17 +63,13 @@ BOTH = {
 }
 
 
-def by_position(function: Callable[..., Any], dests: Any, rows: Any, slots: Any, **options: Any) -> Any:
-    return function(dests, rows, slots, **options)
-
-
 EXAMPLES = [
     Example(jb.write_rows, write_rows, operands, sizes, variant, options, apply, mapped, tolerance=EXACT)
     for operands, sizes, variant, options, apply, mapped in (
-        (ONE | SLOTS, SIZES, "", {}, by_position, None),
+        (ONE | SLOTS, SIZES, "", {}, by_name, None),
         (BOTH | SLOTS, SIZES | PAGED, "keys and values", {}, write_both, None),
-        (LAYERS | SLOTS | LAYER, SIZES, "a layer", {}, by_position, None),
-        (HEADS_FIRST | SLOTS, SIZES, "heads first", {"axis": 1}, by_position, None),
-        (ONE | SLOTS, SIZES, "slots an example", {}, by_position, "example"),
+        (LAYERS | SLOTS | LAYER, SIZES, "a layer", {}, by_name, None),
+        (HEADS_FIRST | SLOTS, SIZES, "heads first", {"axis": 1}, by_name, None),
+        (ONE | SLOTS, SIZES, "slots an example", {}, by_name, "example"),
     )
 ]

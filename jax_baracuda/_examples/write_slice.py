@@ -52,12 +52,12 @@ def append_both(
     return function([keys, values], [new_keys, new_values], (0, start, 0), **options)
 
 
-def inside(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return rng.integers(0, sizes["time"] - sizes["new"] + 1, shape).astype(dtype)
+def inside(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+    return rng.integers(0, sizes["time"] - sizes["new"] + 1, shape)
 
 
-def across_the_end(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, sizes: Sizes) -> np.ndarray:
-    return rng.integers(sizes["time"] - sizes["new"] + 1, sizes["time"], shape).astype(dtype)
+def across_the_end(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
+    return rng.integers(sizes["time"] - sizes["new"] + 1, sizes["time"], shape)
 
 
 PART = {

@@ -13,7 +13,7 @@ import numpy as np
 from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
-from jax_baracuda._tools.command_line import parser_of, whole_number
+from jax_baracuda._tools.command_line import integer_from, parser_of
 from jax_baracuda._tools.platforms import devices_by_platform, require_kernels
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     statuses = {0: "all errors are within tolerance", 1: "any is not"}
     parser = parser_of("jax_baracuda check", __doc__, statuses)
     parser.add_argument(
-        "--seed", type=whole_number(0), default=None, help="seed of the random operands (default: a fresh one)"
+        "--seed", type=integer_from(0), default=None, help="seed of the random operands (default: a fresh one)"
     )
     seed = parser.parse_args(arguments).seed
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed

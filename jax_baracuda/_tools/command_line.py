@@ -36,7 +36,7 @@ def parser_of(program: str, description: str | None, statuses: Mapping[int, str]
     )
 
 
-def whole_number(minimum: int) -> Callable[[str], int]:
+def integer_from(minimum: int) -> Callable[[str], int]:
     """A function that parses an integer argument of at least `minimum`."""
 
     def parse(text: str) -> int:

@@ -34,7 +34,7 @@ import numpy as np
 from jax.example_libraries import optimizers
 
 import jax_baracuda
-from jax_baracuda._tools.command_line import CANNOT_RUN, missing_packages, output_file, parser_of, whole_number
+from jax_baracuda._tools.command_line import CANNOT_RUN, integer_from, missing_packages, output_file, parser_of
 from jax_baracuda._tools.platforms import default_devices
 from jax_baracuda._tools.progress import Progress
 
@@ -277,12 +277,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=output_file, default=Path("demo.png"), help="PNG file for the plot")
     parser.add_argument(
         "--steps",
-        type=whole_number(WARM_UP_STEPS + 1),
+        type=integer_from(WARM_UP_STEPS + 1),
         default=200,
         help=f"training steps of each run, of which {WARM_UP_STEPS} warm up",
     )
     parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="seed of the initial parameters and of the labelled nodes"
+        "--seed", type=integer_from(0), default=0, help="seed of the initial parameters and of the labelled nodes"
     )
     options = parser.parse_args(arguments)
     if problem := missing_packages("The demo", ("sklearn", "matplotlib"), "demo"):

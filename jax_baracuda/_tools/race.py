@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
-from jax_baracuda._tools.command_line import parser_of, whole_number
+from jax_baracuda._tools.command_line import integer_from, parser_of
 from jax_baracuda._tools.platforms import devices_by_platform, require_kernels
 from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("jax_baracuda race", __doc__, {0: "everything was timed"})
     parser.add_argument(
         "--repeats",
-        type=whole_number(1),
+        type=integer_from(1),
         default=5,
         metavar="N",
         help="timed calls per function, after one to warm up (default: 5)",

@@ -626,7 +626,7 @@ def limit_of_width(x: Any, weight: Any, *_: Any) -> str | None:
     return f"the filter has more than {MAX_WIDTH} taps" if weight.shape[1] > MAX_WIDTH else None
 
 
-def _min_shard_sizes(sizes: Mapping[str, int], *, has_same_sequence: bool) -> dict[str, int]:
+def _min_shard_sizes(*, sizes: Mapping[str, int], has_same_sequence: bool) -> dict[str, int]:
     """A shard must hold all W - 1 inputs that the next shard needs as its history. Ids for wide filters lack history,
     so their time is not split."""
     return {"time": sizes["time"] if has_same_sequence and sizes["tap"] > MAX_WIDTH else sizes["tap"] - 1}
@@ -667,7 +667,7 @@ SAME_SEQUENCE = Op(
     program=_reference_same_sequence,
     dtypes=INTEGER_DTYPES | {"int2", "uint2", "int4", "uint4"},
     guarantee=EXACT,
-    min_shard_sizes=lambda _, *, width: {"time": width - 1},
+    min_shard_sizes=lambda *, width: {"time": width - 1},
     shard_program=_shard_same_sequence,
 )
 

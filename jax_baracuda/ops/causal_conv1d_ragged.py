@@ -82,14 +82,9 @@ def causal_conv1d_ragged(
       begins with the state before the call. Of several sequences with the same slot, the state of the last one is kept,
       in every run.
 
-    Raises:
-      TypeError: an argument is not an array or has an unsuitable dtype.
-      ValueError: shapes do not fit, the filter has no tap, the activation is unknown, or implementation="kernel" is
-        asked for and there is no kernel.
-
-    Numerical guarantees: y as in :func:`causal_conv1d`; the new states are exact. Entries of `cu_seqlens`
-    below 0 and beyond T count as 0 and T. If it descends, results are unspecified, but nothing outside of the arrays is
-    read or written.
+    Numerical guarantees: y as in :func:`causal_conv1d`; the new states are exact. Entries of `cu_seqlens` below 0 and
+    beyond T count as 0 and T. If it descends, results are unspecified, but nothing outside of the arrays is read or
+    written.
 
     Gradient: with respect to `x`, `states`, `weight` and `bias`, as in :func:`causal_conv1d_backward`. dx of the first
     and last W - 1 tokens of a sequence with a state is a sum of rounded parts.

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, check_shape, index_array
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
@@ -28,6 +29,7 @@ from jax_baracuda.ops.rope import (
     integer_positions,
     positions_limit,
     reference_rotation,
+    rope,
 )
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE
 from jax_baracuda.ops.write_rows import (
@@ -51,6 +53,7 @@ from jax_baracuda.ops.write_rows import (
 
 @selectable
 @with_twin
+@described_like(rope)
 def rope_write(
     q: ArrayLike,
     k: ArrayLike,
@@ -89,14 +92,6 @@ def rope_write(
       positions: ``[T]``, integers as in :func:`rope`; ``[sections, T]`` with `sections`.
       slots: ``[T]``, integers. Tokens with a negative slot, or one beyond the last, are rotated and not written. Of
         several tokens with the same slot, the last one is written.
-      base: as in :func:`rope`.
-      interleaved: as in :func:`rope`.
-      rotary_dim: as in :func:`rope`.
-      rotary_offset: as in :func:`rope`.
-      sections: as in :func:`rope`.
-      sections_interleaved: as in :func:`rope`.
-      inv_freq: as in :func:`rope`.
-      scale: a finite number that multiplies sine and cosine, as in :func:`rope`.
       axis: the axis of slots in the caches, without the layers: 0, or 1 for heads first.
       layer: an integer, traced or not, if caches have a first dimension of layers. Only this layer is written; none
         if it is out of range.

@@ -6,7 +6,6 @@ and no byte outside the slots is touched. Numbers are scaled and converted on th
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from jax_baracuda._core.arrays import (
     as_array,
     as_bits,
     check_one_for_each,
+    divided,
     in_range,
     index_array,
     of_bits,
@@ -31,8 +31,8 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
-from jax_baracuda._core.functions import Params
-from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda._core.functions import Params, placed
+from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
@@ -187,9 +187,7 @@ def _scaled(numbers: Array, scale: Array | None) -> Array:
     if scale is None:
         return numbers
     scale = scale.reshape(-1, *[1] * (numbers.ndim - 2)) if scale.ndim else scale
-    numbers = numbers.astype(jnp.float32)
-    # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
-    return numbers / jnp.where(numbers == numbers, scale, 1)
+    return divided(numbers.astype(jnp.float32), scale)
 
 
 def _converted(numbers: Array, dtype: Any) -> Array:
@@ -367,8 +365,7 @@ def write_cotangents(
         row_dtypes=of_chosen(row_dtypes),
         **params,
     )
-    by_position = dict(zip([*chosen, *(len(ranks) + i for i in chosen)], gradients, strict=True))
-    return [by_position.get(i) for i in range(2 * len(ranks))]
+    return placed(gradients, [*chosen, *(len(ranks) + i for i in chosen)], 2 * len(ranks))
 
 
 def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callable[..., list[Array]]:
@@ -392,7 +389,7 @@ def _transpose_backward(
 
 _common: dict[str, Any] = {
     # Scaled numbers are rounded twice: in float32 and to the dtype of the pool.
-    "guarantee": dataclasses.replace(EXACT, math_precision="rounded once"),
+    "guarantee": ROUNDED_ONCE,
     "replicated_dims": ("row",),
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }

@@ -30,7 +30,7 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import Params
+from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -387,8 +387,7 @@ def _cotangents(
         windows=tuple(w._replace(array=chosen.index(w.array), start_operand=used.index(w.start_operand)) for w in own),
         drop=drop,
     )
-    by_position = dict(zip([*chosen, *(len(ranks) + i for i in chosen)], gradients, strict=True))
-    return [by_position.get(i) for i in range(2 * len(ranks))]
+    return placed(gradients, [*chosen, *(len(ranks) + i for i in chosen)], 2 * len(ranks))
 
 
 _common = {

@@ -23,21 +23,15 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize,
     with_wide_integers,
 )
-from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, same_value, xla_min
+from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, xla_min
+from jax_baracuda.ops.segment.comparisons import extrema_of_segments, extrema_over_shards, identity_of, same_value
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     WIDE_DTYPES,
     index_of_first_row,
     reduction_op,
 )
-from jax_baracuda.ops.segment.extremum import (
-    extrema_of_segments,
-    extrema_over_shards,
-    extremum_targets,
-    identity_of,
-    minimum_of,
-    segment_max,
-)
+from jax_baracuda.ops.segment.extremum import extremum_targets, minimum_of, segment_max
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 

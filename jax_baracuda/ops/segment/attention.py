@@ -133,11 +133,8 @@ def graph_dot_product_attention(
       ValueError: shapes do not fit, there are no rows to gather from, an option is unknown, or both a plan and ids are
         given.
 
-    Numerical guarantees: logits, exponentials and sums are computed in float32 (float64 for float64), and the result is
-    rounded once to the dtype. Exponentials are those of differences from the segment's maximum, so nothing overflows.
-    A logit of NaN or +inf makes its segment and head NaN. Bit-equal from run to run where a kernel runs. Where edges
-    are split over devices, the sums of each device are rounded before they are added up. The gradients of logits take
-    the sum of ``d_out * out`` from the rounded result. Products and logits must be finite in float32 (float64).
+    Numerical guarantees: those of :func:`segment_attention`. Logits are computed in float32 (float64 for float64),
+    where they and their products must be finite.
 
     Gradient: with ``d_p[e, h] = sum(d_out[segment_ids[e], h] * value[gather_ids[e], h])`` and
     ``d_logit[e, h] = p[e, h] * (d_p[e, h] - sum(d_out[s, h] * out[s, h]))``, those of `query` and `key` are sums of

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
-from jax_baracuda._core.functions import resolved, with_named
+from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op, num_features
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
@@ -28,7 +28,6 @@ IDS = ("row",)
 CELLS = ("segment", "...")
 COUNTS = ("segment",)
 
-ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
 IN_FLOAT64 = dataclasses.replace(EXACT, accumulator="float64", math_precision="accumulated")
 
 
@@ -89,11 +88,10 @@ def reduction_op(
         "attributes": ("indices_are_sorted",),
         "plan_parameters": plan_parameters,
         "reduction_dims": ("row",),
-        "shard_program": of_split_segments(lambda: op, shard_program, ids_operand=1),
+        "shard_program": of_split_segments(shard_program, ids_operand=1),
         "limit": limit_of_32_bits,
     }
-    op = Op(name=name, operands={"data": ROWS, "segment_ids": IDS}, results=results, **(defaults | fields))
-    return op
+    return Op(name=name, operands={"data": ROWS, "segment_ids": IDS}, results=results, **(defaults | fields))
 
 
 def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
@@ -154,7 +152,7 @@ def merge_over_shards(
     return [jax.lax.all_gather(x, row_axes, tiled=True)[:num_segments] for x in results]
 
 
-def of_split_segments(op: Callable[[], Op], shard_program: ShardProgram, *, ids_operand: int) -> ShardProgram:
+def of_split_segments(shard_program: ShardProgram, *, ids_operand: int, size: str = "num_segments") -> ShardProgram:
     """Extends a program for split rows to split segments.
 
     If different axes split segments and rows, each device reduces only its own segments: ids of other segments are out
@@ -162,32 +160,29 @@ def of_split_segments(op: Callable[[], Op], shard_program: ShardProgram, *, ids_
     and each keeps its own segments.
 
     Args:
-      op: returns the op, whose definition holds this program.
       shard_program: the program for split rows. It may return only the cells of this device's segments.
       ids_operand: the position of the operand with the segment ids.
+      size: the param with the number of segments.
     """
 
     def program(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
         segment_axes = axes.get("segment", ())
         if not segment_axes:
             return with_named(shard_program, params)(kernel, axes, *operands)
-        results, row_dims = (resolved(field, params) for field in (op().results, op().reduction_dims))
-        sizes: Any = op().sizes
-        size = sizes["segment"]
-        num_own = params[size] // jax.lax.psum(1, segment_axes)
+        num_segments = params[size]
+        num_own = num_segments // jax.lax.psum(1, segment_axes)
         first = jax.lax.axis_index(segment_axes) * num_own
-        if {axis for name in row_dims for axis in axes.get(name, ())}.isdisjoint(segment_axes):
+        # Of the other dimensions, only rows may be split by the same axes: cells have all others, too.
+        other_axes = {axis for name, of in axes.items() if name != "segment" for axis in of}
+        if other_axes.isdisjoint(segment_axes):
             own = {size: num_own}
-            ids = signed_ids(operands[ids_operand], params[size])
+            ids = signed_ids(operands[ids_operand], num_segments)
             ids = jnp.maximum(ids, -1) - first  # ascending ids stay ascending
             operands = (*operands[:ids_operand], ids, *operands[ids_operand + 1 :])
             return with_named(shard_program, params | own)(functools.partial(kernel, **own), axes, *operands)
-        results_of_shard = with_named(shard_program, params)(kernel, axes, *operands)
         return [
-            jax.lax.dynamic_slice_in_dim(result, first, num_own)
-            if names[0] == "segment" and result.shape[0] == params[size]
-            else result
-            for names, result in zip(results.values(), results_of_shard, strict=True)
+            jax.lax.dynamic_slice_in_dim(cells, first, num_own) if cells.shape[0] == num_segments else cells
+            for cells in with_named(shard_program, params)(kernel, axes, *operands)
         ]
 
     return program

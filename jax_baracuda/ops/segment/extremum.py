@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -35,7 +33,7 @@ from jax_baracuda._core.dispatch import (
 )
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
-from jax_baracuda._core.guarantees import EXACT, accumulated
+from jax_baracuda._core.guarantees import EXACT, ROUNDED_ONCE, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
@@ -50,21 +48,18 @@ from jax_baracuda.ops.segment.arguments import (
     canonicalize,
     canonicalize_primal,
 )
-from jax_baracuda.ops.segment.cells import (
+from jax_baracuda.ops.segment.cells import gather_segments, per_row, row_numbers, xla_min, xla_sum
+from jax_baracuda.ops.segment.comparisons import (
     equal_numbers,
-    gather_segments,
-    has_ordered_bits,
-    per_row,
-    row_numbers,
-    xla_max,
-    xla_min,
-    xla_sum,
+    extrema_of_segments,
+    extrema_of_stacked,
+    extrema_over_shards,
+    identity_of,
 )
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
     ORDERED_DTYPES,
-    ROUNDED_ONCE,
     ROWS,
     gradient_op,
     index_of_first_row,
@@ -329,75 +324,16 @@ def first_gets_all(name: str, tie_break: str) -> bool:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _over_buckets(minimum: bool, cells: Array) -> Array:
     """The extremum of buckets. Tied buckets share the gradient equally; a cell with a NaN passes none."""
-    return _extrema_of_stacked(cells, minimum)
+    return extrema_of_stacked(cells, minimum)
 
 
 @_over_buckets.defjvp
 def _over_buckets_jvp(minimum: bool, primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
     [cells], [d_cells] = primals, tangents
-    output = _extrema_of_stacked(cells, minimum)
+    output = extrema_of_stacked(cells, minimum)
     attains = equal_numbers(cells, output[None])
     total = jnp.where(attains, d_cells, 0).sum(0)
     return output, total / jnp.maximum(attains.sum(0), 1).astype(total.dtype)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The order of floating numbers: NaN propagates and -0 is below +0 on every backend.
-
-
-def identity_of(dtype: Any, minimum: bool) -> np.ndarray:
-    """The extremum of no rows."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        value = math.inf if minimum else -math.inf
-    elif dtype == jnp.bool_:
-        value = minimum
-    else:
-        value = jnp.iinfo(dtype).max if minimum else jnp.iinfo(dtype).min
-    return np.asarray(value, dtype)
-
-
-def _ordered(x: Array, nan_is_least: bool = False) -> Array:
-    """Maps floating numbers to integers of the same order, with NaN above (or below) all others and -0 below +0."""
-    signed = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), signed)
-    ordered = jnp.where(bits < 0, bits ^ jnp.iinfo(signed).max, bits)
-    return jnp.where(jnp.isnan(x), jnp.iinfo(signed).min, ordered) if nan_is_least else ordered
-
-
-def _from_ordered(ordered: Array, dtype: Any) -> Array:
-    return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ jnp.iinfo(ordered.dtype).max, ordered), dtype)
-
-
-def _wide_integers(x: Array) -> Array:
-    """Widens to 32 bits: collective libraries have no 16-bit integers and no booleans."""
-    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
-
-
-def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: bool) -> Array:
-    """The extremum of each segment.
-
-    A minimum is not a negated maximum: in some fusions XLA computes ``-x`` as ``0 - x``, which is never -0.
-    """
-    reduce = xla_min if minimum else xla_max
-    if not has_ordered_bits(data.dtype):
-        return reduce(data, ids, num_segments)
-    ordered = _ordered(data, nan_is_least=minimum)
-    cells = reduce(_wide_integers(ordered), ids, num_segments)
-    infinity = _ordered(jnp.asarray(identity_of(data.dtype, minimum))).astype(cells.dtype)
-    clipped = jnp.minimum(cells, infinity) if minimum else jnp.maximum(cells, infinity)
-    return _from_ordered(clipped.astype(ordered.dtype), data.dtype)
-
-
-def _by_order(reduce: Callable[[Array], Array], x: Array, minimum: bool) -> Array:
-    """Reduces integers of the same order as `x`."""
-    if not has_ordered_bits(x.dtype):
-        return reduce(x)
-    return _from_ordered(reduce(_ordered(x, nan_is_least=minimum)), x.dtype)
-
-
-def _extrema_of_stacked(x: Array, minimum: bool) -> Array:
-    """The extrema along the first axis, which numbers shards or buckets."""
-    return _by_order(lambda x: x.min(0) if minimum else x.max(0), x, minimum)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -587,20 +523,9 @@ def _own_winners(winner: Array, ids: Array, row_axes: MeshAxes) -> Array:
     return jnp.where(winner >= 0, row, winner)
 
 
-def extrema_over_shards(
-    local_output: Array, row_axes: MeshAxes, segment_axes: MeshAxes = (), *, minimum: bool
-) -> Array:
-    """The extrema over all shards. If the row axes also split the segments, each device gets its own segments."""
-    if segment_axes == row_axes or local_output.dtype.itemsize < 4:  # an all-reduce needs at least 32 bits
-        return merge_over_shards(lambda x: [_extrema_of_stacked(x, minimum)], [local_output], row_axes, segment_axes)[0]
-    # The minimum is the complement of the maximum of complements.
-    reduce = (lambda x: ~jax.lax.pmax(~x, row_axes)) if minimum else (lambda x: jax.lax.pmax(x, row_axes))
-    return _by_order(reduce, local_output, minimum)
-
-
 def _merge_winners(first_wins: bool, minimum: bool, outputs: Array, winners: Array) -> tuple[Array, Array]:
     """The extrema and winners of stacked shards. All-reduces would exchange an array more if ties are split."""
-    output = _extrema_of_stacked(outputs, minimum)
+    output = extrema_of_stacked(outputs, minimum)
     attains = equal_numbers(outputs, output[None]) & (winners != NO_WINNER)
     none = jnp.iinfo(jnp.int32).max
     first = jnp.where(attains & (winners >= 0), winners, none).min(0)
@@ -759,7 +684,7 @@ def _result_dtypes(data: Any, ids: Any, *_: Any, has_winner: bool) -> list[Any]:
     return [data.dtype, index_dtype(ids.shape[0])] if has_winner else [data.dtype]
 
 
-_OF_TIES = {"data": None, "output": None}
+_OF_TIES = dict.fromkeys(("data", "output"), "shares_ties")
 """The optional operands of gradients, by which these find tied rows."""
 
 # H100, time of plain JAX / kernel: 0.7 (188 loops, with and without winners).
@@ -823,7 +748,6 @@ OPERANDS_OF_BACKWARD: NamedDimensions = {
     "data": _GATHERED,
     "output": CELLS,
 }
-_OF_GATHERED_TIES = dict.fromkeys(_OF_TIES, "shares_ties")
 SHARED_BY_GRAPHS = (list(OPERANDS_OF_BACKWARD).index("data"),)
 """The operands of the backward op that all graphs of a batch share."""
 
@@ -909,9 +833,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
-    shard_program=of_split_segments(
-        lambda: GATHER_SEGMENT_EXTREMUM, functools.partial(_shard_reduce, "edge"), ids_operand=2
-    ),
+    shard_program=of_split_segments(functools.partial(_shard_reduce, "edge"), ids_operand=2),
     tangent=_tangent_of_edges,
     limit=limit_of_32_bits,
 )
@@ -920,7 +842,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     name="gather_segment_extremum_backward",
     targets=extremum_targets("gather_segment_{}_backward"),
     operands=OPERANDS_OF_BACKWARD,
-    optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_GATHERED_TIES,
+    optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_TIES,
     results={"d_data": _GATHERED},
     sizes={"gathered": "num_rows"},
     reference=_reference_backward_of_edges,
@@ -953,7 +875,7 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
         "data": _GATHERED,
         "output": CELLS,
     },
-    optional=_OF_GATHERED_TIES,
+    optional=_OF_TIES,
     results={"cells": CELLS},
     reference=_take_winners_of_edges,
     program=_take_winners_of_edges,  # plain JAX, not a kernel: XLA fuses the gather into the sum

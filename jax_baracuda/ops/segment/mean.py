@@ -17,6 +17,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
+from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -37,7 +38,6 @@ from jax_baracuda.ops.segment.definitions import (
     COUNTS,
     IDS,
     IN_FLOAT64,
-    ROUNDED_ONCE,
     gradient_op,
     reduction_op,
     sum_guarantee,

@@ -466,9 +466,7 @@ GATHER_SEGMENT_SUM = Op(
     plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
-    shard_program=of_split_segments(
-        lambda: GATHER_SEGMENT_SUM, functools.partial(sum_over_split_dim, "edge"), ids_operand=2
-    ),
+    shard_program=of_split_segments(functools.partial(sum_over_split_dim, "edge"), ids_operand=2),
     xla_rules=(
         on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),

@@ -23,7 +23,7 @@ from jax_baracuda._core.arrays import (
     integer_array,
     reshard_like,
 )
-from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import (
     Implementation,
@@ -221,7 +221,7 @@ def _batch_gather(
     """If data is mapped, its batch dimension goes first. If only ids are, it is one more dimension of the ids, so that
     data gets a single gradient."""
     if axes[0] is not None:
-        mapped = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+        mapped, _ = with_mapped_dim(operands, axes)
         return _gather_p.bind(*mapped, **params, num_batch_dims=num_batch_dims + 1), [0]
     data, ids = operands[:2]  # plans of different batch elements cannot be merged
     joined_axis = None if axes[1] is None else num_batch_dims
@@ -341,7 +341,7 @@ TAKE_ROWS_BACKWARD = Op(
     dtypes=SEGMENT_SUM.dtypes,
     guarantee=sum_guarantee,
     reduction_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
-    shard_program=of_split_segments(lambda: TAKE_ROWS_BACKWARD, _shard_program, ids_operand=1),
+    shard_program=of_split_segments(_shard_program, ids_operand=1, size="num_rows"),
     program=lambda d_output, ids, *, num_rows, ids_ndim, accumulator=None, **params: sum_op(accumulator).kernel(
         *_flat(d_output, ids), num_segments=num_rows, **params
     ),
