@@ -1140,7 +1140,7 @@ def three_layers(name: str, nodes: jax.Array, senders: jax.Array, receivers: jax
 @pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min"])
 def test_equal_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, name: str) -> None:
     """Here CPU kernels stand for those of GPUs, which sort. XLA merges the orders of all layers and of the gradient."""
-    nodes = rng.normal(size=(40, 8)).astype(np.float32)
+    nodes = rng.normal(size=(40, 32)).astype(np.float32)
     senders, receivers = rng.integers(-45, 45, 200), rng.integers(-5, 45, 200)
     step = jax.value_and_grad(functools.partial(three_layers, name))
     value, gradient = step(nodes, senders, receivers)

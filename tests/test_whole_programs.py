@@ -34,6 +34,14 @@ from benchmarks.graph_networks import (
 )
 from benchmarks.hybrid_model import HybridModel
 
+
+@pytest.fixture(autouse=True)
+def products_in_float32() -> Iterator[None]:
+    """GPUs would round products to TF32."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Compiled programs, as XLA prints them.
 
