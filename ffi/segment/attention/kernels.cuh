@@ -15,7 +15,7 @@
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/attention/arithmetic.h"
 #include "ffi/segment/attention/call.h"
-#include "ffi/segment/engine/gather.cuh"
+#include "ffi/segment/engine/reduce.cuh"
 
 namespace jax_baracuda::segment {
 

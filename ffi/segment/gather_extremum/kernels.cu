@@ -1,5 +1,5 @@
 // Maxima and minima of gathered rows, with or without winners.
-#include "ffi/segment/engine/gather.cuh"
+#include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/extremum/reduction.cuh"
 #include "ffi/segment/gather_extremum/call.h"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/device.cuh"
-#include "ffi/segment/engine/gather.cuh"
+#include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/gather_sum/call.h"
 #include "ffi/segment/sum/reduction.cuh"
 
