@@ -117,8 +117,8 @@ ConvolutionPlan PlanOf(const BackwardCall& call) {
   ConvolutionPlan plan =
       PlanOf(call, call.x.is_shared || call.dy.is_shared, AreAligned(kVectorBytes, call.x.data, call.dy.data, call.dx),
              Tuning::BackwardRows(element_bytes, problem.has_same_sequence), Tuning::BackwardRun());
-  const int64_t compute_bytes = std::max<int64_t>(element_bytes, sizeof(float));
-  plan.scratch_bytes = problem.batch * plan.parts * problem.channels * (problem.width + 1) * compute_bytes;
+  plan.scratch_bytes =
+      problem.batch * plan.parts * problem.channels * (problem.width + 1) * AccumulatorBytes(call.type);
   return plan;
 }
 

@@ -8,6 +8,7 @@
 
 #include "ffi/core/cuda_error_text.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
 
 namespace jax_baracuda {
 

@@ -88,7 +88,7 @@ class OptionalOperands {
   size_t next_ = 0;
 };
 
-// Results whose presence depends on an attribute, decoded in order. Scratch may follow them.
+// Results whose presence depends on an attribute, decoded in order. With CUDA, scratch may follow them.
 class OptionalResults {
  public:
   OptionalResults(const char* op, ffi::RemainingRets results) : op_(op), results_(results) {}

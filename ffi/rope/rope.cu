@@ -283,16 +283,14 @@ CudaStatus LaunchRope(const Call& call, cudaStream_t stream) {
   const RopePlan plan = Choose(call.problem, call.AllHeads(), ElementBytes(call.type), multiprocessors, are_aligned,
                                /*are_all_written=*/!is_in_place);
   if (plan.strategy == Strategy::kNothing) return {};
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
     const auto launch = plan.strategy == Strategy::kByElement ? Launch<T, 1, false>
                         : call.problem.interleaved            ? Launch<T, kVec, true>
                                                               : Launch<T, kVec, false>;
-    status = launch(call, plan, stream);
+    return launch(call, plan, stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::rope

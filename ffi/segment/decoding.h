@@ -8,6 +8,7 @@
 
 #include "ffi/core/batch.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/problem.h"
 

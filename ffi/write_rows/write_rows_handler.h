@@ -32,26 +32,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::write_rows::Attributes, Stru
 
 namespace jax_baracuda::write_rows {
 
-inline Format FormatOf(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F32:
-      return Format::kFloat32;
-    case ffi::DataType::F16:
-      return Format::kFloat16;
-    case ffi::DataType::BF16:
-      return Format::kBFloat16;
-    case ffi::DataType::F8E4M3FN:
-      return Format::kFloat8E4M3;
-    case ffi::DataType::F8E5M2:
-      return Format::kFloat8E5M2;
-    case ffi::DataType::S8:
-      return Format::kInt8;
-    default:
-      return Format::kOther;
-  }
-}
-
-inline bool Converts(Format from, Format to) {
+inline bool Converts(ElementType from, ElementType to) {
   return DispatchRows(from, [](auto) {}) && DispatchPool(to, [](auto) {});
 }
 
@@ -156,10 +137,8 @@ class Decoder {
     }
     pool->dest = result.untyped_data();
     const int64_t bytes = MultiplySizes(TrailingSize(dest, 0), pool->pool_bytes_of_element);
-    if (bytes > 0 && pool->dest != dest.untyped_data()) {
-      call->copies.push_back(Copy{pool->dest, dest.untyped_data(), bytes});
-    }
-    pool->to = FormatOf(dest.element_type());
+    call->copies.emplace_back(pool->dest, dest.untyped_data(), bytes);
+    pool->to = ElementTypeOf(dest.element_type());
     return ffi::Error::Success();
   }
 
@@ -178,7 +157,7 @@ class Decoder {
     pool->rows = view->data;
     pool->rows_are_shared = view->is_shared;
     const ffi::DataType type = rows.element_type(), pool_type = operands_.get<ffi::AnyBuffer>(i)->element_type();
-    pool->from = FormatOf(type);
+    pool->from = ElementTypeOf(type);
     pool->row_bytes_of_element = WholeByteWidth(type);
     pool->converts = type != pool_type || scale_kind != kNoScale;
     JB_RETURN_IF_ERROR(CheckType(

@@ -66,7 +66,7 @@ class AttentionDecoder {
     JB_RETURN_IF_ERROR(decoder_.Gathered(name, gathered, "gather_ids", gather_ids, &call_));
     JB_RETURN_IF_ERROR(decoder_.Heads(name, &call_.heads));
     call_.head_features = decoder_.features()[1];
-    JB_RETURN_IF_ERROR(CheckKernel(op_, name, gathered, DispatchFloating(call_.type, [](auto) {})));
+    JB_RETURN_IF_ERROR(CheckKernel(op_, name, gathered, IsFloating(call_.type)));
     const int64_t width = call_.head_features, least = call_.MinHeadFeatures(), most = call_.MaxHeadFeatures();
     const bool fits = call_.heads == 0 || (width >= least && width <= most && (width & (width - 1)) == 0);
     if (!takes_any_width_ && !fits) {

@@ -429,9 +429,9 @@ class AttentionPass {
     });
     const int64_t queries = BelongsToSegments(kPass, kQuery) ? segments_ : num_rows_, size = queries * num_heads_;
     softmax_ = {call.maxima.Of<C>(b, size), call.totals.Of<C>(b, size), call.means.Of<C>(b, size)};
-    memory_ = Allocate<C>(PlaceAll(nullptr) + kLine);
+    memory_ = Allocate<C>(PlaceAll(nullptr));
     if (memory_ == nullptr) return;
-    PlaceAll(AlignUp(memory_.get(), kCacheLine));
+    PlaceAll(memory_.get());
     WriteZeros(empty_.first_sums, features_);
     WriteZeros(empty_.second_sums, features_);
     std::fill_n(empty_.maxima, num_heads_, kLowestLogit<C>);
@@ -494,7 +494,7 @@ class AttentionPass {
     C* next = memory;
     const auto take = [&](int64_t count) {
       C* const array = next;
-      next += (count + kLine - 1) / kLine * kLine;
+      next += RoundUp(count, kLine);
       return array;
     };
     const auto take_states = [&](int64_t count) {
@@ -642,7 +642,7 @@ class AttentionPass {
   const Results<T> results_;
   EdgeBlock<C> block_;
   int64_t carried_segment_ = -1;  // whose state is carry_
-  std::unique_ptr<C[]> memory_;
+  Memory<C> memory_;
   C *logits_, *probabilities_, *score_weights_;
   C* widened_[kOperands];
   SegmentStates<C> of_runs_, carry_, empty_;

@@ -388,7 +388,7 @@ CudaStatus LaunchReduction(const Call& call, const ReducePlan& plan, const typen
 }
 
 // State bytes per cell of ops that accumulate a 32- or 64-bit number and a 32-bit word.
-inline int64_t PairStateBytes(int64_t element_bytes) { return element_bytes == 8 ? 16 : 8; }
+inline int64_t PairStateBytes(ElementType type) { return 2 * AccumulatorBytes(type); }
 
 // For ops that always use ChooseStrategy.
 inline ReducePlan PlanByRule(const SegmentCall& call, int64_t state_bytes) {

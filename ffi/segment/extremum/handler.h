@@ -1,6 +1,8 @@
 // The handlers of segment_max, segment_min, segment_argmax, segment_argmin and their gradients.
 #pragma once
 
+#include <type_traits>
+
 #include "ffi/segment/decoding.h"
 #include "ffi/segment/extremum/call.h"
 
@@ -51,7 +53,7 @@ ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi:
   JB_RETURN_IF_ERROR(
       decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
   JB_RETURN_IF_ERROR(decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner, &call.winner_is_shared));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, IsFloating(call.type)));
   OptionalOperands operands(kOp, data_and_output);
   const bool shares_ties = data_and_output.size() > 0;
   JB_RETURN_IF_ERROR(operands.Next("data", shares_ties, [&](const ffi::AnyBuffer& data) {

@@ -12,7 +12,7 @@ inline ffi::Error DecodeGather(const char* op, Decoder* decoder, const ffi::AnyB
   JB_RETURN_IF_ERROR(decoder->Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder->FirstRows("d_data", d_data, &call->rows));
   JB_RETURN_IF_ERROR(decoder->FirstCells("d_output", d_output, decoder->type(), &call->cells, &call->cells_are_shared));
-  return CheckKernel(op, "d_output", d_output, DispatchFloating(call->type, [](auto) {}));
+  return CheckKernel(op, "d_output", d_output, IsFloating(call->type));
 }
 
 template <typename Context, Run<Context, GatherCall> kRun>

@@ -38,7 +38,7 @@ ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer
     return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);
   }));
   JB_RETURN_IF_ERROR(operands.End());
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   call.is_wide = options.is_wide;
   return kRun(context, kOp, scratch, &call);
 }

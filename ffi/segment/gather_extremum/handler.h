@@ -1,6 +1,9 @@
 // The handlers of gather_segment_max, gather_segment_min and their gradients.
 #pragma once
 
+#include <string>
+#include <type_traits>
+
 #include "ffi/segment/decoding.h"
 #include "ffi/segment/gather_extremum/call.h"
 
@@ -122,7 +125,7 @@ ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner
     return decoder.Like("winner", winner, "output", output, decoder.type(), &call.extrema);
   }));
   JB_RETURN_IF_ERROR(operands.End());
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_winner", d_winner, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_winner", d_winner, IsFloating(call.type)));
   call.indices_are_sorted = options.has_plan;
   call.shares_ties = options.shares_ties;
   return kRun(context, kOp, scratch, &call);

@@ -8,8 +8,8 @@ namespace jax_baracuda::segment {
 namespace {
 
 ReducePlan PlanOf(const GatherExtremumCall& call) {
-  const int64_t element_bytes = ElementBytes(call.type);
-  return PlanGathered(call, call.problem.features, call.with_winner ? PairStateBytes(element_bytes) : element_bytes);
+  return PlanGathered(call, call.problem.features,
+                      call.with_winner ? PairStateBytes(call.type) : ElementBytes(call.type));
 }
 
 CudaStatus GatherMaximum(const GatherExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {

@@ -42,7 +42,7 @@ ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
     return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);
   }));
   JB_RETURN_IF_ERROR(operands.End());
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   call.indices_are_sorted = options.indices_are_sorted;
   call.clips_gather_ids = options.clips_gather_ids;
   call.has_weights = options.has_weights;

@@ -52,6 +52,4 @@ struct GatherSumReduction {
   };
 };
 
-inline int64_t SumStateBytes(ElementType type) { return ElementBytes(type) == 8 ? 8 : 4; }
-
 }  // namespace jax_baracuda::segment
