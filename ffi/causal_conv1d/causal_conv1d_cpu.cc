@@ -232,11 +232,9 @@ ffi::Error RunForward(ffi::ThreadPool pool, const ForwardCall& call) {
   return RunOnCpu(pool, kForwardName, call, [](auto&... operands) { return ComputeForward(operands...); });
 }
 
-ffi::Error RunBackward(ffi::ThreadPool pool, BackwardCall* call, ffi::RemainingRets more_results, size_t num_decoded) {
-  if (more_results.size() == num_decoded)
-    return RunOnCpu(pool, kBackwardName, *call, [](auto&... operands) { return ComputeBackward(operands...); });
-  return InvalidArgument(kBackwardName, "got " + std::to_string(3 + more_results.size()) + " results, expected " +
-                                            std::to_string(3 + num_decoded));
+ffi::Error RunBackward(ffi::ThreadPool pool, const OptionalResults& results, BackwardCall* call) {
+  JB_RETURN_IF_ERROR(results.End());
+  return RunOnCpu(pool, kBackwardName, *call, [](auto&... operands) { return ComputeBackward(operands...); });
 }
 
 ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& call) {

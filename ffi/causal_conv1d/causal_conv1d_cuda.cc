@@ -157,10 +157,10 @@ ffi::Error RunForward(cudaStream_t stream, const ForwardCall& call) {
   return ToError(kForwardName, Launch(call, PlanOf(call), stream));
 }
 
-ffi::Error RunBackward(cudaStream_t stream, BackwardCall* call, ffi::RemainingRets more_results, size_t num_decoded) {
+ffi::Error RunBackward(cudaStream_t stream, const OptionalResults& results, BackwardCall* call) {
   const ConvolutionPlan plan = PlanOf(*call);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(kBackwardName, more_results, plan.scratch_bytes, &scratch, /*first=*/num_decoded));
+  JB_RETURN_IF_ERROR(DecodeScratch(results, plan.scratch_bytes, &scratch));
   call->scratch = scratch.data;
   return ToError(kBackwardName, Launch(*call, plan, stream));
 }

@@ -265,10 +265,8 @@ ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return kRun(context, call);
 }
 
-// `more_results` begins with d_initial_state if there is an initial state. The back end sets the call's scratch, and
-// decodes `more_results` from index `num_decoded` on.
-template <typename Context,
-          ffi::Error (*kRun)(Context, BackwardCall*, ffi::RemainingRets more_results, size_t num_decoded)>
+// `more_results` begins with d_initial_state if there is an initial state. The back end decodes the scratch behind it.
+template <typename Context, ffi::Error (*kRun)(Context, const OptionalResults&, BackwardCall*)>
 ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer dy,
                           ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
                           ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
@@ -293,7 +291,7 @@ ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weig
     return decoder.Result("d_initial_state", buffer, decoder.type(),
                           {problem.examples, problem.channels, problem.width - 1}, &call.d_initial_state);
   }));
-  return kRun(context, &call, more_results, results.num_decoded());
+  return kRun(context, results, &call);
 }
 
 template <typename Context, ffi::Error (*kRun)(Context, const UpdateCall&)>

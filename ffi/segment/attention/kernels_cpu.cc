@@ -712,11 +712,9 @@ bool RunByRow(ffi::ThreadPool& pool, const AttentionByRowCall& call) {
 }
 
 template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
-ffi::Error RunAttention(ffi::ThreadPool pool, const char* op, ffi::RemainingRets results, Call* call,
-                        size_t num_decoded) {
-  JB_RETURN_IF_ERROR(CheckSorted(op, *call));
-  if (results.size() != num_decoded) return InvalidArgument(op, "scratch is among the results, expected none");
-  return MemoryStatus(op, kRun(pool, *call));
+ffi::Error RunAttention(ffi::ThreadPool pool, const OptionalResults& results, Call* call) {
+  JB_RETURN_IF_ERROR(CheckSorted(results.op(), *call));
+  return RunOnCpu<Call, kRun>(pool, results, call);
 }
 
 Plan PlanAttention(const AttentionCall& call) { return {call.problem.HasNoResult() ? kNothing : "segments"}; }

@@ -83,9 +83,9 @@ inline constexpr const char* kStrategyNames[] = {
 
 // Runs a call with kRun(pool, call), which returns false if memory allocation fails.
 template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
-ffi::Error RunOnCpu(ffi::ThreadPool pool, const char* op, ffi::RemainingRets scratch, Call* call) {
-  if (!scratch.empty()) return InvalidArgument(op, "scratch is among the results, expected none");
-  return MemoryStatus(op, kRun(pool, *call));
+ffi::Error RunOnCpu(ffi::ThreadPool pool, const OptionalResults& results, Call* call) {
+  JB_RETURN_IF_ERROR(results.End());
+  return MemoryStatus(results.op(), kRun(pool, *call));
 }
 
 struct SegmentIds {

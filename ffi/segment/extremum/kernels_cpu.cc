@@ -283,11 +283,13 @@ constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
 #define JB_REDUCTION_STRATEGIES kNothing, "scan", "group_by_segment"
 #define JB_BACKWARD_STRATEGIES kNothing, "gather", "group_by_segment_streamed"
 
-JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false>), kPlan, JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true>), kPlan, JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<ffi::ThreadPool, kRunWithWinner, false>),
+JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/false>), kPlan,
+              JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/false>), kPlan,
+              JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_max_with_winner", (HandleExtremum<ffi::ThreadPool, kRunWithWinner, false, /*kWithWinner=*/true>),
               kPlanWithWinner, JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<ffi::ThreadPool, kRunWithWinner, true>),
+JB_CPU_TARGET("segment_min_with_winner", (HandleExtremum<ffi::ThreadPool, kRunWithWinner, true, /*kWithWinner=*/true>),
               kPlanWithWinner, JB_REDUCTION_STRATEGIES);
 JB_CPU_TARGET("segment_max_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, false>), kPlanBackward,
               JB_BACKWARD_STRATEGIES);

@@ -171,14 +171,16 @@ constexpr auto kPlan = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<false>>;
 constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<true>>;
 constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
 
-JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false>), kPlan, kNothing, "scan",
-              "group_by_segment");
-JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true>), kPlan, kNothing, "scan",
-              "group_by_segment");
-JB_CPU_TARGET("gather_segment_max_with_winner", (HandleGatherExtremumWithWinner<ffi::ThreadPool, kRun, false>),
-              kPlanWithWinner, kNothing, "scan", "group_by_segment");
-JB_CPU_TARGET("gather_segment_min_with_winner", (HandleGatherExtremumWithWinner<ffi::ThreadPool, kRun, true>),
-              kPlanWithWinner, kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/false>), kPlan,
+              kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/false>), kPlan,
+              kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_max_with_winner",
+              (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/true>), kPlanWithWinner, kNothing,
+              "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_min_with_winner",
+              (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/true>), kPlanWithWinner, kNothing,
+              "scan", "group_by_segment");
 JB_CPU_TARGET("gather_segment_max_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, false>),
               kPlanBackward, kNothing, "scan", "split_scan", "group_by_segment");
 JB_CPU_TARGET("gather_segment_min_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, true>),

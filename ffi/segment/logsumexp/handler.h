@@ -22,7 +22,7 @@ ffi::Error HandleLogSumExp(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   JB_RETURN_IF_ERROR(decoder.Cells("totals", *totals, of_states, &call.totals));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 }  // namespace jax_baracuda::segment

@@ -390,10 +390,10 @@ constexpr auto kRun = RunOnCpu<ProductCall, RunProduct>;
 constexpr auto kRunBackward = RunOnCpu<ProductBackwardCall, RunProductBackward>;
 constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
 
-JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun>), kPlan, kNothing, "scan", "split_scan",
-              "group_by_segment");
-JB_CPU_TARGET("segment_prod_with_residual", (HandleProductWithResidual<ffi::ThreadPool, kRun>), kPlan, kNothing, "scan",
+JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/false>), kPlan, kNothing, "scan",
               "split_scan", "group_by_segment");
+JB_CPU_TARGET("segment_prod_with_residual", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/true>), kPlan,
+              kNothing, "scan", "split_scan", "group_by_segment");
 JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>), PlanOfGather, kNothing,
               "gather");
 

@@ -21,7 +21,7 @@ ffi::Error HandleSoftmax(Context context, ffi::AnyBuffer logits, ffi::AnyBuffer 
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "logits", logits, IsFloating(call.type)));
   call.problem.data_is_shared = call.is_shared[0];
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 template <typename Context, Run<Context, SoftmaxCall> kRun>
@@ -41,7 +41,7 @@ ffi::Error HandleSoftmaxBackward(Context context, ffi::AnyBuffer probabilities, 
   call.problem.data_is_shared = call.is_shared[0];
   call.is_backward = true;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 template <bool kIsBackward>

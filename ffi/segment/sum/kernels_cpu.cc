@@ -30,9 +30,9 @@ Plan PlanSum(const SumCall& call) {
 
 constexpr auto kRun = RunOnCpu<SumCall, RunSum>;
 
-JB_CPU_TARGET(SumCall::kSumName, (HandleSum<ffi::ThreadPool, SumCall, kRun>),
+JB_CPU_TARGET(SumCall::kSumName, (HandleSum<ffi::ThreadPool, SumCall, kRun, /*kIsMean=*/false>),
               (PlanOf<PlanSum, SumCallOf<SumCall, false>>), kNothing, "scan", "split_scan", "group_by_segment");
-JB_CPU_TARGET(SumCall::kMeanName, (HandleMean<ffi::ThreadPool, SumCall, kRun>),
+JB_CPU_TARGET(SumCall::kMeanName, (HandleSum<ffi::ThreadPool, SumCall, kRun, /*kIsMean=*/true>),
               (PlanOf<PlanSum, SumCallOf<SumCall, true>>), kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace

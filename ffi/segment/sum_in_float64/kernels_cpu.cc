@@ -77,9 +77,9 @@ Plan PlanSum(const Float64SumCall& call) {
 
 constexpr auto kRun = RunOnCpu<Float64SumCall, RunSum>;
 
-JB_CPU_TARGET(Float64SumCall::kSumName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun>),
+JB_CPU_TARGET(Float64SumCall::kSumName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun, /*kIsMean=*/false>),
               (PlanOf<PlanSum, SumCallOf<Float64SumCall, false>>), kNothing, "scan", "split_scan", "group_by_segment");
-JB_CPU_TARGET(Float64SumCall::kMeanName, (HandleMean<ffi::ThreadPool, Float64SumCall, kRun>),
+JB_CPU_TARGET(Float64SumCall::kMeanName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun, /*kIsMean=*/true>),
               (PlanOf<PlanSum, SumCallOf<Float64SumCall, true>>), kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace
