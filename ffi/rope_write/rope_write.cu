@@ -334,9 +334,8 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
 
 Strategy Choose(const rope::Problem& problem, int64_t value_features, int64_t element_bytes, bool are_aligned) {
   const int64_t elements = kVectorBytes / element_bytes;
-  const bool fits = problem.features % elements == 0 && problem.first_rotated % elements == 0 &&
-                    (problem.interleaved ? 2 : 1) * problem.pairs % elements == 0 && value_features % elements == 0;
-  return fits && are_aligned ? Strategy::kByVector : Strategy::kByElement;
+  const bool has_vectors = are_aligned && problem.HasVectors(elements) && value_features % elements == 0;
+  return has_vectors ? Strategy::kByVector : Strategy::kByElement;
 }
 
 CudaStatus Launch(const Call& call, cudaStream_t stream) {

@@ -54,8 +54,13 @@ class Decoder {
         num_pools_(num_pools),
         batch_(op) {}
 
-  ffi::Error Decode(int64_t axis, bool has_layer, ffi::Span<const int64_t> scales, int64_t num_batch_dims, Call* call) {
+  // `attributes` has those of write_rows.
+  template <typename OpAttributes>
+  ffi::Error Decode(const OpAttributes& attributes, Call* call) {
     const size_t num_pools = num_pools_;
+    const bool has_layer = attributes.has_layer;
+    const ffi::Span<const int64_t> scales = attributes.scales;
+    call->has_unique_slots = attributes.has_unique_slots;
     size_t num_operands = 2 * num_pools + 1 + (has_layer ? 1 : 0);
     bool is_valid = scales.size() == num_pools;
     for (const int64_t kind : scales) {
@@ -70,8 +75,8 @@ class Decoder {
     }
     first_pool_axis_ = has_layer ? 1 : 0;
     size_t next = 2 * num_pools;
-    JB_RETURN_IF_ERROR(DecodeFirst(axis, num_batch_dims, *operands_.get<ffi::AnyBuffer>(next), call));
-    ++next;
+    JB_RETURN_IF_ERROR(
+        DecodeFirst(attributes.axis, attributes.num_batch_dims, *operands_.get<ffi::AnyBuffer>(next++), call));
     if (has_layer) {
       const ffi::AnyBuffer layer = *operands_.get<ffi::AnyBuffer>(next++);
       BatchedBuffer view;
@@ -214,10 +219,8 @@ inline Plan PlanRows(const PlanParameters& parameters) {
 template <typename Context, ffi::Error (*kRun)(Context, const Call&)>
 ffi::Error HandleRows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
   Call call;
-  call.has_unique_slots = attributes.has_unique_slots;
   Decoder decoder(kOp, operands, operands.size(), results, results.size());
-  JB_RETURN_IF_ERROR(
-      decoder.Decode(attributes.axis, attributes.has_layer, attributes.scales, attributes.num_batch_dims, &call));
+  JB_RETURN_IF_ERROR(decoder.Decode(attributes, &call));
   return kRun(context, call);
 }
 
