@@ -294,7 +294,7 @@ CudaStatus LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cud
 
 CudaStatus Launch(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  return DispatchType(call.type, [&](auto tag) -> CudaStatus {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
     if (problem.channels_last && plan.strategy != Strategy::kNothing) {
       JB_RETURN_IF_CUDA_ERROR(LaunchChannelsLast(call, plan, stream));

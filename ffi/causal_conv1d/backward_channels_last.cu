@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
 }  // namespace
 
 CudaStatus LaunchChannelsLast(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  return DispatchType(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     return LaunchOnGrid<T>(
         call, plan, BackwardArguments<T>(call), stream,

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
 
 namespace jax_baracuda::causal_conv1d {
@@ -80,8 +81,7 @@ struct UpdateCall : ForwardCall {
 // sequences with the same slot, the last one writes it.
 struct StatePool {
   void* data = nullptr;
-  const void* old_data = nullptr;  // copied to `data` first, unless XLA aliased the two
-  int64_t bytes = 0;
+  Copy of_old_states;  // made first
   int64_t slots = 0;
   int64_t length = 0;          // at least width - 1
   int64_t sequences = 0;       // of a batch element

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <string>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
 #include "ffi/causal_conv1d/causal_conv1d_handler.h"
@@ -40,7 +39,8 @@ class Backward {
   // For tiles of up to `channels` channels. Returns false if the allocation fails.
   bool Allocate(int64_t channels) {
     const int64_t times = convolution_.tile_times(), reach = convolution_.reach();
-    if (!memory_.Allocate((reach + times + reach + times + reach + times + reach) * channels)) return false;
+    memory_ = jax_baracuda::Allocate<C>((reach + times + reach + times + reach + times + reach) * channels);
+    if (memory_ == nullptr) return false;
     inputs_ = memory_.get();
     dz_ = inputs_ + (reach + times + reach) * channels;
     dx_ = dz_ + (times + reach) * channels;
@@ -115,7 +115,7 @@ class Backward {
   const BackwardCall& call_;
   const Problem& problem_;
   const Convolution<T>& convolution_;
-  Lines<C> memory_;
+  Memory<C> memory_;
   C* inputs_ = nullptr;
   C* dz_ = nullptr;
   C* dx_ = nullptr;  // also a buffer for dy
@@ -232,11 +232,9 @@ ffi::Error RunForward(ffi::ThreadPool pool, const ForwardCall& call) {
   return RunOnCpu(pool, kForwardName, call, [](auto&... operands) { return ComputeForward(operands...); });
 }
 
-ffi::Error RunBackward(ffi::ThreadPool pool, BackwardCall* call, ffi::RemainingRets more_results, size_t num_decoded) {
-  if (more_results.size() == num_decoded)
-    return RunOnCpu(pool, kBackwardName, *call, [](auto&... operands) { return ComputeBackward(operands...); });
-  return InvalidArgument(kBackwardName, "got " + std::to_string(3 + more_results.size()) + " results, expected " +
-                                            std::to_string(3 + num_decoded));
+ffi::Error RunBackward(ffi::ThreadPool pool, const OptionalResults& results, BackwardCall* call) {
+  JB_RETURN_IF_ERROR(results.End());
+  return RunOnCpu(pool, kBackwardName, *call, [](auto&... operands) { return ComputeBackward(operands...); });
 }
 
 ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& call) {

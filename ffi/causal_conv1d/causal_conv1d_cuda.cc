@@ -117,8 +117,8 @@ ConvolutionPlan PlanOf(const BackwardCall& call) {
   ConvolutionPlan plan =
       PlanOf(call, call.x.is_shared || call.dy.is_shared, AreAligned(kVectorBytes, call.x.data, call.dy.data, call.dx),
              Tuning::BackwardRows(element_bytes, problem.has_same_sequence), Tuning::BackwardRun());
-  const int64_t compute_bytes = std::max<int64_t>(element_bytes, sizeof(float));
-  plan.scratch_bytes = problem.batch * plan.parts * problem.channels * (problem.width + 1) * compute_bytes;
+  plan.scratch_bytes =
+      problem.batch * plan.parts * problem.channels * (problem.width + 1) * AccumulatorBytes(call.type);
   return plan;
 }
 
@@ -157,10 +157,10 @@ ffi::Error RunForward(cudaStream_t stream, const ForwardCall& call) {
   return ToError(kForwardName, Launch(call, PlanOf(call), stream));
 }
 
-ffi::Error RunBackward(cudaStream_t stream, BackwardCall* call, ffi::RemainingRets more_results, size_t num_decoded) {
+ffi::Error RunBackward(cudaStream_t stream, const OptionalResults& results, BackwardCall* call) {
   const ConvolutionPlan plan = PlanOf(*call);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(kBackwardName, more_results, plan.scratch_bytes, &scratch, /*first=*/num_decoded));
+  JB_RETURN_IF_ERROR(DecodeScratch(results, plan.scratch_bytes, &scratch));
   call->scratch = scratch.data;
   return ToError(kBackwardName, Launch(*call, plan, stream));
 }

@@ -126,7 +126,7 @@ class Decoder {
     problem_.length = view.dims[options.channels_last ? 1 : 2];
     type_ = view.type;
     call_.type = ElementTypeOf(type_);
-    if (!DispatchFloating(call_.type, [](auto) {})) return UnsupportedType(op_, result_name, type_);
+    if (!IsFloating(call_.type)) return UnsupportedType(op_, result_name, type_);
     const auto filter = batch_.View(weight, /*may_be_shared=*/true);
     const int64_t width = filter && filter->dims.size() == 2 ? filter->dims[1] : 0;
     if (width < 1 || width > kMaxWidth) {
@@ -177,8 +177,8 @@ class Decoder {
     Operand old;
     JB_RETURN_IF_ERROR(Take("states", states, type_, trailing, &old, /*may_be_shared=*/false));
     JB_RETURN_IF_ERROR(Result("new_states", new_states, type_, trailing, &pool->data));
-    pool->old_data = old.data;
-    pool->bytes = MultiplySizes(TrailingSize(states, 0), ElementBytes(call_.type));
+    const int64_t bytes = MultiplySizes(TrailingSize(states, 0), ElementBytes(call_.type));
+    pool->of_old_states = Copy(pool->data, old.data, bytes);
     const auto of_slots = batch_.View(slots, /*may_be_shared=*/true);
     pool->sequences = is_of_examples                           ? problem_.examples
                       : of_slots && of_slots->dims.size() == 1 ? of_slots->dims[0]
@@ -219,7 +219,7 @@ class Decoder {
   }
 
   ffi::DataType type() const { return type_; }
-  ffi::DataType compute_type() const { return type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32; }
+  ffi::DataType compute_type() const { return ComputeDataType(type_); }
 
  private:
   ffi::Error Take(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
@@ -265,10 +265,8 @@ ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   return kRun(context, call);
 }
 
-// `more_results` begins with d_initial_state if there is an initial state. The back end sets the call's scratch, and
-// decodes `more_results` from index `num_decoded` on.
-template <typename Context,
-          ffi::Error (*kRun)(Context, BackwardCall*, ffi::RemainingRets more_results, size_t num_decoded)>
+// `more_results` begins with d_initial_state if there is an initial state. The back end decodes the scratch behind it.
+template <typename Context, ffi::Error (*kRun)(Context, const OptionalResults&, BackwardCall*)>
 ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer dy,
                           ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
                           ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
@@ -293,7 +291,7 @@ ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weig
     return decoder.Result("d_initial_state", buffer, decoder.type(),
                           {problem.examples, problem.channels, problem.width - 1}, &call.d_initial_state);
   }));
-  return kRun(context, &call, more_results, results.num_decoded());
+  return kRun(context, results, &call);
 }
 
 template <typename Context, ffi::Error (*kRun)(Context, const UpdateCall&)>

@@ -11,14 +11,6 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-// Calls body(TypeTag<T>{}), which returns a CudaStatus.
-template <typename Body>
-CudaStatus DispatchType(ElementType type, Body&& body) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(type, [&](auto tag) { status = body(tag); });
-  return status;
-}
-
 // The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth. The actual taps are the last ones of
 // kMaxWidth; the taps before them are masked out, like inputs of another sequence.
 template <int kWidth>

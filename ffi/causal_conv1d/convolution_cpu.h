@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
@@ -15,6 +14,7 @@
 #include "ffi/causal_conv1d/tiles_cpu.h"
 #include "ffi/core/alignment.h"
 #include "ffi/core/cpu_kernel.h"
+#include "ffi/core/float16_cpu.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
@@ -55,32 +55,14 @@ inline Problem WithBestLayout(Problem problem) {
 inline Strategy Choose(const Problem& problem, int64_t element_bytes) {
   if (problem.HasNoElement()) return Strategy::kNothing;
   if (problem.channels_last) return Strategy::kChannelsLast;
-  const int64_t numbers_of_line = kLineBytes / std::max<int64_t>(sizeof(float), element_bytes);
+  const int64_t numbers_of_line = kCacheLine / std::max<int64_t>(sizeof(float), element_bytes);
   const bool is_transposed = problem.length < kLongTimes && problem.channels >= numbers_of_line;
   return is_transposed ? Strategy::kTransposedRows : Strategy::kRows;
 }
 
 // The numbers of a cache line.
 template <typename C>
-inline constexpr int64_t kLaneCount = kLineBytes / static_cast<int64_t>(sizeof(C));
-
-// Uninitialised memory, aligned to a cache line.
-template <typename C>
-class Lines {
- public:
-  // Returns false if the allocation fails.
-  bool Allocate(int64_t count) {
-    memory_ = jax_baracuda::Allocate<C>(count + kLaneCount<C>);
-    begin_ = AlignUp(memory_.get(), kLineBytes);
-    return memory_ != nullptr;
-  }
-
-  C* get() const { return begin_; }
-
- private:
-  std::unique_ptr<C[]> memory_;
-  C* begin_ = nullptr;
-};
+inline constexpr int64_t kLaneCount = kCacheLine / static_cast<int64_t>(sizeof(C));
 
 // Channels of an example of a batch element.
 struct Place {
@@ -105,7 +87,8 @@ class Convolution {
     const bool are_shared = call_.weight.is_shared && (call_.bias.data == nullptr || call_.bias.is_shared);
     const int64_t filters = are_shared ? std::min<int64_t>(1, problem_.batch) : problem_.batch;
     filter_stride_ = are_shared ? 0 : size;
-    if (!filters_.Allocate(filters * size)) return false;
+    filters_ = Allocate<C>(filters * size);
+    if (filters_ == nullptr) return false;
     ForEachRange(pool, filters, filters * size * static_cast<int64_t>(sizeof(C)), [&](int64_t begin, int64_t end) {
       for (int64_t batch = begin; batch < end; ++batch) {
         C* const to = filters_.get() + batch * size;
@@ -184,12 +167,15 @@ class Convolution {
 
   void Copy(const T* from, int64_t times, int64_t channels, C* tile) const {
     if (is_transposed_) return LoadRows(from, problem_.length, 0, times, channels, tile);
-    LoadRuns(from, RunsOf(times, channels), tile);
+    ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
+      Widen(from + in_array, count, tile + in_tile);
+    });
   }
 
   void Store(const C* tile, int64_t times, int64_t channels, T* to) const {
-    if (!is_transposed_) return StoreRuns(tile, RunsOf(times, channels), to);
-    StoreRows(tile, problem_.length, times, channels, to);
+    if (is_transposed_) return StoreRows(tile, problem_.length, times, channels, to);
+    ForEachRun(times, channels,
+               [&](int64_t in_array, int64_t in_tile, int64_t count) { Narrow(tile + in_tile, count, to + in_array); });
   }
 
   // The inputs of times [begin, end).
@@ -225,9 +211,13 @@ class Convolution {
 
   // Replaces z of a tile by its cotangent. The buffer has the size of the tile.
   void SiluGradientOf(const T* dy, int64_t times, int64_t channels, C* buffer, C* z) const {
-    if (!is_transposed_) return SiluGradient(dy, RunsOf(times, channels), z);
-    Copy(dy, times, channels, buffer);
-    SiluGradient(buffer, Runs{1, times * channels, 0}, z);
+    if (is_transposed_) {
+      Copy(dy, times, channels, buffer);
+      return SiluGradient(buffer, times * channels, z);
+    }
+    ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
+      SiluGradient(dy + in_array, count, z + in_tile);
+    });
   }
 
   // dx of `times` times from `time` on, without the contribution of the final state. `dz` begins at `time` too: it has
@@ -252,9 +242,12 @@ class Convolution {
 
   Tile TileOf(Place place, int64_t times) const { return {problem_.width, over_times_, times, place.channels}; }
 
-  Runs RunsOf(int64_t times, int64_t channels) const {
-    if (channels == problem_.channels || over_times_) return {1, times * channels, 0};
-    return {times, channels, problem_.channels};
+  // Calls body(offset in an array of x's shape, offset in a tile, count) for the runs of numbers that are consecutive in
+  // both.
+  template <typename Body>
+  void ForEachRun(int64_t times, int64_t channels, const Body& body) const {
+    if (channels == problem_.channels || over_times_) return body(int64_t{0}, int64_t{0}, times * channels);
+    for (int64_t time = 0; time < times; ++time) body(time * problem_.channels, time * channels, channels);
   }
 
   // `count` numbers per channel as `count` rows; zeros if the operand is absent.
@@ -274,7 +267,7 @@ class Convolution {
   const Problem& problem_;
   const bool is_transposed_;  // whether tiles are transposed relative to arrays of x's shape
   const bool over_times_;
-  Lines<C> filters_;
+  Memory<C> filters_;
   int64_t filter_stride_ = 0;
 };
 
@@ -307,8 +300,8 @@ bool ComputeForward(ffi::ThreadPool& pool, const ForwardCall& call, const Convol
   std::atomic<bool> has_memory{true};
   ForEachRange(pool, problem.batch * problem.examples * tiles_of_example, bytes, [&](int64_t begin, int64_t end) {
     const int64_t window = tile_times + convolution.reach();
-    Lines<C> memory;
-    if (!memory.Allocate((window + tile_times) * tile_channels)) {
+    const auto memory = Allocate<C>((window + tile_times) * tile_channels);
+    if (memory == nullptr) {
       has_memory = false;
       return;
     }
@@ -332,12 +325,10 @@ template <typename Call, typename Compute>
 ffi::Error RunOnCpu(ffi::ThreadPool& pool, const char* op, Call call, const Compute& compute) {
   call.problem = WithBestLayout(call.problem);
   const Strategy strategy = Choose(call.problem, ElementBytes(call.type));
-  bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
-    Convolution<typename decltype(tag)::type> convolution(call, strategy);
-    has_memory = convolution.Prepare(pool) && compute(pool, call, convolution);
-  });
-  return MemoryStatus(op, has_memory);
+  return MemoryStatus(op, DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+                        Convolution<typename decltype(tag)::type> convolution(call, strategy);
+                        return convolution.Prepare(pool) && compute(pool, call, convolution);
+                      }));
 }
 
 template <typename Call>

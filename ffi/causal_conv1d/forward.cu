@@ -99,7 +99,7 @@ CudaStatus Launch(const ForwardCall& call, const ConvolutionPlan& plan, cudaStre
   const Problem& problem = call.problem;
   if (plan.strategy == Strategy::kNothing) return {};
   if (problem.channels_last) return LaunchChannelsLast(call, plan, stream);
-  return DispatchType(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const RowsGrid grid(plan);
     return DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
 }  // namespace
 
 CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  return DispatchType(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     return LaunchOnGrid<T>(
         call, plan, ForwardArguments<T>(call), stream, [](auto width, auto channels, auto has_masks) {
@@ -160,7 +160,7 @@ CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& pl
 }
 
 CudaStatus LaunchChannelsLast(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  return DispatchType(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     return LaunchOnGrid<T>(call, plan, RaggedArguments<T>(call), stream, [](auto width, auto channels, auto) {
       return ForwardChannelsLast<T, width, channels, Sequences::kRagged>;

@@ -256,9 +256,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 CudaStatus Launch(const PoolUpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  JB_RETURN_IF_CUDA_ERROR(CopyPool(call.pool, stream));
+  JB_RETURN_IF_CUDA_ERROR(LaunchCopy(call.pool.of_old_states, stream));
   if (plan.strategy == Strategy::kNothing) return {};
-  return DispatchType(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kUpdateChannels = static_cast<int>(Tuning::kUpdateBytes / sizeof(T));
     const Problem& problem = call.problem;
@@ -279,13 +279,13 @@ CudaStatus Launch(const PoolUpdateCall& call, const ConvolutionPlan& plan, cudaS
 }
 
 CudaStatus Launch(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  JB_RETURN_IF_CUDA_ERROR(CopyPool(call.pool, stream));
+  JB_RETURN_IF_CUDA_ERROR(LaunchCopy(call.pool.of_old_states, stream));
   if (plan.strategy == Strategy::kNothing) return {};
   JB_RETURN_IF_CUDA_ERROR(LaunchChannelsLast(call, plan, stream));
   const Problem& problem = call.problem;
   const int64_t sequences = problem.batch * call.pool.sequences;
   if (sequences == 0 || call.pool.slots == 0 || problem.width == 1) return {};
-  return DispatchType(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t blocks_across = CeilDivide(problem.channels, int64_t{kThreads} * kStateChannels);
     WriteStates<T><<<GridSize(sequences * blocks_across), kThreads, 0, stream>>>(

@@ -75,11 +75,4 @@ struct SequenceAt {
   }
 };
 
-// Copies the pool to the result, if XLA did not alias the two.
-inline CudaStatus CopyPool(const StatePool& pool, cudaStream_t stream) {
-  if (pool.data == pool.old_data || pool.bytes == 0) return {};
-  return JB_CUDA_STATUS(
-      cudaMemcpyAsync(pool.data, pool.old_data, static_cast<size_t>(pool.bytes), cudaMemcpyDeviceToDevice, stream));
-}
-
 }  // namespace jax_baracuda::causal_conv1d

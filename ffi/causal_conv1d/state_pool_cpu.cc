@@ -73,16 +73,8 @@ class OldStates {
 
  private:
   int64_t sequences_ = 0, channels_ = 0, length_ = 0;
-  std::unique_ptr<T[]> states_;
+  Memory<T> states_;
 };
-
-void CopyPool(ffi::ThreadPool& threads, const StatePool& pool) {
-  if (pool.data == pool.old_data) return;
-  ForEachRange(threads, pool.bytes, 2 * pool.bytes, [&](int64_t begin, int64_t end) {
-    std::memcpy(static_cast<char*>(pool.data) + begin, static_cast<const char*>(pool.old_data) + begin,
-                static_cast<size_t>(end - begin));
-  });
-}
 
 // Writes the states after the sequences: the last `num_written` of the old and new inputs of each, from the first entry
 // of a row on. Of the sequences of a slot, only the last one writes. They are in order.
@@ -176,8 +168,8 @@ bool ComputeRagged(ffi::ThreadPool& threads, const RaggedCall& call, const Convo
   std::atomic<bool> tiles_have_memory{true};
   ForEachRange(threads, first_tiles.back(), bytes, [&](int64_t begin, int64_t end) {
     const int64_t window = tile_times + convolution.reach();
-    Lines<C> memory;
-    if (!memory.Allocate((window + tile_times) * tile_channels)) {
+    const auto memory = Allocate<C>((window + tile_times) * tile_channels);
+    if (memory == nullptr) {
       tiles_have_memory = false;
       return;
     }
@@ -222,14 +214,14 @@ bool ComputeUpdate(ffi::ThreadPool& threads, const PoolUpdateCall& call, const O
 // Targets.
 
 ffi::Error RunRagged(ffi::ThreadPool threads, const RaggedCall& given) {
-  CopyPool(threads, given.pool);
+  CopyArray(threads, given.pool.of_old_states);
   RaggedCall call = given;
   call.state_length = call.problem.width - 1;
   return RunOnCpu(threads, kRaggedName, call, [](auto&... operands) { return ComputeRagged(operands...); });
 }
 
 ffi::Error RunPoolUpdate(ffi::ThreadPool threads, const PoolUpdateCall& given) {
-  CopyPool(threads, given.pool);
+  CopyArray(threads, given.pool.of_old_states);
   PoolUpdateCall call = given;
   call.problem = WithBestLayout(call.problem);
   const Problem& problem = call.problem;

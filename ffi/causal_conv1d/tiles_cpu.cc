@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
+#include "ffi/core/alignment.h"
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/element_type.h"
@@ -127,8 +128,8 @@ JB_CPU_CLONES void ApplySilu(C* z, int64_t count) {
 // The numbers of one 64-byte vector register, or of several shorter ones.
 template <typename C>
 struct Lanes {
-  static constexpr int64_t kCount = kLineBytes / sizeof(C);
-  typedef C Type __attribute__((vector_size(kLineBytes)));
+  static constexpr int64_t kCount = kCacheLine / sizeof(C);
+  typedef C Type __attribute__((vector_size(kCacheLine)));
 };
 
 // Adds the sum over t of dz[t, c] * in[t + k, c] to sums[k, c], and the sum of dz to sums_of_dz[c] unless that is
@@ -244,42 +245,16 @@ void OverTimes(const Tile& tile, const Body& body) {
 }  // namespace
 
 template <typename T, typename C>
-JB_CPU_CLONES void LoadRuns(const T* from, Runs runs, C* to) {
-  for (int64_t run = 0; run < runs.count; ++run, from += runs.stride, to += runs.length) {
-    if constexpr (kIsWidenedAtOnce<T>) {
-      Widen(from, runs.length, to);
-    } else {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < runs.length; ++i) to[i] = static_cast<C>(from[i]);
+JB_CPU_CLONES void SiluGradient(const T* dy, int64_t count, C* z) {
+  ForEachPart(dy, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
+    C* const of_part = z + begin;
+    JB_VECTORIZE
+    for (int64_t i = 0; i < part; ++i) {
+      const C exponential = ExpOrZero(-of_part[i]), sigmoid = C{1} / (C{1} + exponential);
+      const C of_negative = of_part[i] < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
+      of_part[i] = static_cast<C>(numbers[i]) * (sigmoid * (C{1} + of_part[i] * of_negative));
     }
-  }
-}
-
-template <typename T, typename C>
-JB_CPU_CLONES void StoreRuns(const C* from, Runs runs, T* to) {
-  for (int64_t run = 0; run < runs.count; ++run, from += runs.length, to += runs.stride) {
-    if constexpr (kIsWidenedAtOnce<T>) {
-      Narrow(from, runs.length, to);
-    } else {
-      JB_VECTORIZE
-      for (int64_t i = 0; i < runs.length; ++i) Store(from[i], to + i);
-    }
-  }
-}
-
-template <typename T, typename C>
-JB_CPU_CLONES void SiluGradient(const T* dy, Runs runs, C* z) {
-  for (int64_t run = 0; run < runs.count; ++run, dy += runs.stride, z += runs.length) {
-    ForEachPart(dy, runs.length, [&](int64_t begin, int64_t count, const auto* numbers) __attribute__((always_inline)) {
-      C* const part = z + begin;
-      JB_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) {
-        const C exponential = ExpOrZero(-part[i]), sigmoid = C{1} / (C{1} + exponential);
-        const C of_negative = part[i] < C{0} ? C{1} - sigmoid : exponential * sigmoid;  // sigmoid(-z)
-        part[i] = static_cast<C>(numbers[i]) * (sigmoid * (C{1} + part[i] * of_negative));
-      }
-    });
-  }
+  });
 }
 
 template <typename T, typename C>
@@ -365,12 +340,10 @@ void SumProducts(const Tile& tile, View<const C> in, const C* dz, const Masks& m
 // NOLINTBEGIN(bugprone-macro-parentheses): the arguments are types.
 // Parameters may have the compute type where x has 16 bits, so that C is a type of rows, too.
 #define JB_TILES_OF(T, C)                                                                                       \
-  template void LoadRuns(const T* from, Runs runs, C* to);                                                      \
-  template void StoreRuns(const C* from, Runs runs, T* to);                                                     \
   template void LoadRows(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to); \
   template void StoreRows(const C* from, int64_t length, int64_t times, int64_t channels, T* rows);             \
   template void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channels, T* new_states);  \
-  template void SiluGradient(const T* dy, Runs runs, C* z);
+  template void SiluGradient(const T* dy, int64_t count, C* z);
 JB_TILES_OF(Float16, float)
 JB_TILES_OF(BFloat16, float)
 JB_TILES_OF(float, float)

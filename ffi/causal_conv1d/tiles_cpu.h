@@ -9,15 +9,6 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-inline constexpr int64_t kLineBytes = 64;  // a cache line, and the longest vector register
-
-// Runs of consecutive elements in memory. In a tile, the runs follow each other without gaps.
-struct Runs {
-  int64_t count;
-  int64_t length;
-  int64_t stride;  // from run to run, in memory
-};
-
 // Numbers [times, channels] with `stride` numbers from one time to the next.
 template <typename C>
 struct View {
@@ -45,12 +36,6 @@ struct Masks {
   Masks From(int64_t time) const { return {data + time, count - time, is_transposed}; }
 };
 
-template <typename T, typename C>
-void LoadRuns(const T* from, Runs runs, C* to);
-
-template <typename T, typename C>
-void StoreRuns(const C* from, Runs runs, T* to);
-
 // Transposes numbers [begin, begin + times) of each channel's row of `length` numbers to [times, channels].
 template <typename T, typename C>
 void LoadRows(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to);
@@ -63,9 +48,9 @@ void StoreRows(const C* from, int64_t length, int64_t times, int64_t channels, T
 template <typename T>
 void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channels, T* new_states);
 
-// Replaces z by its cotangent under silu.
+// Replaces `count` numbers z by their cotangents under silu.
 template <typename T, typename C>
-void SiluGradient(const T* dy, Runs runs, C* z);
+void SiluGradient(const T* dy, int64_t count, C* z);
 
 // out[t, c] = biases[c] + sum over k < width of weights[k, c] * in[t + k, c], or its silu.
 template <typename C>

@@ -132,7 +132,7 @@ CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
 
 CudaStatus Launch(const UpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   if (plan.strategy == Strategy::kNothing) return {};
-  return DispatchType(call.type, [&](auto tag) -> CudaStatus {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
     if (plan.strategy == Strategy::kOneInput) return LaunchUpdateOne<T>(call, stream);
     if (plan.strategy == Strategy::kFewInputs) {

@@ -10,6 +10,9 @@ namespace jax_baracuda {
 // The widest access of a GPU thread and of an SSE2 register.
 inline constexpr int kVectorBytes = 16;
 
+// A cache line of a CPU, and its longest vector register.
+inline constexpr int64_t kCacheLine = 64;
+
 // Whether all addresses are multiples of `bytes`. nullptr (an absent operand) counts as aligned.
 template <typename... Pointers>
 JB_HOST_DEVICE bool AreAligned(int bytes, const Pointers*... pointers) {

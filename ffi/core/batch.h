@@ -60,8 +60,9 @@ class Batch {
   }
 
   // Checks that the batch dimensions are followed by `trailing`, and sets `view`.
-  ffi::Error Check(const char* name, const ffi::AnyBuffer& buffer, bool may_be_shared,
-                   std::initializer_list<Dimension> trailing, BatchedBuffer* view) const {
+  template <typename Dimensions = std::initializer_list<Dimension>>
+  ffi::Error Check(const char* name, const ffi::AnyBuffer& buffer, bool may_be_shared, const Dimensions& trailing,
+                   BatchedBuffer* view) const {
     const auto own = View(buffer, may_be_shared);
     if (!own || !Fits(own->dims, trailing)) return WrongShape(name, buffer, may_be_shared, TextOf(trailing));
     *view = *own;

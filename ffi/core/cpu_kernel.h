@@ -3,15 +3,18 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <string>
 #include <type_traits>
 
+#include "ffi/core/alignment.h"
+#include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/huge_pages.h"
+#include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 
 #define JB_INLINE __attribute__((always_inline)) inline
@@ -33,12 +36,20 @@ inline ffi::Error MemoryStatus(const char* op, bool has_memory) {
   return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
 }
 
-// Uninitialised memory; nullptr if the allocation fails.
+struct FreeMemory {
+  void operator()(void* memory) const { std::free(memory); }
+};
 template <typename T>
-std::unique_ptr<T[]> Allocate(int64_t count) {
-  T* const memory = new (std::nothrow) T[std::max<int64_t>(1, count)];
-  if (memory != nullptr) AdviseHugePages(memory, count * static_cast<int64_t>(sizeof(T)));
-  return std::unique_ptr<T[]>(memory);
+using Memory = std::unique_ptr<T[], FreeMemory>;
+
+// Uninitialised memory from a cache line on; nullptr if the allocation fails.
+template <typename T>
+Memory<T> Allocate(int64_t count) {
+  static_assert(std::is_trivially_default_constructible_v<T> && std::is_trivially_destructible_v<T>);
+  const int64_t bytes = RoundUp(std::max<int64_t>(1, count) * static_cast<int64_t>(sizeof(T)), kCacheLine);
+  T* const memory = static_cast<T*>(std::aligned_alloc(kCacheLine, static_cast<size_t>(bytes)));
+  if (memory != nullptr) AdviseHugePages(memory, bytes);
+  return Memory<T>(memory);
 }
 
 // All bits zero, which is +0 for floating types.
@@ -51,6 +62,13 @@ JB_INLINE void WriteZeros(T* to, int64_t count) {
 inline void WriteZeroBytes(ffi::ThreadPool& pool, void* to, int64_t bytes) {
   ForEachRange(pool, bytes, 2 * bytes,
                [&](int64_t begin, int64_t end) { WriteZeros(static_cast<char*>(to) + begin, end - begin); });
+}
+
+inline void CopyArray(ffi::ThreadPool& pool, const Copy& copy) {
+  ForEachRange(pool, copy.bytes, 2 * copy.bytes, [&](int64_t begin, int64_t end) {
+    std::memcpy(static_cast<char*>(copy.to) + begin, static_cast<const char*>(copy.from) + begin,
+                static_cast<size_t>(end - begin));
+  });
 }
 
 // Stores a number as a T. It assigns only the bits: assigning a Float16 or BFloat16 object keeps GCC from vectorising.

@@ -8,6 +8,7 @@
 
 #include "ffi/core/cuda_error_text.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
 
 namespace jax_baracuda {
 
@@ -27,9 +28,11 @@ inline ffi::Error CheckScratch(const char* op, const ScratchBuffer& scratch, int
       op, "scratch has " + std::to_string(scratch.bytes) + " bytes, expected " + std::to_string(needed_bytes));
 }
 
-// The scratch buffer is an optional last result, after `first` other results. Calls that need no scratch omit it.
-inline ffi::Error DecodeScratch(const char* op, ffi::RemainingRets results, int64_t needed_bytes,
-                                ScratchBuffer* scratch, size_t first = 0) {
+// The scratch buffer is an optional last result. Calls that need no scratch omit it.
+inline ffi::Error DecodeScratch(const OptionalResults& decoded, int64_t needed_bytes, ScratchBuffer* scratch) {
+  const char* const op = decoded.op();
+  const ffi::RemainingRets results = decoded.results();
+  const size_t first = decoded.num_decoded();
   if (results.size() > first + 1) return InvalidArgument(op, "expected one scratch buffer at most");
   if (results.size() == first + 1) {
     auto buffer = results.get<ffi::AnyBuffer>(first);

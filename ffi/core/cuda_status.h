@@ -6,6 +6,9 @@
 
 #include <cstdint>
 
+#include "ffi/core/copy.h"
+#include "ffi/core/element_type.h"
+
 namespace jax_baracuda {
 
 struct [[nodiscard]] CudaStatus {
@@ -58,3 +61,19 @@ inline CudaStatus TakeStatus(const CudaStatus& status, const char*, int, const c
     const ::jax_baracuda::CudaStatus jb_status = JB_LAUNCH_STATUS(__VA_ARGS__); \
     if (!jb_status.ok()) return jb_status;                                      \
   } while (false)
+
+namespace jax_baracuda {
+
+inline CudaStatus LaunchCopy(const Copy& copy, cudaStream_t stream) {
+  if (copy.bytes == 0) return {};
+  const size_t bytes = static_cast<size_t>(copy.bytes);
+  return JB_CUDA_STATUS(cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
+// The status of launch(TypeTag<T>{}) for the T that dispatch(type, body) finds; an error if it finds none.
+template <typename Type, typename Dispatch, typename Launch>
+CudaStatus LaunchFor(Type type, const Dispatch& dispatch, const Launch& launch) {
+  return DispatchOr(JB_CUDA_STATUS(cudaErrorInvalidValue), type, dispatch, launch);
+}
+
+}  // namespace jax_baracuda

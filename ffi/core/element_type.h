@@ -27,6 +27,8 @@ enum class ElementType : int32_t {
   kBFloat16,
   kFloat32,
   kFloat64,
+  kFloat8E4M3,
+  kFloat8E5M2,
   kUnsupported,
 };
 
@@ -119,6 +121,10 @@ bool DispatchFloating(ElementType type, Body&& body) {
   }
 }
 
+inline bool IsFloating(ElementType type) {
+  return DispatchFloating(type, [](auto) {});
+}
+
 // DispatchFloating plus integers of 32 and 64 bits. Unsigned integers are dispatched as signed: for kernels that invert
 // a bit of each value to get the unsigned order.
 template <typename Body>
@@ -170,11 +176,21 @@ bool DispatchOrdered(ElementType type, Body&& body) {
 // Makes a function above an argument of another function.
 #define JB_DISPATCH(function) [](auto type, auto&& body) { return function(type, body); }
 
+// The result of body(TypeTag<T>{}) for the T that dispatch(type, body) finds; `otherwise` if it finds none.
+template <typename Result, typename Type, typename Dispatch, typename Body>
+Result DispatchOr(Result otherwise, Type type, const Dispatch& dispatch, const Body& body) {
+  dispatch(type, [&](auto tag) { otherwise = body(tag); });
+  return otherwise;
+}
+
 // 0 for a type that no kernel supports.
 inline int64_t ElementBytes(ElementType type) {
   int64_t bytes = 0;
   DispatchOrdered(type, [&](auto tag) { bytes = sizeof(typename decltype(tag)::type); });
   return bytes;
 }
+
+// The bytes of the types that kernels accumulate in: 8 for types of 64 bits, otherwise 4.
+inline int64_t AccumulatorBytes(ElementType type) { return ElementBytes(type) == 8 ? 8 : 4; }
 
 }  // namespace jax_baracuda

@@ -43,9 +43,18 @@ inline ElementType ElementTypeOf(ffi::DataType type) {
       return ElementType::kFloat32;
     case ffi::DataType::F64:
       return ElementType::kFloat64;
+    case ffi::DataType::F8E4M3FN:
+      return ElementType::kFloat8E4M3;
+    case ffi::DataType::F8E5M2:
+      return ElementType::kFloat8E5M2;
     default:
       return ElementType::kUnsupported;
   }
+}
+
+// ComputeType of a floating type.
+inline ffi::DataType ComputeDataType(ffi::DataType type) {
+  return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
 }
 
 inline std::string ShapeString(ffi::AnyBuffer::Dimensions dimensions) {

@@ -88,7 +88,7 @@ class OptionalOperands {
   size_t next_ = 0;
 };
 
-// Results whose presence depends on an attribute, decoded in order. Scratch may follow them.
+// Results whose presence depends on an attribute, decoded in order. With CUDA, scratch may follow them.
 class OptionalResults {
  public:
   OptionalResults(const char* op, ffi::RemainingRets results) : op_(op), results_(results) {}
@@ -105,6 +105,14 @@ class OptionalResults {
     return take(**buffer);
   }
 
+  ffi::Error End() const {
+    if (num_decoded_ == results_.size()) return ffi::Error::Success();
+    return InvalidArgument(
+        op_, "got " + std::to_string(results_.size()) + " optional results, expected " + std::to_string(num_decoded_));
+  }
+
+  const char* op() const { return op_; }
+  ffi::RemainingRets results() const { return results_; }
   size_t num_decoded() const { return num_decoded_; }
 
  private:

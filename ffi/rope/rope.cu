@@ -257,9 +257,7 @@ RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes
   RopePlan plan;
   if (problem.HasNoElement(all_heads)) return plan;
   const int64_t elements_of_vector = kVectorBytes / element_bytes;
-  const bool has_vectors = are_aligned && problem.features % elements_of_vector == 0 &&
-                           problem.first_rotated % elements_of_vector == 0 &&
-                           (problem.interleaved ? 2 : 1) * problem.pairs % elements_of_vector == 0;
+  const bool has_vectors = are_aligned && problem.HasVectors(elements_of_vector);
   const int64_t elements_of_unit = !has_vectors ? 2 : problem.interleaved ? elements_of_vector : 2 * elements_of_vector;
   const int64_t copied_features = are_all_written ? problem.features - 2 * problem.pairs : 0;
   plan.units = 2 * problem.pairs / elements_of_unit + CeilDivide(copied_features, elements_of_unit);
@@ -283,16 +281,14 @@ CudaStatus LaunchRope(const Call& call, cudaStream_t stream) {
   const RopePlan plan = Choose(call.problem, call.AllHeads(), ElementBytes(call.type), multiprocessors, are_aligned,
                                /*are_all_written=*/!is_in_place);
   if (plan.strategy == Strategy::kNothing) return {};
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
     const auto launch = plan.strategy == Strategy::kByElement ? Launch<T, 1, false>
                         : call.problem.interleaved            ? Launch<T, kVec, true>
                                                               : Launch<T, kVec, false>;
-    status = launch(call, plan, stream);
+    return launch(call, plan, stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::rope

@@ -34,6 +34,11 @@ struct Problem {
   bool heads_first;
   bool interleaved;
 
+  // Whether heads, and what is rotated of them, consist of vectors of so many elements.
+  bool HasVectors(int64_t elements) const {
+    return features % elements == 0 && first_rotated % elements == 0 && (interleaved ? 2 : 1) * pairs % elements == 0;
+  }
+
   // `all_heads`: the heads of all tensors together.
   bool HasNoElement(int64_t all_heads) const { return batch == 0 || examples == 0 || length == 0 || all_heads == 0; }
 };

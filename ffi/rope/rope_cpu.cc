@@ -107,10 +107,9 @@ bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
 ffi::Error Run(ffi::ThreadPool pool, const char* op, const Call& call) {
   const Strategy strategy = ChooseStrategy(call.problem, call.AllHeads());
   if (strategy == Strategy::kNothing) return ffi::Error::Success();
-  bool has_memory = true;
-  DispatchFloating(call.type,
-                   [&](auto tag) { has_memory = RotateAll<typename decltype(tag)::type>(pool, call, strategy); });
-  return MemoryStatus(op, has_memory);
+  return MemoryStatus(op, DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+                        return RotateAll<typename decltype(tag)::type>(pool, call, strategy);
+                      }));
 }
 
 Plan PlanRope(const PlanParameters& parameters) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "ffi/core/batch.h"
 #include "ffi/core/handler.h"
@@ -47,8 +48,11 @@ inline Problem ProblemOf(const PlanParameters& parameters) {
                  parameters.at("interleaved") != 0};
 }
 
-// Checks which features of `features` are rotated.
-inline ffi::Error CheckRotated(const char* op, int64_t rotary_dim, int64_t rotary_offset, int64_t features) {
+// Sets the rotated features of a problem whose `features` are known. `attributes` has those of rope.
+template <typename OpAttributes>
+ffi::Error DecodeRotated(const char* op, const OpAttributes& attributes, Problem* problem) {
+  const int64_t rotary_dim = attributes.rotary_dim, rotary_offset = attributes.rotary_offset;
+  const int64_t features = problem->features;
   if (rotary_dim < 2 || rotary_dim % 2 != 0 || rotary_dim > features) {
     return InvalidArgument(op, "rotary_dim is " + std::to_string(rotary_dim) +
                                    ", expected an even number from 2 to the number of features, which is " +
@@ -58,6 +62,9 @@ inline ffi::Error CheckRotated(const char* op, int64_t rotary_dim, int64_t rotar
     return InvalidArgument(op, "rotary_offset is " + std::to_string(rotary_offset) + ", expected a number from 0 to " +
                                    std::to_string(features - rotary_dim));
   }
+  problem->pairs = rotary_dim / 2;
+  problem->first_rotated = rotary_offset;
+  problem->interleaved = attributes.interleaved;
   return ffi::Error::Success();
 }
 
@@ -85,6 +92,31 @@ inline ffi::Error DecodeSections(const char* op, ffi::Span<const int64_t> sizes,
   return ffi::Error::Success();
 }
 
+// `type`: of the tensors.
+inline ffi::Error DecodeFrequencies(const char* op, const Batch& batch, const ffi::AnyBuffer& buffer,
+                                    ffi::DataType type, int64_t pairs, Frequencies* frequencies) {
+  JB_RETURN_IF_ERROR(CheckType(op, "frequencies", buffer, ComputeDataType(type)));
+  BatchedBuffer view;
+  JB_RETURN_IF_ERROR(batch.Check("frequencies", buffer, /*may_be_shared=*/true, {2, pairs}, &view));
+  *frequencies = {view.data, view.is_shared};
+  return ffi::Error::Success();
+}
+
+// [sections, places...], or [places...] without the attribute `sections`. Sets all but are_shared_by_examples.
+inline ffi::Error DecodePositions(const char* op, const Batch& batch, const ffi::AnyBuffer& buffer, bool has_sections,
+                                  std::vector<Dimension> places, Positions* positions) {
+  const ffi::DataType type = buffer.element_type();
+  JB_RETURN_IF_ERROR(CheckType(
+      op, "positions", buffer, [] { return "S32 or S64"; }, type == ffi::DataType::S32 || type == ffi::DataType::S64));
+  if (has_sections) places.insert(places.begin(), positions->sections.count);
+  BatchedBuffer view;
+  JB_RETURN_IF_ERROR(batch.Check("positions", buffer, /*may_be_shared=*/true, places, &view));
+  positions->data = view.data;
+  positions->are_64_bit = type == ffi::DataType::S64;
+  positions->are_shared_by_batch = view.is_shared;
+  return ffi::Error::Success();
+}
+
 // Checks the buffers of a call. Add tensors first.
 class Decoder {
  public:
@@ -92,7 +124,6 @@ class Decoder {
       : op_(op), attributes_(attributes), call_(*call), batch_(op) {
     call_ = Call{};
     call_.problem.heads_first = attributes.heads_first;
-    call_.problem.interleaved = attributes.interleaved;
     call_.cos_scale = attributes.scale;
     call_.sin_scale = is_backward ? -attributes.scale : attributes.scale;
   }
@@ -112,41 +143,20 @@ class Decoder {
   }
 
   ffi::Error SetFrequencies(const ffi::AnyBuffer& frequencies) {
-    constexpr const char* kName = "frequencies";
-    JB_RETURN_IF_ERROR(
-        CheckType(op_, kName, frequencies, type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32));
-    BatchedBuffer view;
-    JB_RETURN_IF_ERROR(batch_.Check(kName, frequencies, /*may_be_shared=*/true, {2, call_.problem.pairs}, &view));
-    call_.frequencies = {view.data, view.is_shared};
-    return ffi::Error::Success();
+    return DecodeFrequencies(op_, batch_, frequencies, type_, call_.problem.pairs, &call_.frequencies);
   }
 
   // The one optional operand.
   ffi::Error SetPositions(ffi::RemainingArgs operands) {
-    Sections sections;
-    JB_RETURN_IF_ERROR(
-        DecodeSections(op_, attributes_.sections, attributes_.sections_interleaved, call_.problem.pairs, &sections));
-    call_.positions.sections = sections;
+    const Problem& problem = call_.problem;
+    JB_RETURN_IF_ERROR(DecodeSections(op_, attributes_.sections, attributes_.sections_interleaved, problem.pairs,
+                                      &call_.positions.sections));
     OptionalOperands optional(op_, operands);
     JB_RETURN_IF_ERROR(optional.Next("positions", attributes_.has_positions, [&](const ffi::AnyBuffer& positions) {
-      const ffi::DataType type = positions.element_type();
-      JB_RETURN_IF_ERROR(CheckType(
-          op_, "positions", positions, [] { return "S32 or S64"; },
-          type == ffi::DataType::S32 || type == ffi::DataType::S64));
-      const Problem& problem = call_.problem;
-      const Dimension examples{problem.examples, /*or_one=*/true};
-      BatchedBuffer view;
-      if (attributes_.sections.size() == 0) {
-        JB_RETURN_IF_ERROR(
-            batch_.Check("positions", positions, /*may_be_shared=*/true, {examples, problem.length}, &view));
-      } else {
-        JB_RETURN_IF_ERROR(batch_.Check("positions", positions, /*may_be_shared=*/true,
-                                        {sections.count, examples, problem.length}, &view));
-      }
-      const int64_t own_examples = view.dims[view.dims.size() - 2];
-      call_.positions = {view.data, type == ffi::DataType::S64, view.is_shared, own_examples != problem.examples,
-                         sections};
-      return ffi::Error::Success();
+      const auto shape = positions.dimensions();
+      call_.positions.are_shared_by_examples = shape.size() > 1 && shape[shape.size() - 2] != problem.examples;
+      return DecodePositions(op_, batch_, positions, attributes_.sections.size() > 0,
+                             {Dimension(problem.examples, /*or_one=*/true), problem.length}, &call_.positions);
     }));
     return optional.End();
   }
@@ -162,17 +172,13 @@ class Decoder {
     if (view.dims.size() != 4) return batch_.WrongRank(y_name, y, trailing);
     type_ = view.type;
     call_.type = ElementTypeOf(type_);
-    if (!DispatchFloating(call_.type, [](auto) {})) return UnsupportedType(op_, y_name, type_);
+    if (!IsFloating(call_.type)) return UnsupportedType(op_, y_name, type_);
     Problem& problem = call_.problem;
     problem.batch = batch_.size();
     problem.examples = view.dims[0];
     problem.length = view.dims[3 - HeadsAxis()];
     problem.features = view.dims[3];
-    const int64_t rotary_dim = attributes_.rotary_dim, rotary_offset = attributes_.rotary_offset;
-    JB_RETURN_IF_ERROR(CheckRotated(op_, rotary_dim, rotary_offset, problem.features));
-    problem.pairs = rotary_dim / 2;
-    problem.first_rotated = rotary_offset;
-    return ffi::Error::Success();
+    return DecodeRotated(op_, attributes_, &problem);
   }
 
   ffi::Error CheckTensor(const char* name, const ffi::AnyBuffer& buffer, int64_t heads, bool may_be_shared,

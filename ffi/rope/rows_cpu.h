@@ -108,8 +108,8 @@ class Table {
   const Positions positions_;
   const Rotation<AngleType<T>> scale_;
   const int64_t pairs_;
-  const std::unique_ptr<double[]> frequencies_, angles_;
-  const std::unique_ptr<C[]> numbers_;
+  const Memory<double> frequencies_, angles_;
+  const Memory<C> numbers_;
   double largest_frequency_ = 0;
   int64_t loaded_row_ = -1;
 };

@@ -17,13 +17,11 @@
 #include "ffi/rope/rope_device.cuh"
 #include "ffi/rope_write/rope_write.cuh"
 #include "ffi/write_rows/rows_device.cuh"
-#include "ffi/write_rows/write_rows.cuh"
 
 namespace jax_baracuda::rope_write {
 namespace {
 
 using rope::Rotation;
-using write_rows::Format;
 using write_rows::kThreads;
 using write_rows::RowBits;
 
@@ -44,7 +42,7 @@ struct Part {
   const float* scales;  // the divisors of the numbers; nullptr: 1
   bool rows_are_shared, scales_are_shared, has_scale_per_head;
   bool converts;
-  Format to;
+  ElementType to;
   int rows_of_tile;
   uint32_t tiles_of_row, tiles_of_batch_element;
   int64_t num_tiles;                         // of the whole batch
@@ -336,13 +334,12 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
 
 Strategy Choose(const rope::Problem& problem, int64_t value_features, int64_t element_bytes, bool are_aligned) {
   const int64_t elements = kVectorBytes / element_bytes;
-  const bool fits = problem.features % elements == 0 && problem.first_rotated % elements == 0 &&
-                    (problem.interleaved ? 2 : 1) * problem.pairs % elements == 0 && value_features % elements == 0;
-  return fits && are_aligned ? Strategy::kByVector : Strategy::kByElement;
+  const bool has_vectors = are_aligned && problem.HasVectors(elements) && value_features % elements == 0;
+  return has_vectors ? Strategy::kByVector : Strategy::kByElement;
 }
 
 CudaStatus Launch(const Call& call, cudaStream_t stream) {
-  JB_RETURN_IF_CUDA_ERROR(write_rows::CopyPools(call.write.copies, stream));
+  for (const Copy& copy : call.write.copies) JB_RETURN_IF_CUDA_ERROR(LaunchCopy(copy, stream));
   if (call.problem.batch == 0 || call.problem.length == 0) return {};
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
@@ -357,16 +354,14 @@ CudaStatus Launch(const Call& call, cudaStream_t stream) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
   const Strategy strategy = Choose(call.problem, value_features, ElementBytes(call.type), are_aligned);
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
     const auto launch = strategy == Strategy::kByElement ? LaunchUnits<T, 1, false>
                         : call.problem.interleaved       ? LaunchUnits<T, kVec, true>
                                                          : LaunchUnits<T, kVec, false>;
-    status = launch(call, multiprocessors, stream);
+    return launch(call, multiprocessors, stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::rope_write

@@ -81,7 +81,7 @@ class Rows {
   const int64_t features_;
   const rope::RotatedPart part_;
   rope::Table<T> table_;
-  const std::unique_ptr<T[]> rotated_keys_;
+  const Memory<T> rotated_keys_;
 };
 
 template <typename T>
@@ -118,11 +118,10 @@ bool RotateAndWrite(ffi::ThreadPool& threads, const Call& call) {
 }
 
 ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
-  write_rows::CopyPools(threads, call.write.copies);
-  bool has_memory = true;
-  DispatchFloating(call.type,
-                   [&](auto tag) { has_memory = RotateAndWrite<typename decltype(tag)::type>(threads, call); });
-  return MemoryStatus(kOp, has_memory);
+  for (const Copy& copy : call.write.copies) CopyArray(threads, copy);
+  return MemoryStatus(kOp, DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+                        return RotateAndWrite<typename decltype(tag)::type>(threads, call);
+                      }));
 }
 
 Plan PlanRopeWrite(const PlanParameters&) { return Plan{kStrategyNames[0]}; }

@@ -56,9 +56,7 @@ class Decoder {
     }
     const size_t num_written = operands_.size() - kOwnOperands;
     write_rows::Decoder decoder(kOp, operands_, num_written, results_, kPools);
-    JB_RETURN_IF_ERROR(decoder.Decode(attributes_.axis, attributes_.has_layer, attributes_.scales,
-                                      attributes_.num_batch_dims, &call->write));
-    call->write.has_unique_slots = attributes_.has_unique_slots;
+    JB_RETURN_IF_ERROR(decoder.Decode(attributes_, &call->write));
     if (attributes_.axis > 1) return InvalidArgument(kOp, "axis is " + std::to_string(attributes_.axis));
     JB_RETURN_IF_ERROR(DecodeQueries(*operands_.get<ffi::AnyBuffer>(num_written), call));
     JB_RETURN_IF_ERROR(CheckRows(call->problem));
@@ -79,7 +77,7 @@ class Decoder {
     }
     type_ = view.type;
     call->type = ElementTypeOf(type_);
-    if (!DispatchFloating(call->type, [](auto) {})) return UnsupportedType(kOp, "q_out", type_);
+    if (!IsFloating(call->type)) return UnsupportedType(kOp, "q_out", type_);
     JB_RETURN_IF_ERROR(CheckType(kOp, "q", q, type_));
     BatchedBuffer q_view;
     JB_RETURN_IF_ERROR(
@@ -91,11 +89,7 @@ class Decoder {
     problem.examples = 1;
     problem.length = view.dims[0];
     problem.features = view.dims[2];
-    JB_RETURN_IF_ERROR(rope::CheckRotated(kOp, attributes_.rotary_dim, attributes_.rotary_offset, problem.features));
-    problem.pairs = attributes_.rotary_dim / 2;
-    problem.first_rotated = attributes_.rotary_offset;
-    problem.interleaved = attributes_.interleaved;
-    return ffi::Error::Success();
+    return rope::DecodeRotated(kOp, attributes_, &problem);
   }
 
   // Keys and values have the type of queries, and keys their features.
@@ -114,28 +108,12 @@ class Decoder {
 
   ffi::Error DecodeAngles(const ffi::AnyBuffer& frequencies, const ffi::AnyBuffer& positions, Call* call) const {
     const rope::Problem& problem = call->problem;
-    JB_RETURN_IF_ERROR(CheckType(kOp, "frequencies", frequencies,
-                                 type_ == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32));
-    BatchedBuffer view;
-    JB_RETURN_IF_ERROR(batch_.Check("frequencies", frequencies, /*may_be_shared=*/true, {2, problem.pairs}, &view));
-    call->frequencies = {view.data, view.is_shared};
-
-    rope::Sections sections;
-    JB_RETURN_IF_ERROR(
-        rope::DecodeSections(kOp, attributes_.sections, attributes_.sections_interleaved, problem.pairs, &sections));
-    const ffi::DataType type = positions.element_type();
-    JB_RETURN_IF_ERROR(CheckType(
-        kOp, "positions", positions, [] { return "S32 or S64"; },
-        type == ffi::DataType::S32 || type == ffi::DataType::S64));
-    if (attributes_.sections.size() == 0) {
-      JB_RETURN_IF_ERROR(batch_.Check("positions", positions, /*may_be_shared=*/true, {problem.length}, &view));
-    } else {
-      JB_RETURN_IF_ERROR(
-          batch_.Check("positions", positions, /*may_be_shared=*/true, {sections.count, problem.length}, &view));
-    }
-    call->positions = {view.data, type == ffi::DataType::S64, view.is_shared, /*are_shared_by_examples=*/true,
-                       sections};
-    return ffi::Error::Success();
+    JB_RETURN_IF_ERROR(rope::DecodeFrequencies(kOp, batch_, frequencies, type_, problem.pairs, &call->frequencies));
+    JB_RETURN_IF_ERROR(rope::DecodeSections(kOp, attributes_.sections, attributes_.sections_interleaved, problem.pairs,
+                                            &call->positions.sections));
+    call->positions.are_shared_by_examples = true;
+    return rope::DecodePositions(kOp, batch_, positions, attributes_.sections.size() > 0, {problem.length},
+                                 &call->positions);
   }
 
   ffi::RemainingArgs operands_;

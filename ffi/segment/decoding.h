@@ -8,6 +8,7 @@
 
 #include "ffi/core/batch.h"
 #include "ffi/core/handler.h"
+#include "ffi/core/operands.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/problem.h"
 
@@ -93,13 +94,9 @@ Plan PlanOf(const PlanParameters& parameters) {
   return kPlan(kCallOf(parameters));
 }
 
-// The back end's entry point: runs a decoded call and decodes the scratch itself.
+// The back end's entry point: runs a decoded call. It decodes the scratch, which follows the results.
 template <typename Context, typename Call>
-using Run = ffi::Error (*)(Context, const char* op, ffi::RemainingRets scratch, Call* call);
-
-inline ffi::DataType ComputeDataType(ffi::DataType type) {
-  return type == ffi::DataType::F64 ? ffi::DataType::F64 : ffi::DataType::F32;
-}
+using Run = ffi::Error (*)(Context, const OptionalResults& results, Call* call);
 
 // Checks the buffers of one call. Call First, Ids and FirstRows first, in this order: they determine the sizes that the
 // other buffers must have. *data receives the array's pointer. If `is_shared` is nullptr, the array must have the full
@@ -167,6 +164,13 @@ class Decoder {
     call->num_rows = view->dims[0];
     TakeFeatures(*view);
     return EdgeIds(ids_name, gather_ids, &call->gather_ids, &call->gather_ids_are_shared);
+  }
+
+  // The optional operand `edge_order`.
+  ffi::Error EdgeOrder(bool is_there, OptionalOperands* operands, GatheringCall* call) const {
+    return operands->Next("edge_order", is_there, [&](const ffi::AnyBuffer& edge_order) {
+      return EdgeIds("edge_order", edge_order, &call->edge_order, &call->edge_order_is_shared);
+    });
   }
 
   // int32 [.., edges].

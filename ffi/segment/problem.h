@@ -28,9 +28,6 @@ struct CudaStatus;
 
 namespace jax_baracuda::segment {
 
-// Numbers of rows have 16 bits in shared memory. The blocks, each of a range of segments, all read the ids.
-inline constexpr int64_t kMaxFewRows = int64_t{1} << 14, kMaxSegmentsOfFewRows = int64_t{1} << 18;
-
 // data [batch or 1, rows, features], segment_ids [batch or 1, rows], result [batch, segments, features].
 // An operand whose leading dimension is 1 is shared by the whole batch.
 struct Problem {
@@ -44,8 +41,6 @@ struct Problem {
   int64_t DataRow(int64_t b, int64_t row) const { return data_is_shared ? row : b * rows + row; }
   int64_t IdIndex(int64_t b, int64_t row) const { return ids_are_shared ? row : b * rows + row; }
   bool HasNoResult() const { return batch == 0 || segments == 0 || features == 0; }
-  // Whether CUDA kernels sort and reduce the rows in one launch (see engine/few_unsorted_rows.cuh).
-  bool HasFewRows() const { return rows <= kMaxFewRows && batch * segments <= kMaxSegmentsOfFewRows; }
 };
 
 // Common to the calls of all segment ops. A call is decoded once, for both back ends; ops add their arrays and, for the

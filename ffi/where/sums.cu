@@ -258,14 +258,12 @@ SplitPlan ChooseSums(const SplitCall& call) {
 }
 
 CudaStatus LaunchSums(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchFloating(call.type, [&](auto tag) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch =
         plan.strategy == Strategy::kSumVectors ? LaunchSumsOf<T, kVectorBytes / sizeof(T)> : LaunchSumsOf<T, 1>;
-    status = launch(call, plan.tiling, scratch, stream);
+    return launch(call, plan.tiling, scratch, stream);
   });
-  return status;
 }
 
 }  // namespace jax_baracuda::where

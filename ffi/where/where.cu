@@ -55,14 +55,6 @@ __global__ void __launch_bounds__(kThreads)
       });
 }
 
-// Calls body(TypeTag<T>{}), which returns a CudaStatus, with a type of `element_bytes` bytes.
-template <typename Body>
-CudaStatus WithBytes(int element_bytes, const Body& body) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  DispatchBytes(element_bytes, [&](auto tag) { status = body(tag); });
-  return status;
-}
-
 // Arrays of the whole shape and numbers, the usual operands, are faster without the offsets of repeated ones.
 bool IsDenseOrScalar(const Operand& operand) { return operand.repetition.IsDense() || operand.repetition.IsScalar(); }
 
@@ -98,7 +90,7 @@ CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream) {
   if (strategy == Strategy::kNothing) return {};
   const bool are_repeated = !IsDenseOrScalar(call.a) || !IsDenseOrScalar(call.b);
   const bool is_cond_repeated = !IsDenseOrScalar(call.cond);
-  return WithBytes(call.element_bytes, [&](auto tag) {
+  return LaunchFor(call.element_bytes, JB_DISPATCH(DispatchBytes), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
     if (strategy == Strategy::kElements) return LaunchSelectOf<T, 1, Repeated, Repeated>(call, stream);
@@ -119,7 +111,7 @@ SplitPlan Choose(const SplitCall& call) {
 CudaStatus LaunchSplit(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream) {
   if (plan.strategy == Strategy::kNothing) return {};
   if (call.num_sums() > 0) return LaunchSums(call, plan, scratch, stream);
-  return WithBytes(call.element_bytes, [&](auto tag) {
+  return LaunchFor(call.element_bytes, JB_DISPATCH(DispatchBytes), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
     if (plan.strategy == Strategy::kElements) return LaunchSplitOf<T, 1, Repeated>(call, stream);

@@ -293,7 +293,7 @@ class Sums {
     rows_of_part_ = RoundUp(CeilDivide(sum_.rows, wanted_parts), rows_at_once_);
     parts_ = CeilDivide(sum_.rows, rows_of_part_);
     const int64_t all_results = 2 * sum_.results();
-    const std::unique_ptr<double[]> partials = Allocate<double>(parts_ == 1 ? 0 : parts_ * all_results);
+    const auto partials = Allocate<double>(parts_ == 1 ? 0 : parts_ * all_results);
     if (partials == nullptr) return false;
     ForEachRange(pool, sum_.outer * tiles_ * parts_, 2 * bytes_, [&](int64_t begin, int64_t end) {
       Blocks<uint8_t> cond(call_.cond);

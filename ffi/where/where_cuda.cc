@@ -26,7 +26,7 @@ ffi::Error SplitHandler(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer c
   JB_RETURN_IF_ERROR(DecodeSplit(kOp, dy, cond, *da, *db, &call));
   const SplitPlan plan = Choose(call);
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(kOp, more_results, plan.scratch_bytes, &scratch));
+  JB_RETURN_IF_ERROR(DecodeScratch({kOp, more_results}, plan.scratch_bytes, &scratch));
   return ToError(kOp, LaunchSplit(call, plan, scratch.data, stream));
 }
 

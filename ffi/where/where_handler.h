@@ -74,8 +74,8 @@ inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::Any
   std::vector<Dimension> dimensions;
   for (const int64_t size : whole) dimensions.emplace_back(size, /*or_one=*/true);
   JB_RETURN_IF_ERROR(CheckShape(op, name, buffer, dimensions));
-  if (!DispatchFloating(ElementTypeOf(type), [](auto) {})) return UnsupportedType(op, "dy", type);
-  JB_RETURN_IF_ERROR(CheckType(op, name, buffer, type == ffi::DataType::F64 ? type : ffi::DataType::F32));
+  if (!IsFloating(ElementTypeOf(type))) return UnsupportedType(op, "dy", type);
+  JB_RETURN_IF_ERROR(CheckType(op, name, buffer, ComputeDataType(type)));
   *is_summed = true;
   if (MakeSum(whole, own, sum)) return ffi::Error::Success();
   return WrongShape(op, name, buffer, "sizes of 1 in neighbouring dimensions only");

@@ -5,23 +5,12 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
-#include "ffi/core/parallel_for.h"
 #include "ffi/write_rows/write_rows.h"
 
 namespace jax_baracuda::write_rows {
-
-inline void CopyPools(ffi::ThreadPool& pool, const std::vector<Copy>& copies) {
-  for (const Copy& copy : copies) {
-    ForEachRange(pool, copy.bytes, 2 * copy.bytes, [&](int64_t begin, int64_t end) {
-      std::memcpy(static_cast<char*>(copy.to) + begin, static_cast<const char*>(copy.from) + begin,
-                  static_cast<size_t>(end - begin));
-    });
-  }
-}
 
 template <typename To>
 JB_INLINE void StoreNumber(float number, To* to) {

@@ -253,16 +253,8 @@ Launcher LauncherOf(const Pool& pool, size_t pools) {
 
 }  // namespace
 
-CudaStatus CopyPools(const std::vector<Copy>& copies, cudaStream_t stream) {
-  for (const Copy& copy : copies) {
-    const size_t bytes = static_cast<size_t>(copy.bytes);
-    JB_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream));
-  }
-  return {};
-}
-
 CudaStatus Launch(const Call& call, cudaStream_t stream) {
-  JB_RETURN_IF_CUDA_ERROR(CopyPools(call.copies, stream));
+  for (const Copy& copy : call.copies) JB_RETURN_IF_CUDA_ERROR(LaunchCopy(copy, stream));
   if (call.pools.empty()) return {};
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ffi/core/bit_cast.h"
+#include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
 #include "ffi/core/host_device.h"
 
@@ -62,17 +63,15 @@ struct Int8 {
   }
 };
 
-enum class Format : int32_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kInt8, kOther };
-
 // Calls body(TypeTag<T>{}) for a type of rows that kernels convert; returns false, and calls nothing, for any other.
 template <typename Body>
-JB_ALWAYS_INLINE bool DispatchRows(Format format, const Body& body) {
-  switch (format) {
-    case Format::kFloat32:
+JB_ALWAYS_INLINE bool DispatchRows(ElementType type, const Body& body) {
+  switch (type) {
+    case ElementType::kFloat32:
       return body(TypeTag<float>{}), true;
-    case Format::kFloat16:
+    case ElementType::kFloat16:
       return body(TypeTag<Float16>{}), true;
-    case Format::kBFloat16:
+    case ElementType::kBFloat16:
       return body(TypeTag<BFloat16>{}), true;
     default:
       return false;
@@ -81,16 +80,16 @@ JB_ALWAYS_INLINE bool DispatchRows(Format format, const Body& body) {
 
 // The same for a type of pools.
 template <typename Body>
-JB_ALWAYS_INLINE bool DispatchPool(Format format, const Body& body) {
-  switch (format) {
-    case Format::kFloat8E4M3:
+JB_ALWAYS_INLINE bool DispatchPool(ElementType type, const Body& body) {
+  switch (type) {
+    case ElementType::kFloat8E4M3:
       return body(TypeTag<Float8E4M3>{}), true;
-    case Format::kFloat8E5M2:
+    case ElementType::kFloat8E5M2:
       return body(TypeTag<Float8E5M2>{}), true;
-    case Format::kInt8:
+    case ElementType::kInt8:
       return body(TypeTag<Int8>{}), true;
     default:
-      return DispatchRows(format, body);
+      return DispatchRows(type, body);
   }
 }
 
@@ -104,19 +103,12 @@ struct Pool {
   bool scales_are_shared = false;
   bool converts = false;  // otherwise bits are copied
   int32_t number = 0;     // among the pools of the call
-  Format from = Format::kOther, to = Format::kOther;
+  ElementType from = ElementType::kUnsupported, to = ElementType::kUnsupported;
   int32_t row_bytes_of_element = 0, pool_bytes_of_element = 0;
   int64_t outer = 1, inner = 1;
   int64_t num_scales = 1;  // of a row; each divides as many neighbours
 
   int64_t row_elements() const { return outer * inner; }
-};
-
-// The copy of a pool to its result before rows are written, if XLA did not alias the two.
-struct Copy {
-  void* to;
-  const void* from;
-  int64_t bytes;
 };
 
 struct Call {

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kSpeedOfWrites = 16;
 
 ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
-  CopyPools(threads, call.copies);
+  for (const Copy& copy : call.copies) CopyArray(threads, copy);
   const int64_t chunks = ChunksFor(threads, BytesOfRows(call) / kSpeedOfWrites);
   ParallelFor(threads, chunks, [&](int64_t chunk) {
     for (int64_t batch = 0; batch < call.batch; ++batch) {

@@ -32,26 +32,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::write_rows::Attributes, Stru
 
 namespace jax_baracuda::write_rows {
 
-inline Format FormatOf(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F32:
-      return Format::kFloat32;
-    case ffi::DataType::F16:
-      return Format::kFloat16;
-    case ffi::DataType::BF16:
-      return Format::kBFloat16;
-    case ffi::DataType::F8E4M3FN:
-      return Format::kFloat8E4M3;
-    case ffi::DataType::F8E5M2:
-      return Format::kFloat8E5M2;
-    case ffi::DataType::S8:
-      return Format::kInt8;
-    default:
-      return Format::kOther;
-  }
-}
-
-inline bool Converts(Format from, Format to) {
+inline bool Converts(ElementType from, ElementType to) {
   return DispatchRows(from, [](auto) {}) && DispatchPool(to, [](auto) {});
 }
 
@@ -73,8 +54,13 @@ class Decoder {
         num_pools_(num_pools),
         batch_(op) {}
 
-  ffi::Error Decode(int64_t axis, bool has_layer, ffi::Span<const int64_t> scales, int64_t num_batch_dims, Call* call) {
+  // `attributes` has those of write_rows.
+  template <typename OpAttributes>
+  ffi::Error Decode(const OpAttributes& attributes, Call* call) {
     const size_t num_pools = num_pools_;
+    const bool has_layer = attributes.has_layer;
+    const ffi::Span<const int64_t> scales = attributes.scales;
+    call->has_unique_slots = attributes.has_unique_slots;
     size_t num_operands = 2 * num_pools + 1 + (has_layer ? 1 : 0);
     bool is_valid = scales.size() == num_pools;
     for (const int64_t kind : scales) {
@@ -89,8 +75,8 @@ class Decoder {
     }
     first_pool_axis_ = has_layer ? 1 : 0;
     size_t next = 2 * num_pools;
-    JB_RETURN_IF_ERROR(DecodeFirst(axis, num_batch_dims, *operands_.get<ffi::AnyBuffer>(next), call));
-    ++next;
+    JB_RETURN_IF_ERROR(
+        DecodeFirst(attributes.axis, attributes.num_batch_dims, *operands_.get<ffi::AnyBuffer>(next++), call));
     if (has_layer) {
       const ffi::AnyBuffer layer = *operands_.get<ffi::AnyBuffer>(next++);
       BatchedBuffer view;
@@ -156,10 +142,8 @@ class Decoder {
     }
     pool->dest = result.untyped_data();
     const int64_t bytes = MultiplySizes(TrailingSize(dest, 0), pool->pool_bytes_of_element);
-    if (bytes > 0 && pool->dest != dest.untyped_data()) {
-      call->copies.push_back(Copy{pool->dest, dest.untyped_data(), bytes});
-    }
-    pool->to = FormatOf(dest.element_type());
+    call->copies.emplace_back(pool->dest, dest.untyped_data(), bytes);
+    pool->to = ElementTypeOf(dest.element_type());
     return ffi::Error::Success();
   }
 
@@ -178,7 +162,7 @@ class Decoder {
     pool->rows = view->data;
     pool->rows_are_shared = view->is_shared;
     const ffi::DataType type = rows.element_type(), pool_type = operands_.get<ffi::AnyBuffer>(i)->element_type();
-    pool->from = FormatOf(type);
+    pool->from = ElementTypeOf(type);
     pool->row_bytes_of_element = WholeByteWidth(type);
     pool->converts = type != pool_type || scale_kind != kNoScale;
     JB_RETURN_IF_ERROR(CheckType(
@@ -235,10 +219,8 @@ inline Plan PlanRows(const PlanParameters& parameters) {
 template <typename Context, ffi::Error (*kRun)(Context, const Call&)>
 ffi::Error HandleRows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
   Call call;
-  call.has_unique_slots = attributes.has_unique_slots;
   Decoder decoder(kOp, operands, operands.size(), results, results.size());
-  JB_RETURN_IF_ERROR(
-      decoder.Decode(attributes.axis, attributes.has_layer, attributes.scales, attributes.num_batch_dims, &call));
+  JB_RETURN_IF_ERROR(decoder.Decode(attributes, &call));
   return kRun(context, call);
 }
 

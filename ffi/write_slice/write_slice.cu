@@ -104,10 +104,7 @@ __global__ void __launch_bounds__(kThreads) MoveWindows(const __grid_constant__ 
 
 template <bool kTake>
 CudaStatus LaunchMoves(const Call& call, cudaStream_t stream) {
-  for (const Copy& copy : call.copies) {
-    const size_t bytes = static_cast<size_t>(copy.bytes);
-    JB_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(copy.to, copy.from, bytes, cudaMemcpyDeviceToDevice, stream));
-  }
+  for (const Copy& copy : call.copies) JB_RETURN_IF_CUDA_ERROR(LaunchCopy(copy, stream));
   for (const Update& update : call.updates) {
     if (!kTake || !update.may_be_outside) continue;
     const size_t source_bytes = static_cast<size_t>(update.source_rows * update.row_bits / 8);

@@ -13,6 +13,7 @@
 #endif
 
 #include "ffi/core/alignment.h"
+#include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
 
 namespace jax_baracuda::write_slice {
@@ -105,13 +106,6 @@ struct Update {
 
   // The maximum number of bytes that a row can touch.
   JB_HOST_DEVICE int64_t MaxBytesOfRow() const { return word == 0 ? (row_bits + 14) / 8 : row_bits / 8; }
-};
-
-// The copy of an array to its result before the window is written, if XLA did not alias the two.
-struct Copy {
-  void* to;
-  const void* from;
-  int64_t bytes;
 };
 
 struct Call {

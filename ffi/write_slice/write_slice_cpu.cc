@@ -12,15 +12,6 @@
 namespace jax_baracuda::write_slice {
 namespace {
 
-void CopyArrays(ffi::ThreadPool& pool, const std::vector<Copy>& copies) {
-  for (const Copy& copy : copies) {
-    ForEachRange(pool, copy.bytes, 2 * copy.bytes, [&](int64_t begin, int64_t end) {
-      std::memcpy(static_cast<char*>(copy.to) + begin, static_cast<const char*>(copy.from) + begin,
-                  static_cast<size_t>(end - begin));
-    });
-  }
-}
-
 // Moves bytes [begin, end) of those that a row touches.
 template <bool kTake>
 void MoveBytesOfRow(const Update& update, int64_t number, int64_t begin, int64_t end) {
@@ -58,7 +49,7 @@ void Move(ffi::ThreadPool& pool, const Update& update) {
 
 template <bool kTake>
 ffi::Error Run(ffi::ThreadPool pool, const char*, const Call& call) {
-  CopyArrays(pool, call.copies);
+  for (const Copy& copy : call.copies) CopyArray(pool, copy);
   for (const Update& update : call.updates) {
     if (kTake && update.may_be_outside) {
       WriteZeroBytes(pool, update.source, update.source_rows * update.row_bits / 8);

@@ -101,10 +101,7 @@ class Decoder {
       update.drop = drop;
       JB_RETURN_IF_ERROR(SetAxes(Name{"dest", i}, *dest, &update));
       JB_RETURN_IF_ERROR(CheckTypeAndShape(Name{"result", i}, **result, *dest, update, /*is_shared=*/nullptr));
-      const int64_t array_bytes = BytesOf(update, &Axis::dim);
-      if (array_bytes > 0 && update.dest != dest->untyped_data()) {
-        call->copies.push_back(Copy{update.dest, dest->untyped_data(), array_bytes});
-      }
+      call->copies.emplace_back(update.dest, dest->untyped_data(), BytesOf(update, &Axis::dim));
       for (; next_window < num_windows() && window(next_window).array == static_cast<int64_t>(i); ++next_window) {
         JB_RETURN_IF_ERROR(AddWindow(window(next_window), &next_part, &update));
       }

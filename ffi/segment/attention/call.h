@@ -50,7 +50,7 @@ struct AttentionCall : GatheringCall {
 };
 
 inline int64_t BiasBytes(const AttentionCall& call) {
-  return call.problem.batch * call.problem.rows * call.heads * (call.type == ElementType::kFloat64 ? 8 : 4);
+  return call.problem.batch * call.problem.rows * call.heads * AccumulatorBytes(call.type);
 }
 
 // Edges gather keys and values.

@@ -66,7 +66,7 @@ class AttentionDecoder {
     JB_RETURN_IF_ERROR(decoder_.Gathered(name, gathered, "gather_ids", gather_ids, &call_));
     JB_RETURN_IF_ERROR(decoder_.Heads(name, &call_.heads));
     call_.head_features = decoder_.features()[1];
-    JB_RETURN_IF_ERROR(CheckKernel(op_, name, gathered, DispatchFloating(call_.type, [](auto) {})));
+    JB_RETURN_IF_ERROR(CheckKernel(op_, name, gathered, IsFloating(call_.type)));
     const int64_t width = call_.head_features, least = call_.MinHeadFeatures(), most = call_.MaxHeadFeatures();
     const bool fits = call_.heads == 0 || (width >= least && width <= most && (width & (width - 1)) == 0);
     if (!takes_any_width_ && !fits) {
@@ -95,9 +95,7 @@ class AttentionDecoder {
       return Array("score_weights", weights, decoder_.type(), call_.heads, decoder_.features().last(1),
                    &call_.score_weights);
     }));
-    return operands->Next("edge_order", options_.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
-      return decoder_.EdgeIds("edge_order", edge_order, &call_.edge_order, &call_.edge_order_is_shared);
-    });
+    return decoder_.EdgeOrder(options_.has_edge_order, operands, &call_);
   }
 
   ffi::Error NextBiasGradient(OptionalResults* results, bool is_there, void** d_bias) {
@@ -140,7 +138,7 @@ class AttentionDecoder {
 };
 
 // The first operand has the rows that edges gather: keys, or values if the logits are given.
-template <typename Context, ScoreKind kScore, auto kRun>
+template <typename Context, ScoreKind kScore, Run<Context, AttentionForwardCall> kRun>
 ffi::Error HandleAttention(Context context, ffi::AnyBuffer gathered, ffi::AnyBuffer gather_ids,
                            ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> output,
                            ffi::Result<ffi::AnyBuffer> maxima, ffi::Result<ffi::AnyBuffer> totals,
@@ -161,10 +159,10 @@ ffi::Error HandleAttention(Context context, ffi::AnyBuffer gathered, ffi::AnyBuf
   JB_RETURN_IF_ERROR(operands.End());
   JB_RETURN_IF_ERROR(decoder.Array("maxima", *maxima, attention.wide_type(), segments, heads, &call.new_maxima));
   JB_RETURN_IF_ERROR(decoder.Array("totals", *totals, attention.wide_type(), segments, heads, &call.new_totals));
-  return kRun(context, kOp, scratch, &call, 0);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
-template <typename Context, ScoreKind kScore, auto kRun>
+template <typename Context, ScoreKind kScore, Run<Context, AttentionBySegmentCall> kRun>
 ffi::Error HandleAttentionBySegment(Context context, ffi::AnyBuffer key, ffi::AnyBuffer query, ffi::AnyBuffer d_output,
                                     ffi::AnyBuffer maxima, ffi::AnyBuffer totals, ffi::AnyBuffer means,
                                     ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional,
@@ -190,11 +188,11 @@ ffi::Error HandleAttentionBySegment(Context context, ffi::AnyBuffer key, ffi::An
       results.Next("d_score_weights", kScore == ScoreKind::kAdditive, [&](const ffi::AnyBuffer& d_weights) {
         return decoder.Cells("d_score_weights", d_weights, attention.wide_type(), &call.d_score_weights);
       }));
-  return kRun(context, kOp, more_results, &call, results.num_decoded());
+  return kRun(context, results, &call);
 }
 
 // The first result is the gradient of the keys, or of the values if the logits are given.
-template <typename Context, ScoreKind kScore, auto kRun>
+template <typename Context, ScoreKind kScore, Run<Context, AttentionByRowCall> kRun>
 ffi::Error HandleAttentionByRow(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer maxima, ffi::AnyBuffer totals,
                                 ffi::AnyBuffer means, ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
                                 ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> d_rows,
@@ -224,7 +222,7 @@ ffi::Error HandleAttentionByRow(Context context, ffi::AnyBuffer d_output, ffi::A
     return decoder.Cells("d_value", d_value, decoder.type(), &call.d_value);
   }));
   JB_RETURN_IF_ERROR(attention.NextBiasGradient(&results, kIsGiven, &call.d_bias));
-  return kRun(context, kOp, more_results, &call, results.num_decoded());
+  return kRun(context, results, &call);
 }
 
 // The call that plan parameters describe.

@@ -7,9 +7,9 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr ScoreKind kDot = ScoreKind::kDotProduct, kAdditive = ScoreKind::kAdditive, kGiven = ScoreKind::kGiven;
-constexpr auto kRun = RunSortedWithResults<AttentionForwardCall>;
-constexpr auto kRunBySegment = RunSortedWithResults<AttentionBySegmentCall>;
-constexpr auto kRunByRow = RunSortedWithResults<AttentionByRowCall>;
+constexpr auto kRun = RunSortedOnCuda<AttentionForwardCall>;
+constexpr auto kRunBySegment = RunSortedOnCuda<AttentionBySegmentCall>;
+constexpr auto kRunByRow = RunSortedOnCuda<AttentionByRowCall>;
 
 constexpr auto kPlan = CudaPlanOf<AttentionCallOf<AttentionForwardCall>>;
 constexpr auto kPlanBySegment = CudaPlanOf<AttentionCallOf<AttentionBySegmentCall>>;

@@ -15,7 +15,7 @@
 #include "ffi/core/warp.cuh"
 #include "ffi/segment/attention/arithmetic.h"
 #include "ffi/segment/attention/call.h"
-#include "ffi/segment/engine/gather.cuh"
+#include "ffi/segment/engine/reduce.cuh"
 
 namespace jax_baracuda::segment {
 
@@ -195,7 +195,7 @@ ReducePlan PlanAttention(const Call& call, int state_cells) {
   const Strategy strategy = StrategyOfEdges(problem, Tuning::kMaxEdgesOfSmallAttention);
   // At most a warp, also for a call whose heads a program pads before the kernel runs.
   const int64_t unit = std::clamp<int64_t>(width / RowVector(width, element_bytes), 1, 32);
-  return MakeReducePlan(problem, strategy, 1, width, element_bytes, state_cells * (element_bytes == 8 ? 8 : 4),
+  return MakeReducePlan(problem, strategy, 1, width, element_bytes, state_cells * AccumulatorBytes(call.type),
                         static_cast<int>(unit));
 }
 

@@ -429,9 +429,9 @@ class AttentionPass {
     });
     const int64_t queries = BelongsToSegments(kPass, kQuery) ? segments_ : num_rows_, size = queries * num_heads_;
     softmax_ = {call.maxima.Of<C>(b, size), call.totals.Of<C>(b, size), call.means.Of<C>(b, size)};
-    memory_ = Allocate<C>(PlaceAll(nullptr) + kLine);
+    memory_ = Allocate<C>(PlaceAll(nullptr));
     if (memory_ == nullptr) return;
-    PlaceAll(AlignUp(memory_.get(), kCacheLine));
+    PlaceAll(memory_.get());
     WriteZeros(empty_.first_sums, features_);
     WriteZeros(empty_.second_sums, features_);
     std::fill_n(empty_.maxima, num_heads_, kLowestLogit<C>);
@@ -494,7 +494,7 @@ class AttentionPass {
     C* next = memory;
     const auto take = [&](int64_t count) {
       C* const array = next;
-      next += (count + kLine - 1) / kLine * kLine;
+      next += RoundUp(count, kLine);
       return array;
     };
     const auto take_states = [&](int64_t count) {
@@ -642,7 +642,7 @@ class AttentionPass {
   const Results<T> results_;
   EdgeBlock<C> block_;
   int64_t carried_segment_ = -1;  // whose state is carry_
-  std::unique_ptr<C[]> memory_;
+  Memory<C> memory_;
   C *logits_, *probabilities_, *score_weights_;
   C* widened_[kOperands];
   SegmentStates<C> of_runs_, carry_, empty_;
@@ -712,11 +712,9 @@ bool RunByRow(ffi::ThreadPool& pool, const AttentionByRowCall& call) {
 }
 
 template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
-ffi::Error RunAttention(ffi::ThreadPool pool, const char* op, ffi::RemainingRets results, Call* call,
-                        size_t num_decoded) {
-  JB_RETURN_IF_ERROR(CheckSorted(op, *call));
-  if (results.size() != num_decoded) return InvalidArgument(op, "scratch is among the results, expected none");
-  return MemoryStatus(op, kRun(pool, *call));
+ffi::Error RunAttention(ffi::ThreadPool pool, const OptionalResults& results, Call* call) {
+  JB_RETURN_IF_ERROR(CheckSorted(results.op(), *call));
+  return RunOnCpu<Call, kRun>(pool, results, call);
 }
 
 Plan PlanAttention(const AttentionCall& call) { return {call.problem.HasNoResult() ? kNothing : "segments"}; }

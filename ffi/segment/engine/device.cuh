@@ -13,14 +13,6 @@ namespace jax_baracuda::segment {
 // The segment of a row whose id is out of range. Kernels number segments in 32 bits; launchers refuse larger calls.
 inline constexpr uint32_t kDropped = 0xffffffffu;
 
-// The status of launch(tag) for an element type; an error if `dispatch` refuses the type.
-template <typename Dispatch, typename Launch>
-CudaStatus LaunchFor(ElementType type, const Dispatch& dispatch, Launch&& launch) {
-  CudaStatus status = JB_CUDA_STATUS(cudaErrorInvalidValue);
-  dispatch(type, [&](auto tag) { status = launch(tag); });
-  return status;
-}
-
 inline bool SegmentsFit(int64_t segments) { return segments < static_cast<int64_t>(kDropped); }
 
 // Kernels multiply numbers of rows by features in 32 bits, which takes one instruction. Launchers refuse wider rows.

@@ -11,7 +11,14 @@ inline bool OrderFits(const Problem& problem) {
   return problem.batch * problem.rows < (int64_t{1} << 31) && problem.batch * problem.segments < kDropped;
 }
 
-// Writes the same as LaunchRowOrder, for a problem that HasFewRows.
+// Whether unsorted rows are so few that one launch sorts them (see sort_few_rows.cuh). Numbers of rows have 16 bits in
+// shared memory. The blocks, each of a range of segments, all read the ids.
+inline bool TakesFewUnsortedRows(const Problem& problem) {
+  constexpr int64_t kMaxRows = int64_t{1} << 14, kMaxSegments = int64_t{1} << 18;
+  return problem.rows <= kMaxRows && problem.batch * problem.segments <= kMaxSegments;
+}
+
+// Writes the same as LaunchRowOrder, for a problem that TakesFewUnsortedRows.
 CudaStatus LaunchFewRowOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
                              int32_t* sorted_ids, cudaStream_t stream);
 

@@ -134,7 +134,7 @@ class CellMemory {
 
   // The cells at `place` of the memory, or at `result_place` of the results.
   UntypedCells At(int64_t place, int64_t result_place) const {
-    const auto at = [&](const std::unique_ptr<char[]>& memory, void* result, int64_t bytes) -> void* {
+    const auto at = [&](const Memory<char>& memory, void* result, int64_t bytes) -> void* {
       if (memory != nullptr) return memory.get() + place * bytes;
       return result == nullptr ? nullptr : static_cast<char*>(result) + result_place * bytes;
     };
@@ -144,7 +144,7 @@ class CellMemory {
  private:
   CellType type_;
   UntypedCells results_;
-  std::unique_ptr<char[]> first_, second_;
+  Memory<char> first_, second_;
 };
 
 // Initialises the cells of some segments and features of a batch element.
@@ -224,7 +224,7 @@ class CellsOfThread {
 
   const RowReduction& reduction_;
   int32_t* row_counts_;
-  std::unique_ptr<int32_t[]> own_counts_;
+  Memory<int32_t> own_counts_;
   int64_t feature_begin_ = 0, width_ = 0;
   CellMemory memory_;
 };
@@ -251,7 +251,7 @@ bool ReduceRanges(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& red
   const int64_t cells_per_batch = problem.segments * problem.features;
   const int64_t padded_cells = Padded(cells_per_batch), padded_counts = Padded(problem.segments);
   CellMemory first_memory, later_memory;  // of the first range, of all others
-  std::unique_ptr<int32_t[]> later_counts;
+  Memory<int32_t> later_counts;
   if (!first_memory.Allocate(reduction.type, problem.batch * padded_cells, reduction.ResultCells()) ||
       !later_memory.Allocate(reduction.type, problem.batch * (num_ranges - 1) * padded_cells, {})) {
     return false;
@@ -399,26 +399,6 @@ bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& red
 }
 
 }  // namespace
-
-const char* StrategyName(Strategy strategy) {
-  switch (strategy) {
-    case Strategy::kNothing:
-      return kNothing;
-    case Strategy::kFill:
-      return "fill";
-    case Strategy::kScan:
-      return "scan";
-    case Strategy::kSplitScan:
-      return "split_scan";
-    case Strategy::kGroupBySegment:
-      return "group_by_segment";
-    case Strategy::kStreamedGroups:
-      return "group_by_segment_streamed";
-    case Strategy::kGather:
-      return "gather";
-  }
-  return "";
-}
 
 bool AreSorted(const Problem& problem, SegmentIds ids) {
   for (int64_t b = 0; b < (problem.ids_are_shared ? 1 : problem.batch); ++b) {

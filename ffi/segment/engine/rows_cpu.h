@@ -49,6 +49,7 @@
 #include "ffi/core/float16_cpu.h"
 #include "ffi/core/function_ref.h"
 #include "ffi/core/parallel_for.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/streaming_store.h"
 #include "ffi/core/subnormals.h"
 #include "ffi/core/target_table.h"
@@ -60,7 +61,6 @@ namespace jax_baracuda::segment {
 inline constexpr int64_t kMinRowsPerCellRow = 2;
 inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
-inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kPrefetchDistance = 6;       // in rows
 inline constexpr int64_t kScanPrefetchDistance = 16;  // in narrow rows
 inline constexpr int64_t kConvertedIds = 1024;        // ids converted at a time, and the most rows of a block
@@ -78,21 +78,14 @@ enum class Strategy {
   kGather,          // rows in order, each computed from its segment's cells
 };
 
-const char* StrategyName(Strategy strategy);
-
-// The plan of a call: choose(TypeTag<T>{}) for the type that dispatch(type, body) finds.
-template <typename Dispatch, typename Choose>
-Plan PlanOfType(const SegmentCall& call, const Dispatch& dispatch, const Choose& choose) {
-  Strategy strategy = Strategy::kNothing;
-  dispatch(call.type, [&](auto tag) { strategy = choose(tag); });
-  return Plan{StrategyName(strategy)};
-}
+inline constexpr const char* kStrategyNames[] = {
+    kNothing, "fill", "scan", "split_scan", "group_by_segment", "group_by_segment_streamed", "gather"};
 
 // Runs a call with kRun(pool, call), which returns false if memory allocation fails.
 template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
-ffi::Error RunOnCpu(ffi::ThreadPool pool, const char* op, ffi::RemainingRets scratch, Call* call) {
-  if (!scratch.empty()) return InvalidArgument(op, "scratch is among the results, expected none");
-  return MemoryStatus(op, kRun(pool, *call));
+ffi::Error RunOnCpu(ffi::ThreadPool pool, const OptionalResults& results, Call* call) {
+  JB_RETURN_IF_ERROR(results.End());
+  return MemoryStatus(results.op(), kRun(pool, *call));
 }
 
 struct SegmentIds {
@@ -550,6 +543,15 @@ class DirectReduction final : public TypedReduction<Reduction> {
   const Element* data_;
 };
 
+// The plan of a call that reduces rows of type T by Reduction<T>, for the T that dispatch(type, body) finds.
+template <template <typename> class Reduction, typename Dispatch>
+Plan PlanReduction(const SegmentCall& call, const Dispatch& dispatch, bool has_counts = false) {
+  const Strategy strategy = DispatchOr(Strategy::kNothing, call.type, dispatch, [&](auto tag) {
+    return ChooseStrategy(call.problem, CellTypeOf<Reduction<typename decltype(tag)::type>>(), has_counts);
+  });
+  return Plan{NameOf(kStrategyNames, strategy)};
+}
+
 // Reduces the rows `data` of a call.
 template <typename Reduction>
 bool ReduceRows(ffi::ThreadPool& pool, const SegmentCall& call, const void* data, const Reduction& reduction,
@@ -578,7 +580,7 @@ class GroupedRows {
 
  private:
   std::unique_ptr<int32_t[]> ends_;
-  std::unique_ptr<int32_t[]> rows_;  // nullptr if the ids are sorted
+  Memory<int32_t> rows_;  // nullptr if the ids are sorted
   int32_t first_row_ = 0;
   int32_t size_ = 0;
 };
@@ -608,17 +610,17 @@ bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& re
 template <typename T>
 class StreamBuffer {
  public:
-  explicit StreamBuffer(int64_t count) : memory_(Allocate<char>(count * sizeof(T) + 2 * kCacheLine)) {}
+  explicit StreamBuffer(int64_t count) : memory_(Allocate<char>(count * sizeof(T) + kCacheLine)) {}
 
   // nullptr if the allocation failed.
   T* At(const void* like) const {
     if (memory_ == nullptr) return nullptr;
     const uintptr_t offset = reinterpret_cast<uintptr_t>(like) % kCacheLine;
-    return reinterpret_cast<T*>(AlignUp(memory_.get(), kCacheLine) + offset);
+    return reinterpret_cast<T*>(memory_.get() + offset);
   }
 
  private:
-  std::unique_ptr<char[]> memory_;
+  Memory<char> memory_;
 };
 
 // Copies bytes between addresses with the same offset within a cache line. Whole lines are streamed.
@@ -638,7 +640,7 @@ inline Strategy ChooseGather(const Problem& problem) {
 }
 
 inline Plan PlanOfGather(const PlanParameters& parameters) {
-  return {StrategyName(ChooseGather(CallOf<SegmentCall>(parameters).problem))};
+  return {NameOf(kStrategyNames, ChooseGather(CallOf<SegmentCall>(parameters).problem))};
 }
 
 // Calls body(batch, block) for blocks of up to `max_rows` rows, in order, that together are all rows of a result [batch,

@@ -19,37 +19,23 @@ Plan CudaPlanOf(const PlanParameters& parameters) {
   return kCallOf(parameters).CudaPlan();
 }
 
-// Decodes the scratch, which follows `first` results, and launches the kernels. The launch plans the call, and fails if
-// its scratch is too small.
+// Decodes the scratch and launches the kernels. The launch plans the call, and fails if its scratch is too small.
 template <typename Call>
-ffi::Error RunWithResults(cudaStream_t stream, const char* op, ffi::RemainingRets results, Call* call, size_t first) {
+ffi::Error RunOnCuda(cudaStream_t stream, const OptionalResults& results, Call* call) {
   ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(op, results, /*needed_bytes=*/0, &scratch, first));
+  JB_RETURN_IF_ERROR(DecodeScratch(results, /*needed_bytes=*/0, &scratch));
   call->scratch = scratch.data;
   call->scratch_bytes = scratch.bytes;
   const CudaStatus status = call->LaunchOnCuda(stream);
-  if (!status.ok()) JB_RETURN_IF_ERROR(CheckScratch(op, scratch, call->CudaPlan().scratch_bytes));
-  return ToError(op, status);
+  if (!status.ok()) JB_RETURN_IF_ERROR(CheckScratch(results.op(), scratch, call->CudaPlan().scratch_bytes));
+  return ToError(results.op(), status);
 }
 
-// The same for calls that have no other optional results.
+// The same for edges, which must be sorted by segment.
 template <typename Call>
-ffi::Error RunOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
-  return RunWithResults(stream, op, scratch_result, call, 0);
-}
-
-// As RunWithResults, for edges, which must be sorted by segment.
-template <typename Call>
-ffi::Error RunSortedWithResults(cudaStream_t stream, const char* op, ffi::RemainingRets results, Call* call,
-                                size_t first) {
-  JB_RETURN_IF_ERROR(CheckSorted(op, *call));
-  return RunWithResults(stream, op, results, call, first);
-}
-
-// The same for calls that have no other optional results.
-template <typename Call>
-ffi::Error RunSortedOnCuda(cudaStream_t stream, const char* op, ffi::RemainingRets scratch_result, Call* call) {
-  return RunSortedWithResults(stream, op, scratch_result, call, 0);
+ffi::Error RunSortedOnCuda(cudaStream_t stream, const OptionalResults& results, Call* call) {
+  JB_RETURN_IF_ERROR(CheckSorted(results.op(), *call));
+  return RunOnCuda(stream, results, call);
 }
 
 }  // namespace jax_baracuda::segment

@@ -1,39 +1,33 @@
 // The handlers of segment_max, segment_min, segment_argmax, segment_argmin and their gradients.
 #pragma once
 
+#include <type_traits>
+
 #include "ffi/segment/decoding.h"
 #include "ffi/segment/extremum/call.h"
 
 namespace jax_baracuda::segment {
 
-template <typename Context, Run<Context, ExtremumCall> kRun, bool kIsMinimum>
+template <typename Context, Run<Context, ExtremumCall> kRun, bool kIsMinimum, bool kWithWinner>
 ffi::Error HandleExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                          ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, ReductionOptions options) {
-  constexpr const char* kOp = kIsMinimum ? "segment_min" : "segment_max";
+                          ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results,
+                          std::conditional_t<kWithWinner, WinnerOptions, ReductionOptions> options) {
+  constexpr const char* kOp = kWithWinner ? (kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner")
+                                          : (kIsMinimum ? "segment_min" : "segment_max");
   ExtremumCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchOrdered(call.type, [](auto) {})));
+  const bool has_kernel = kWithWinner ? IsFloating(call.type) : DispatchOrdered(call.type, [](auto) {});
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, has_kernel));
+  OptionalResults results(kOp, more_results);
+  JB_RETURN_IF_ERROR(results.Next("winner", kWithWinner, [&](const ffi::AnyBuffer& winner) {
+    return decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner);
+  }));
   call.is_minimum = kIsMinimum;
+  call.with_winner = kWithWinner;
+  if constexpr (kWithWinner) call.first_wins = options.first_wins;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
-}
-
-template <typename Context, Run<Context, ExtremumCall> kRun, bool kIsMinimum>
-ffi::Error HandleExtremumWithWinner(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                                    ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
-                                    ffi::RemainingRets scratch, WinnerOptions options) {
-  constexpr const char* kOp = kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner";
-  ExtremumCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
-  JB_RETURN_IF_ERROR(decoder.Cells("winner", *winner, ffi::DataType::S32, &call.winner));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
-  call.is_minimum = kIsMinimum;
-  call.with_winner = true;
-  call.first_wins = options.first_wins;
-  call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, results, &call);
 }
 
 // The operands are (d_output, winner, segment_ids) and, if ties are shared, data and output.
@@ -51,7 +45,7 @@ ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi:
   JB_RETURN_IF_ERROR(
       decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
   JB_RETURN_IF_ERROR(decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner, &call.winner_is_shared));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, IsFloating(call.type)));
   OptionalOperands operands(kOp, data_and_output);
   const bool shares_ties = data_and_output.size() > 0;
   JB_RETURN_IF_ERROR(operands.Next("data", shares_ties, [&](const ffi::AnyBuffer& data) {
@@ -61,7 +55,7 @@ ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi:
     return decoder.Like("winner", winner, "output", output, decoder.type(), &call.output);
   }));
   JB_RETURN_IF_ERROR(operands.End());
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 template <typename Context, Run<Context, ArgCall> kRun, bool kIsMinimum>
@@ -77,7 +71,7 @@ ffi::Error HandleArg(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segmen
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchWide(call.type, [](auto) {})));
   call.is_minimum = kIsMinimum;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 // The calls that plan parameters describe.

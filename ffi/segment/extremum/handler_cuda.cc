@@ -21,14 +21,14 @@ constexpr auto kPlanArg = CudaPlanOf<CallOf<ArgCall>>;
   kNothing, "fill", "few_unsorted_rows", "few_sorted_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", \
       JB_TABLE_STRATEGIES
 
-JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false>), kPlan, kNothing, JB_REDUCE_STRATEGIES,
-               JB_TABLE_STRATEGIES);
-JB_CUDA_TARGET("segment_min", (HandleExtremum<cudaStream_t, kRun, true>), kPlan, kNothing, JB_REDUCE_STRATEGIES,
-               JB_TABLE_STRATEGIES);
-JB_CUDA_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, false>), kPlanWithWinner,
-               JB_WITH_WINNER_STRATEGIES);
-JB_CUDA_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<cudaStream_t, kRun, true>), kPlanWithWinner,
-               JB_WITH_WINNER_STRATEGIES);
+JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false, /*kWithWinner=*/false>), kPlan, kNothing,
+               JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
+JB_CUDA_TARGET("segment_min", (HandleExtremum<cudaStream_t, kRun, true, /*kWithWinner=*/false>), kPlan, kNothing,
+               JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);
+JB_CUDA_TARGET("segment_max_with_winner", (HandleExtremum<cudaStream_t, kRun, false, /*kWithWinner=*/true>),
+               kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
+JB_CUDA_TARGET("segment_min_with_winner", (HandleExtremum<cudaStream_t, kRun, true, /*kWithWinner=*/true>),
+               kPlanWithWinner, JB_WITH_WINNER_STRATEGIES);
 JB_CUDA_TARGET("segment_max_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, false>), kPlanBackward,
                kNothing, JB_MAP_ROWS_STRATEGIES);
 JB_CUDA_TARGET("segment_min_backward", (HandleExtremumBackward<cudaStream_t, kRunBackward, true>), kPlanBackward,

@@ -17,8 +17,6 @@ enum class Algorithm {
 
 inline constexpr const char* kTableNames[] = {"", "atomics", "filtered_atomics", "shared_table"};
 
-int64_t KeyBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
-
 struct ExtremumPlan {
   Algorithm algorithm;
   ReducePlan reduce;      // of kReduce
@@ -49,7 +47,7 @@ bool FiltersRows(const Problem& problem, int64_t key_bytes) {
 ExtremumPlan Choose(const ExtremumCall& call) {
   const Problem& problem = call.problem;
   const bool with_winner = call.with_winner;
-  const int64_t element_bytes = ElementBytes(call.type), key_bytes = KeyBytes(element_bytes);
+  const int64_t element_bytes = ElementBytes(call.type), key_bytes = AccumulatorBytes(call.type);
   const int64_t state_bytes = with_winner ? 2 * key_bytes : element_bytes;
   const Strategy strategy = with_winner ? ChooseOrderedStrategy(problem, element_bytes, call.indices_are_sorted)
                                         : ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);

@@ -4,14 +4,14 @@
 
 namespace jax_baracuda::segment {
 
-Plan ArgCall::CudaPlan() const { return PlanByRule(*this, PairStateBytes(ElementBytes(type))).Summary(); }
+Plan ArgCall::CudaPlan() const { return PlanByRule(*this, PairStateBytes(type)).Summary(); }
 
 CudaStatus ArgCall::LaunchOnCuda(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchWide), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const typename ArgReduction<T>::Outputs outputs{row, static_cast<int32_t>(problem.rows),
                                                     FlipWordMask<T>(type, is_minimum)};
-    const ReducePlan plan = PlanByRule(*this, PairStateBytes(sizeof(T)));
+    const ReducePlan plan = PlanByRule(*this, PairStateBytes(type));
     return LaunchReduction<ArgReduction<T>>(*this, plan, outputs, stream);
   });
 }

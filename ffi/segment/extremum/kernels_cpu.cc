@@ -5,10 +5,7 @@
 // segment and streams them to memory, so that winners and cotangents are read once.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstring>
-#include <memory>
 #include <type_traits>
 
 #include "ffi/segment/engine/rows_cpu.h"
@@ -227,62 +224,50 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
 int64_t NumCells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
 
 bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  bool has_memory = true;
   AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
-  DispatchKeys(JB_DISPATCH(DispatchOrdered), call.type, call.is_minimum, [&](auto format) {
+  return DispatchKeys(JB_DISPATCH(DispatchOrdered), call.type, call.is_minimum, [&](auto format) {
     using Reduction = Extremum<decltype(format)>;
-    has_memory =
-        ReduceRows(pool, call, call.data, Reduction{format, static_cast<typename Reduction::Key*>(call.output)});
+    auto* const output = static_cast<typename Reduction::Key*>(call.output);
+    return ReduceRows(pool, call, call.data, Reduction{format, output});
   });
-  return has_memory;
 }
 
 bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  bool has_memory = true;
   AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
   AdviseHugePages(call.winner, NumCells(call.problem) * sizeof(int32_t));
-  DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
+  return DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
     using Reduction = ExtremumWithWinner<decltype(format)>;
     auto* const output = static_cast<typename Reduction::Key*>(call.output);
-    has_memory = ReduceRows(pool, call, call.data, Reduction{format, call.first_wins, output, call.winner});
+    return ReduceRows(pool, call, call.data, Reduction{format, call.first_wins, output, call.winner});
   });
-  return has_memory;
 }
 
 // The gradients of minima and maxima are the same function of winners and cotangents.
 bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
-  bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) { has_memory = GradientOfAll<typename decltype(tag)::type>(pool, call); });
-  return has_memory;
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return GradientOfAll<typename decltype(tag)::type>(pool, call); });
 }
 
 bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
-  bool has_memory = true;
   AdviseHugePages(call.row, NumCells(call.problem) * sizeof(int32_t));
-  DispatchKeys(JB_DISPATCH(DispatchWide), call.type, call.is_minimum, [&](auto format) {
+  return DispatchKeys(JB_DISPATCH(DispatchWide), call.type, call.is_minimum, [&](auto format) {
     const auto no_row = static_cast<int32_t>(call.problem.rows);
-    has_memory = ReduceRows(pool, call, call.data, ArgExtremum<decltype(format)>{format, no_row, call.row});
+    return ReduceRows(pool, call, call.data, ArgExtremum<decltype(format)>{format, no_row, call.row});
   });
-  return has_memory;
 }
 
-template <template <typename> class Reduction, typename Dispatch>
-Plan PlanReduction(const SegmentCall& call, const Dispatch& dispatch) {
-  return PlanOfType(call, dispatch, [&](auto tag) {
-    using Format = decltype(FormatOf<typename decltype(tag)::type>(0));
-    return ChooseStrategy(call.problem, CellTypeOf<Reduction<Format>>(), /*has_counts=*/false);
-  });
-}
+template <typename T>
+using ArgExtremumOf = ArgExtremum<FormatOfType<T>>;
 
 Plan PlanExtremum(const ExtremumCall& call) {
-  return call.with_winner ? PlanReduction<ExtremumWithWinner>(call, JB_DISPATCH(DispatchFloating))
-                          : PlanReduction<Extremum>(call, JB_DISPATCH(DispatchOrdered));
+  return call.with_winner ? PlanReduction<ExtremumWithWinnerOf>(call, JB_DISPATCH(DispatchFloating))
+                          : PlanReduction<ExtremumOf>(call, JB_DISPATCH(DispatchOrdered));
 }
 
-Plan PlanArg(const ArgCall& call) { return PlanReduction<ArgExtremum>(call, JB_DISPATCH(DispatchWide)); }
+Plan PlanArg(const ArgCall& call) { return PlanReduction<ArgExtremumOf>(call, JB_DISPATCH(DispatchWide)); }
 
 Plan PlanBackward(const ExtremumBackwardCall& call) {
-  return {StrategyName(ChooseGradient(call.problem, ElementBytes(call.type)))};
+  return {NameOf(kStrategyNames, ChooseGradient(call.problem, ElementBytes(call.type)))};
 }
 
 constexpr auto kRun = RunOnCpu<ExtremumCall, RunExtremum>;
@@ -298,11 +283,13 @@ constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
 #define JB_REDUCTION_STRATEGIES kNothing, "scan", "group_by_segment"
 #define JB_BACKWARD_STRATEGIES kNothing, "gather", "group_by_segment_streamed"
 
-JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false>), kPlan, JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true>), kPlan, JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_max_with_winner", (HandleExtremumWithWinner<ffi::ThreadPool, kRunWithWinner, false>),
+JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/false>), kPlan,
+              JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/false>), kPlan,
+              JB_REDUCTION_STRATEGIES);
+JB_CPU_TARGET("segment_max_with_winner", (HandleExtremum<ffi::ThreadPool, kRunWithWinner, false, /*kWithWinner=*/true>),
               kPlanWithWinner, JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_min_with_winner", (HandleExtremumWithWinner<ffi::ThreadPool, kRunWithWinner, true>),
+JB_CPU_TARGET("segment_min_with_winner", (HandleExtremum<ffi::ThreadPool, kRunWithWinner, true, /*kWithWinner=*/true>),
               kPlanWithWinner, JB_REDUCTION_STRATEGIES);
 JB_CPU_TARGET("segment_max_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, false>), kPlanBackward,
               JB_BACKWARD_STRATEGIES);

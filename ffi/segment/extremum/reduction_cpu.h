@@ -57,7 +57,10 @@ JB_INLINE Key WithOneZero(Key key) {
 }
 
 template <typename T>
-KeyFormat<KeyType<T>, kIsFloating<T>> FormatOf(BitsOf<T> flip) {
+using FormatOfType = KeyFormat<KeyType<T>, kIsFloating<T>>;
+
+template <typename T>
+FormatOfType<T> FormatOf(BitsOf<T> flip) {
   using Key = KeyType<T>;
   if constexpr (kIsFloating<T>) {
     return {static_cast<Key>(flip), BitCast<Key>(static_cast<T>(std::numeric_limits<ComputeType<T>>::infinity()))};
@@ -66,12 +69,12 @@ KeyFormat<KeyType<T>, kIsFloating<T>> FormatOf(BitsOf<T> flip) {
   }
 }
 
-// Calls body(format) with the key format of a type that dispatch(type, body) knows.
+// Returns body(format) with the key format of a type that dispatch(type, body) knows.
 template <typename Dispatch, typename Body>
-void DispatchKeys(const Dispatch& dispatch, ElementType type, bool is_minimum, const Body& body) {
-  dispatch(type, [&](auto tag) {
+bool DispatchKeys(const Dispatch& dispatch, ElementType type, bool is_minimum, const Body& body) {
+  return DispatchOr(true, type, dispatch, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    body(FormatOf<T>(FlipMask<T>(type, is_minimum)));
+    return body(FormatOf<T>(FlipMask<T>(type, is_minimum)));
   });
 }
 
@@ -220,6 +223,12 @@ struct ExtremumWithWinner {
     }
   }
 };
+
+// The reductions of rows of type T.
+template <typename T>
+using ExtremumOf = Extremum<FormatOfType<T>>;
+template <typename T>
+using ExtremumWithWinnerOf = ExtremumWithWinner<FormatOfType<T>>;
 
 extern JB_FOLD_NARROW(Extremum<KeyFormat<int16_t, true>>);
 extern JB_FOLD_NARROW(Extremum<KeyFormat<int32_t, true>>);

@@ -12,7 +12,7 @@ inline ffi::Error DecodeGather(const char* op, Decoder* decoder, const ffi::AnyB
   JB_RETURN_IF_ERROR(decoder->Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder->FirstRows("d_data", d_data, &call->rows));
   JB_RETURN_IF_ERROR(decoder->FirstCells("d_output", d_output, decoder->type(), &call->cells, &call->cells_are_shared));
-  return CheckKernel(op, "d_output", d_output, DispatchFloating(call->type, [](auto) {}));
+  return CheckKernel(op, "d_output", d_output, IsFloating(call->type));
 }
 
 template <typename Context, Run<Context, GatherCall> kRun>
@@ -22,7 +22,7 @@ ffi::Error HandleSumBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyB
   GatherCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(DecodeGather(kOp, &decoder, d_output, segment_ids, *d_data, &call));
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 template <typename Context, Run<Context, GatherCall> kRun>
@@ -35,7 +35,7 @@ ffi::Error HandleMeanBackward(Context context, ffi::AnyBuffer d_output, ffi::Any
   JB_RETURN_IF_ERROR(DecodeGather(kOp, &decoder, d_output, segment_ids, *d_data, &call));
   JB_RETURN_IF_ERROR(
       decoder.Vector("count", count, ffi::DataType::S32, call.problem.segments, &call.count, &call.count_is_shared));
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 }  // namespace jax_baracuda::segment

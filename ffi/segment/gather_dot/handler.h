@@ -34,13 +34,11 @@ ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer
   const ffi::DataType type = options.is_wide ? ComputeDataType(decoder.type()) : decoder.type();
   JB_RETURN_IF_ERROR(decoder.Array("output", *output, type, problem.rows, decoder.features().first(1), &call.output));
   OptionalOperands operands(kOp, optional);
-  JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
-    return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);
-  }));
+  JB_RETURN_IF_ERROR(decoder.EdgeOrder(options.has_edge_order, &operands, &call));
   JB_RETURN_IF_ERROR(operands.End());
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   call.is_wide = options.is_wide;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 inline GatherDotCall GatherDotCallOf(const PlanParameters& parameters) {

@@ -1,6 +1,9 @@
 // The handlers of gather_segment_max, gather_segment_min and their gradients.
 #pragma once
 
+#include <string>
+#include <type_traits>
+
 #include "ffi/segment/decoding.h"
 #include "ffi/segment/gather_extremum/call.h"
 
@@ -27,51 +30,37 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherExtremumBackw
 
 namespace jax_baracuda::segment {
 
-inline ffi::Error DecodeGatherExtremum(const char* op, Decoder& decoder, const ffi::AnyBuffer& data,
-                                       const ffi::AnyBuffer& gather_ids, const ffi::AnyBuffer& segment_ids,
-                                       const ffi::AnyBuffer& output, GatherExtremumCall* call) {
-  JB_RETURN_IF_ERROR(decoder.First("output", output, "segments, ..."));
-  JB_RETURN_IF_ERROR(decoder.Edges(data, gather_ids, segment_ids, call));
-  JB_RETURN_IF_ERROR(decoder.FirstCells("output", output, decoder.type(), &call->output));
-  if (call->num_rows == 0 && call->problem.rows > 0) {
-    return InvalidArgument(op, "data has no rows for " + std::to_string(call->problem.rows) + " edges to gather");
-  }
-  return CheckKernel(op, "data", data, DispatchFloating(call->type, [](auto) {}));
-}
-
-template <typename Context, Run<Context, GatherExtremumCall> kRun, bool kIsMinimum>
+template <typename Context, Run<Context, GatherExtremumCall> kRun, bool kIsMinimum, bool kWithWinner>
 ffi::Error HandleGatherExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids,
-                                ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> output,
-                                ffi::RemainingRets scratch, ReductionOptions options) {
-  constexpr const char* kOp = kIsMinimum ? "gather_segment_min" : "gather_segment_max";
+                                ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional,
+                                ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results,
+                                std::conditional_t<kWithWinner, GatherWinnerOptions, ReductionOptions> options) {
+  constexpr const char* kOp = kWithWinner
+                                  ? (kIsMinimum ? "gather_segment_min_with_winner" : "gather_segment_max_with_winner")
+                                  : (kIsMinimum ? "gather_segment_min" : "gather_segment_max");
   GatherExtremumCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(DecodeGatherExtremum(kOp, decoder, data, gather_ids, segment_ids, *output, &call));
-  call.is_minimum = kIsMinimum;
-  call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
-}
-
-template <typename Context, Run<Context, GatherExtremumCall> kRun, bool kIsMinimum>
-ffi::Error HandleGatherExtremumWithWinner(Context context, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids,
-                                          ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional,
-                                          ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> winner,
-                                          ffi::RemainingRets scratch, GatherWinnerOptions options) {
-  constexpr const char* kOp = kIsMinimum ? "gather_segment_min_with_winner" : "gather_segment_max_with_winner";
-  GatherExtremumCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(DecodeGatherExtremum(kOp, decoder, data, gather_ids, segment_ids, *output, &call));
-  JB_RETURN_IF_ERROR(decoder.Cells("winner", *winner, ffi::DataType::S32, &call.winner));
+  JB_RETURN_IF_ERROR(decoder.First("output", *output, "segments, ..."));
+  JB_RETURN_IF_ERROR(decoder.Edges(data, gather_ids, segment_ids, &call));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("output", *output, decoder.type(), &call.output));
+  if (call.num_rows == 0 && call.problem.rows > 0) {
+    return InvalidArgument(kOp, "data has no rows for " + std::to_string(call.problem.rows) + " edges to gather");
+  }
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   OptionalOperands operands(kOp, optional);
-  JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
-    return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);
-  }));
+  OptionalResults results(kOp, more_results);
+  if constexpr (kWithWinner) {
+    JB_RETURN_IF_ERROR(decoder.EdgeOrder(options.has_edge_order, &operands, &call));
+    call.first_wins = options.first_wins;
+  }
   JB_RETURN_IF_ERROR(operands.End());
+  JB_RETURN_IF_ERROR(results.Next("winner", kWithWinner, [&](const ffi::AnyBuffer& winner) {
+    return decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner);
+  }));
   call.is_minimum = kIsMinimum;
-  call.with_winner = true;
-  call.first_wins = options.first_wins;
+  call.with_winner = kWithWinner;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, results, &call);
 }
 
 // Optional operands: with a plan, the edges sorted by the row that they gather; with shared ties, data and output of
@@ -122,10 +111,10 @@ ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner
     return decoder.Like("winner", winner, "output", output, decoder.type(), &call.extrema);
   }));
   JB_RETURN_IF_ERROR(operands.End());
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_winner", d_winner, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_winner", d_winner, IsFloating(call.type)));
   call.indices_are_sorted = options.has_plan;
   call.shares_ties = options.shares_ties;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 // The calls that plan parameters describe.

@@ -14,11 +14,13 @@ constexpr auto kPlanBackward = CudaPlanOf<GatherExtremumBackwardCallOf>;
 
 #define JB_STRATEGIES kNothing, "fill", "tiles", "small_tiles"
 
-JB_CUDA_TARGET("gather_segment_max", (HandleGatherExtremum<cudaStream_t, kRun, false>), kPlan, JB_STRATEGIES);
-JB_CUDA_TARGET("gather_segment_min", (HandleGatherExtremum<cudaStream_t, kRun, true>), kPlan, JB_STRATEGIES);
-JB_CUDA_TARGET("gather_segment_max_with_winner", (HandleGatherExtremumWithWinner<cudaStream_t, kRun, false>),
-               kPlanWithWinner, JB_STRATEGIES);
-JB_CUDA_TARGET("gather_segment_min_with_winner", (HandleGatherExtremumWithWinner<cudaStream_t, kRun, true>),
+JB_CUDA_TARGET("gather_segment_max", (HandleGatherExtremum<cudaStream_t, kRun, false, /*kWithWinner=*/false>), kPlan,
+               JB_STRATEGIES);
+JB_CUDA_TARGET("gather_segment_min", (HandleGatherExtremum<cudaStream_t, kRun, true, /*kWithWinner=*/false>), kPlan,
+               JB_STRATEGIES);
+JB_CUDA_TARGET("gather_segment_max_with_winner",
+               (HandleGatherExtremum<cudaStream_t, kRun, false, /*kWithWinner=*/true>), kPlanWithWinner, JB_STRATEGIES);
+JB_CUDA_TARGET("gather_segment_min_with_winner", (HandleGatherExtremum<cudaStream_t, kRun, true, /*kWithWinner=*/true>),
                kPlanWithWinner, JB_STRATEGIES);
 JB_CUDA_TARGET("gather_segment_max_backward", (HandleGatherExtremumBackward<cudaStream_t, kRunBackward, false>),
                kPlanBackward, JB_STRATEGIES);

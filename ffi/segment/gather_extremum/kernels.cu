@@ -1,5 +1,5 @@
 // Maxima and minima of gathered rows, with or without winners.
-#include "ffi/segment/engine/gather.cuh"
+#include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/extremum/reduction.cuh"
 #include "ffi/segment/gather_extremum/call.h"
 
@@ -8,8 +8,8 @@ namespace jax_baracuda::segment {
 namespace {
 
 ReducePlan PlanOf(const GatherExtremumCall& call) {
-  const int64_t element_bytes = ElementBytes(call.type);
-  return PlanGathered(call, call.problem.features, call.with_winner ? PairStateBytes(element_bytes) : element_bytes);
+  return PlanGathered(call, call.problem.features,
+                      call.with_winner ? PairStateBytes(call.type) : ElementBytes(call.type));
 }
 
 CudaStatus GatherMaximum(const GatherExtremumCall& call, const ReducePlan& plan, cudaStream_t stream) {

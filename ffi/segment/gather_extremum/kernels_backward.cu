@@ -7,7 +7,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 ReducePlan PlanOf(const GatheringCall& call) {
-  return PlanGathered(call, call.problem.features, SumStateBytes(call.type));
+  return PlanGathered(call, call.problem.features, AccumulatorBytes(call.type));
 }
 
 // The sum of the elements of each row that its edge won. A row loads and holds twice as much as in other sums. More

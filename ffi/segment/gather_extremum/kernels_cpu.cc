@@ -16,32 +16,23 @@ namespace {
 
 bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
   const Problem& problem = call.problem;
-  bool has_memory = true;
   const int64_t cells = problem.batch * problem.segments * problem.features;
   AdviseHugePages(call.output, cells * ElementBytes(call.type));
   if (call.with_winner) AdviseHugePages(call.winner, cells * sizeof(int32_t));
-  DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
+  return DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
     using Format = decltype(format);
     auto* const output = static_cast<typename Format::Key*>(call.output);
     const auto reduce = [&](const auto& reduction) {
-      has_memory = ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/true, reduction));
+      return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/true, reduction));
     };
-    if (call.with_winner) {
-      reduce(ExtremumWithWinner<Format>{format, call.first_wins, output, call.winner});
-    } else {
-      reduce(Extremum<Format>{format, output});
-    }
+    return call.with_winner ? reduce(ExtremumWithWinner<Format>{format, call.first_wins, output, call.winner})
+                            : reduce(Extremum<Format>{format, output});
   });
-  return has_memory;
 }
 
-template <bool kWithWinner>
 Plan PlanGatherExtremum(const GatherExtremumCall& call) {
-  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    using Format = decltype(FormatOf<typename decltype(tag)::type>(0));
-    using Reduction = std::conditional_t<kWithWinner, ExtremumWithWinner<Format>, Extremum<Format>>;
-    return ChooseStrategy(call.problem, CellTypeOf<Reduction>(), /*has_counts=*/false);
-  });
+  return call.with_winner ? PlanReduction<ExtremumWithWinnerOf>(call, JB_DISPATCH(DispatchFloating))
+                          : PlanReduction<ExtremumOf>(call, JB_DISPATCH(DispatchFloating));
 }
 
 // Words per edge, with one bit per feature.
@@ -151,13 +142,12 @@ bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwa
   if (problem.HasNoResult()) return true;
   const int64_t words = SelectionWords(call.problem);
   const auto selection = Allocate<uint32_t>(problem.batch * problem.rows * words);
-  bool has_memory = selection != nullptr;
-  if (!has_memory) return false;
+  if (selection == nullptr) return false;
   if (call.forward_order != nullptr) {
     // Edges missing from an invalid order won nothing.
     WriteZeroBytes(pool, selection.get(), problem.batch * problem.rows * words * sizeof(uint32_t));
   }
-  DispatchFloating(call.type, [&](auto tag) {
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * problem.features * sizeof(int32_t)));
     ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
@@ -167,31 +157,30 @@ bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwa
     });
     AdviseHugePages(call.d_data, problem.batch * problem.segments * problem.features * sizeof(T));
     const SelectedRows rows{selection.get(), problem.rows, words};
-    has_memory = ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/false, Sum<T>{call.d_data}, rows));
+    return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/false, Sum<T>{call.d_data}, rows));
   });
-  return has_memory;
 }
 
 Plan PlanGatherExtremumBackward(const GatherExtremumBackwardCall& call) {
-  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    return ChooseStrategy(call.problem, CellTypeOf<Sum<typename decltype(tag)::type>>(), /*has_counts=*/false);
-  });
+  return PlanReduction<Sum>(call, JB_DISPATCH(DispatchFloating));
 }
 
 constexpr auto kRun = RunOnCpu<GatherExtremumCall, RunGatherExtremum>;
 constexpr auto kRunBackward = RunOnCpu<GatherExtremumBackwardCall, RunGatherExtremumBackward>;
-constexpr auto kPlan = PlanOf<PlanGatherExtremum<false>, GatherExtremumCallOf<false>>;
-constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum<true>, GatherExtremumCallOf<true>>;
+constexpr auto kPlan = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<false>>;
+constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<true>>;
 constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
 
-JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false>), kPlan, kNothing, "scan",
-              "group_by_segment");
-JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true>), kPlan, kNothing, "scan",
-              "group_by_segment");
-JB_CPU_TARGET("gather_segment_max_with_winner", (HandleGatherExtremumWithWinner<ffi::ThreadPool, kRun, false>),
-              kPlanWithWinner, kNothing, "scan", "group_by_segment");
-JB_CPU_TARGET("gather_segment_min_with_winner", (HandleGatherExtremumWithWinner<ffi::ThreadPool, kRun, true>),
-              kPlanWithWinner, kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/false>), kPlan,
+              kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/false>), kPlan,
+              kNothing, "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_max_with_winner",
+              (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/true>), kPlanWithWinner, kNothing,
+              "scan", "group_by_segment");
+JB_CPU_TARGET("gather_segment_min_with_winner",
+              (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/true>), kPlanWithWinner, kNothing,
+              "scan", "group_by_segment");
 JB_CPU_TARGET("gather_segment_max_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, false>),
               kPlanBackward, kNothing, "scan", "split_scan", "group_by_segment");
 JB_CPU_TARGET("gather_segment_min_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, true>),

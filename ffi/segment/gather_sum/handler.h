@@ -38,16 +38,14 @@ ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
     return decoder.Array("weights", weights, decoder.type(), call.problem.rows, decoder.features().first(1),
                          &call.weights, &call.weights_are_shared);
   }));
-  JB_RETURN_IF_ERROR(operands.Next("edge_order", options.has_edge_order, [&](const ffi::AnyBuffer& edge_order) {
-    return decoder.EdgeIds("edge_order", edge_order, &call.edge_order, &call.edge_order_is_shared);
-  }));
+  JB_RETURN_IF_ERROR(decoder.EdgeOrder(options.has_edge_order, &operands, &call));
   JB_RETURN_IF_ERROR(operands.End());
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   call.indices_are_sorted = options.indices_are_sorted;
   call.clips_gather_ids = options.clips_gather_ids;
   call.has_weights = options.has_weights;
   call.is_wide = options.is_wide;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 inline GatherSumCall GatherSumCallOf(const PlanParameters& parameters) {

@@ -9,7 +9,7 @@ bool HasWeightVectors(const GatherSumCall& call) { return call.has_weights && ca
 
 ReducePlan PlanOf(const GatherSumCall& call) {
   const bool has_heads = call.has_weights && !HasWeightVectors(call);
-  return PlanGathered(call, has_heads ? call.FeaturesPerHead() : call.problem.features, SumStateBytes(call.type));
+  return PlanGathered(call, has_heads ? call.FeaturesPerHead() : call.problem.features, AccumulatorBytes(call.type));
 }
 
 // The Input of weighted sums: each row is scaled by the weights of its edge, one per head, or one per feature with

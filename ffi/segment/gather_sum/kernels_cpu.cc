@@ -70,29 +70,21 @@ struct WeightedRows {
 
 bool RunGatherSum(ffi::ThreadPool& pool, const GatherSumCall& call) {
   const Problem& problem = call.problem;
-  bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Sum<T> sum{call.output, call.is_wide};
     const int64_t element_bytes = call.is_wide ? sizeof(ComputeType<T>) : sizeof(T);
     AdviseHugePages(call.output, problem.batch * problem.segments * problem.features * element_bytes);
     const auto reduce = [&](const auto& input) {
-      has_memory = ReduceAll(pool, SegmentIds(call), GatheredReduction(call, call.clips_gather_ids, sum, input));
+      return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, call.clips_gather_ids, sum, input));
     };
-    if (call.weights == nullptr) {
-      reduce(PlainRows{});
-    } else {
-      reduce(WeightedRows<T>{static_cast<const T*>(call.weights), call.weights_are_shared, problem.rows, call.heads});
-    }
+    if (call.weights == nullptr) return reduce(PlainRows{});
+    const auto* const weights = static_cast<const T*>(call.weights);
+    return reduce(WeightedRows<T>{weights, call.weights_are_shared, problem.rows, call.heads});
   });
-  return has_memory;
 }
 
-Plan PlanGatherSum(const GatherSumCall& call) {
-  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    return ChooseStrategy(call.problem, CellTypeOf<Sum<typename decltype(tag)::type>>(), /*has_counts=*/false);
-  });
-}
+Plan PlanGatherSum(const GatherSumCall& call) { return PlanReduction<Sum>(call, JB_DISPATCH(DispatchFloating)); }
 
 JB_CPU_TARGET("gather_segment_sum", (HandleGatherSum<ffi::ThreadPool, RunOnCpu<GatherSumCall, RunGatherSum>>),
               (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "scan", "split_scan", "group_by_segment");

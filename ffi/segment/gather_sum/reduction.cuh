@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/device.cuh"
-#include "ffi/segment/engine/gather.cuh"
+#include "ffi/segment/engine/reduce.cuh"
 #include "ffi/segment/gather_sum/call.h"
 #include "ffi/segment/sum/reduction.cuh"
 
@@ -51,7 +51,5 @@ struct GatherSumReduction {
     }
   };
 };
-
-inline int64_t SumStateBytes(ElementType type) { return ElementBytes(type) == 8 ? 8 : 4; }
 
 }  // namespace jax_baracuda::segment

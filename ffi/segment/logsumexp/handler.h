@@ -20,9 +20,9 @@ ffi::Error HandleLogSumExp(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   const ffi::DataType of_states = ComputeDataType(decoder.type());
   JB_RETURN_IF_ERROR(decoder.FirstCells("maxima", *maxima, of_states, &call.maxima));
   JB_RETURN_IF_ERROR(decoder.Cells("totals", *totals, of_states, &call.totals));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 }  // namespace jax_baracuda::segment

@@ -49,7 +49,7 @@ struct LogSumExpReduction {
   };
 };
 
-ReducePlan PlanOf(const LogSumExpCall& call) { return PlanByRule(call, PairStateBytes(ElementBytes(call.type))); }
+ReducePlan PlanOf(const LogSumExpCall& call) { return PlanByRule(call, PairStateBytes(call.type)); }
 
 }  // namespace
 

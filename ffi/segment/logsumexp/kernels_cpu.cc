@@ -159,16 +159,12 @@ class LogSumExpRows final : public TypedReduction<LogSumExpReduction<T>> {
 }  // namespace
 
 bool WithLogSumExp(const LogSumExpCall& call, FunctionRef<bool(const RowReduction&)> body) {
-  bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) { has_memory = body(LogSumExpRows<typename decltype(tag)::type>(call)); });
-  return has_memory;
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return body(LogSumExpRows<typename decltype(tag)::type>(call)); });
 }
 
 Plan PlanLogSumExp(const LogSumExpCall& call) {
-  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    using Reduction = LogSumExpReduction<typename decltype(tag)::type>;
-    return ChooseStrategy(call.problem, CellTypeOf<Reduction>(), /*has_counts=*/false);
-  });
+  return PlanReduction<LogSumExpReduction>(call, JB_DISPATCH(DispatchFloating));
 }
 
 namespace {

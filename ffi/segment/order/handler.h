@@ -35,7 +35,7 @@ ffi::Error HandleOrder(Context context, ffi::AnyBuffer segment_ids, ffi::Result<
     return InvalidArgument(kOp,
                            "num_segments is " + std::to_string(options.num_segments) + ", expected at most 2147483647");
   }
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 }  // namespace jax_baracuda::segment

@@ -16,7 +16,7 @@ Problem PartOf(Problem problem) {
 
 Plan OrderCall::CudaPlan() const {
   if (problem.batch == 0 || problem.rows == 0) return {kNothing};
-  if (problem.HasFewRows()) return {"few_unsorted_rows"};
+  if (TakesFewUnsortedRows(problem)) return {"few_unsorted_rows"};
   const Problem part = PartOf(problem);
   return {"radix_sort", SegmentOrderScratchBytes(part, /*holds_order=*/part.batch > 1)};
 }
@@ -24,7 +24,7 @@ Plan OrderCall::CudaPlan() const {
 CudaStatus OrderCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.batch == 0 || problem.rows == 0) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (problem.HasFewRows()) {
+  if (TakesFewUnsortedRows(problem)) {
     return LaunchFewRowOrder(problem, segment_ids, ids_are_64_bit, order, sorted_ids, stream);
   }
   const Problem part = PartOf(problem);

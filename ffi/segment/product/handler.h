@@ -6,32 +6,25 @@
 
 namespace jax_baracuda::segment {
 
-template <typename Context, Run<Context, ProductCall> kRun>
+template <typename Context, Run<Context, ProductCall> kRun, bool kHasResidual>
 ffi::Error HandleProduct(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                         ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch, ReductionOptions options) {
-  constexpr const char* kOp = "segment_prod";
+                         ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results,
+                         ReductionOptions options) {
+  constexpr const char* kOp = kHasResidual ? "segment_prod_with_residual" : "segment_prod";
   ProductCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchWrapping(call.type, [](auto) {})));
+  const bool has_kernel = kHasResidual ? IsFloating(call.type) : DispatchWrapping(call.type, [](auto) {});
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, has_kernel));
+  OptionalResults results(kOp, more_results);
+  JB_RETURN_IF_ERROR(results.Next("mantissa", kHasResidual, [&](const ffi::AnyBuffer& mantissa) {
+    return decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa);
+  }));
+  JB_RETURN_IF_ERROR(results.Next("packed", kHasResidual, [&](const ffi::AnyBuffer& packed) {
+    return decoder.Cells("packed", packed, ffi::DataType::S32, &call.packed);
+  }));
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
-}
-
-template <typename Context, Run<Context, ProductCall> kRun>
-ffi::Error HandleProductWithResidual(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                                     ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> mantissa,
-                                     ffi::Result<ffi::AnyBuffer> packed, ffi::RemainingRets scratch,
-                                     ReductionOptions options) {
-  constexpr const char* kOp = "segment_prod_with_residual";
-  ProductCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
-  JB_RETURN_IF_ERROR(decoder.Cells("mantissa", *mantissa, ComputeDataType(decoder.type()), &call.mantissa));
-  JB_RETURN_IF_ERROR(decoder.Cells("packed", *packed, ffi::DataType::S32, &call.packed));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchFloating(call.type, [](auto) {})));
-  call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, results, &call);
 }
 
 template <typename Context, Run<Context, ProductBackwardCall> kRun>
@@ -51,8 +44,8 @@ ffi::Error HandleProductBackward(Context context, ffi::AnyBuffer d_output, ffi::
   JB_RETURN_IF_ERROR(
       decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa, &call.product_is_shared));
   JB_RETURN_IF_ERROR(decoder.Like("mantissa", mantissa, "packed", packed, ffi::DataType::S32, &call.packed));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, DispatchFloating(call.type, [](auto) {})));
-  return kRun(context, kOp, scratch, &call);
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, IsFloating(call.type)));
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 }  // namespace jax_baracuda::segment

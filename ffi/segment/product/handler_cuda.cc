@@ -10,9 +10,10 @@ constexpr auto kRun = RunOnCuda<ProductCall>;
 constexpr auto kRunBackward = RunOnCuda<ProductBackwardCall>;
 constexpr auto kPlan = CudaPlanOf<CallOf<ProductCall>>;
 
-JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun>), kPlan, kNothing, JB_REDUCE_STRATEGIES);
-JB_CUDA_TARGET("segment_prod_with_residual", (HandleProductWithResidual<cudaStream_t, kRun>), kPlan, kNothing,
+JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun, /*kHasResidual=*/false>), kPlan, kNothing,
                JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_prod_with_residual", (HandleProduct<cudaStream_t, kRun, /*kHasResidual=*/true>), kPlan,
+               kNothing, JB_REDUCE_STRATEGIES);
 JB_CUDA_TARGET("segment_prod_backward", (HandleProductBackward<cudaStream_t, kRunBackward>),
                (CudaPlanOf<CallOf<ProductBackwardCall>>), kNothing, JB_MAP_ROWS_STRATEGIES);
 

@@ -1,5 +1,4 @@
 // Products and their gradient.
-#include <algorithm>
 
 #include "ffi/segment/engine/map_rows.cuh"
 #include "ffi/segment/engine/reduce.cuh"
@@ -68,9 +67,7 @@ struct ProductGradient {
 
 // State bytes per cell: a mantissa and 64 bits. (Integers need less; plans were measured with PairStateBytes.)
 ReducePlan PlanOf(const ProductCall& call) {
-  const int64_t element_bytes = ElementBytes(call.type);
-  return PlanByRule(call, DispatchFloating(call.type, [](auto) {}) ? std::max<int64_t>(element_bytes, 4) + 8
-                                                                   : PairStateBytes(element_bytes));
+  return PlanByRule(call, IsFloating(call.type) ? AccumulatorBytes(call.type) + 8 : PairStateBytes(call.type));
 }
 
 }  // namespace

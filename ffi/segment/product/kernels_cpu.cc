@@ -356,12 +356,11 @@ class ProductGradient {
 bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
   const Problem& problem = call.problem;
   const int64_t cells = problem.batch * problem.segments * problem.features;
-  bool has_memory = true;
-  DispatchWrapping(call.type, [&](auto tag) {
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](const auto& reduction) {
       AdviseHugePages(reduction.output, cells * sizeof(T));
-      has_memory = ReduceRows(pool, call, call.data, reduction);
+      return ReduceRows(pool, call, call.data, reduction);
     };
     T* const to = static_cast<T*>(call.output);
     if constexpr (kIsFloating<T>) {
@@ -370,37 +369,31 @@ bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
         AdviseHugePages(call.mantissa, cells * sizeof(C));
         AdviseHugePages(call.packed, cells * sizeof(int32_t));
       }
-      reduce(FloatingProduct<T>{to, static_cast<C*>(call.mantissa), call.packed});
+      return reduce(FloatingProduct<T>{to, static_cast<C*>(call.mantissa), call.packed});
     } else {
-      reduce(IntegerProduct<T>{to});
+      return reduce(IntegerProduct<T>{to});
     }
   });
-  return has_memory;
 }
 
 bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
-  bool has_memory = true;
-  DispatchFloating(call.type,
-                   [&](auto tag) { has_memory = ProductGradient<typename decltype(tag)::type>(call).Write(pool); });
-  return has_memory;
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return ProductGradient<typename decltype(tag)::type>(call).Write(pool); });
 }
 
-Plan PlanProduct(const ProductCall& call) {
-  return PlanOfType(call, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using Reduction = std::conditional_t<kIsFloating<T>, FloatingProduct<T>, IntegerProduct<T>>;
-    return ChooseStrategy(call.problem, CellTypeOf<Reduction>(), /*has_counts=*/false);
-  });
-}
+template <typename T>
+using ProductOf = std::conditional_t<kIsFloating<T>, FloatingProduct<T>, IntegerProduct<T>>;
+
+Plan PlanProduct(const ProductCall& call) { return PlanReduction<ProductOf>(call, JB_DISPATCH(DispatchWrapping)); }
 
 constexpr auto kRun = RunOnCpu<ProductCall, RunProduct>;
 constexpr auto kRunBackward = RunOnCpu<ProductBackwardCall, RunProductBackward>;
 constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
 
-JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun>), kPlan, kNothing, "scan", "split_scan",
-              "group_by_segment");
-JB_CPU_TARGET("segment_prod_with_residual", (HandleProductWithResidual<ffi::ThreadPool, kRun>), kPlan, kNothing, "scan",
+JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/false>), kPlan, kNothing, "scan",
               "split_scan", "group_by_segment");
+JB_CPU_TARGET("segment_prod_with_residual", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/true>), kPlan,
+              kNothing, "scan", "split_scan", "group_by_segment");
 JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>), PlanOfGather, kNothing,
               "gather");
 

@@ -18,10 +18,10 @@ ffi::Error HandleSoftmax(Context context, ffi::AnyBuffer logits, ffi::AnyBuffer 
   JB_RETURN_IF_ERROR(decoder.FirstRows("logits", logits, &call.inputs[0], &call.is_shared[0]));
   JB_RETURN_IF_ERROR(decoder.Rows("probabilities", *probabilities, &call.output));
   JB_RETURN_IF_ERROR(decoder.Segments(options.num_segments));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "logits", logits, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "logits", logits, IsFloating(call.type)));
   call.problem.data_is_shared = call.is_shared[0];
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 template <typename Context, Run<Context, SoftmaxCall> kRun>
@@ -37,11 +37,11 @@ ffi::Error HandleSoftmaxBackward(Context context, ffi::AnyBuffer probabilities, 
   JB_RETURN_IF_ERROR(decoder.Rows("d_output", d_probabilities, &call.inputs[1], &call.is_shared[1]));
   JB_RETURN_IF_ERROR(decoder.Rows("d_logits", *d_logits, &call.output));
   JB_RETURN_IF_ERROR(decoder.Segments(options.num_segments));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "probabilities", probabilities, DispatchFloating(call.type, [](auto) {})));
+  JB_RETURN_IF_ERROR(CheckKernel(kOp, "probabilities", probabilities, IsFloating(call.type)));
   call.problem.data_is_shared = call.is_shared[0];
   call.is_backward = true;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, kOp, scratch, &call);
+  return kRun(context, {kOp, scratch}, &call);
 }
 
 template <bool kIsBackward>

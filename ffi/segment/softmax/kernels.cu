@@ -76,7 +76,7 @@ struct ProductReduction {
   };
 };
 
-ReducePlan PlanOfProducts(const SoftmaxCall& call) { return PlanPairs(call, ElementBytes(call.type) == 8 ? 8 : 4); }
+ReducePlan PlanOfProducts(const SoftmaxCall& call) { return PlanPairs(call, AccumulatorBytes(call.type)); }
 
 int64_t Cells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
 
@@ -140,7 +140,7 @@ Plan SoftmaxCall::CudaPlan() const {
   if (HasNoResult()) return {kNothing};
   if (problem.segments == 0) return {NameOf(kStrategyNames, Strategy::kFill)};
   const Plan of_cells = PlanOfCells(*this);
-  const int64_t cell_bytes = Cells(problem) * (ElementBytes(type) == 8 ? 8 : 4);
+  const int64_t cell_bytes = Cells(problem) * AccumulatorBytes(type);
   ScratchSizes sizes;
   sizes.Add(cell_bytes);
   if (!is_backward) sizes.Add(cell_bytes);

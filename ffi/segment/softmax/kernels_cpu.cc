@@ -137,7 +137,7 @@ bool Gradient(ffi::ThreadPool& pool, const SoftmaxCall& call) {
 
 // Numbers the segments that have rows, if hardly any has one: memory then grows with the rows, not the segments.
 // Returns the new ids, or null if there is nothing to do or no memory.
-std::unique_ptr<int64_t[]> NumberSegmentsWithRows(SoftmaxCall* call) {
+Memory<int64_t> NumberSegmentsWithRows(SoftmaxCall* call) {
   constexpr int64_t kSegmentsPerRow = 64;
   Problem& problem = call->problem;
   const int64_t num_ids = (problem.ids_are_shared ? 1 : problem.batch) * problem.rows;
@@ -169,21 +169,17 @@ bool RunSoftmax(ffi::ThreadPool& pool, const SoftmaxCall& given) {
   if (given.HasNoResult()) return true;
   SoftmaxCall call = given;
   const auto numbers = NumberSegmentsWithRows(&call);
-  bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    has_memory = call.is_backward ? Gradient<T>(pool, call) : Softmax<T>(pool, call);
+    return call.is_backward ? Gradient<T>(pool, call) : Softmax<T>(pool, call);
   });
-  return has_memory;
 }
 
 Plan PlanSoftmax(const SoftmaxCall& call) {
   if (call.HasNoResult()) return {kNothing};
-  if (call.problem.segments == 0) return {StrategyName(Strategy::kFill)};
-  if (!call.is_backward) return PlanLogSumExp(call.ReductionAs<LogSumExpCall>());
-  return PlanOfType(call, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    return ChooseStrategy(call.problem, CellTypeOf<ProductSum<typename decltype(tag)::type>>(), /*has_counts=*/false);
-  });
+  if (call.problem.segments == 0) return {NameOf(kStrategyNames, Strategy::kFill)};
+  return call.is_backward ? PlanReduction<ProductSum>(call, JB_DISPATCH(DispatchFloating))
+                          : PlanLogSumExp(call.ReductionAs<LogSumExpCall>());
 }
 
 constexpr auto kRun = RunOnCpu<SoftmaxCall, RunSoftmax>;

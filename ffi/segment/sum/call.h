@@ -18,8 +18,7 @@ struct SumCall : SumArguments {
   static constexpr const char *kSumName = "segment_sum", *kMeanName = "segment_mean";
 
   bool HasKernel() const {
-    const auto nothing = [](auto) {};
-    return is_mean ? DispatchFloating(type, nothing) : DispatchWrapping(type, nothing);
+    return is_mean ? IsFloating(type) : DispatchWrapping(type, [](auto) {});
   }
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;

@@ -25,8 +25,6 @@ struct SumPlan {
   bool StaysShared() const { return shared_tables == 1; }
 };
 
-int64_t ComputeBytes(int64_t element_bytes) { return element_bytes == 8 ? 8 : 4; }
-
 // Whether one instruction adds four floats in global memory. In shared memory, each float takes a loop of
 // compare-and-swap.
 bool AddsVectors(const SumCall& call) {
@@ -42,7 +40,7 @@ bool AddsVectors(const SumCall& call) {
 // calls too large for the sort's 32-bit numbers use it.
 SumPlan Choose(const SumCall& call) {
   const Problem& problem = call.problem;
-  const int64_t element_bytes = ElementBytes(call.type), compute_bytes = ComputeBytes(element_bytes);
+  const int64_t element_bytes = ElementBytes(call.type), compute_bytes = AccumulatorBytes(call.type);
   const int64_t state_bytes = compute_bytes * (call.is_mean ? 2 : 1);
   const Strategy strategy = ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
   const int64_t row_bytes = problem.features * element_bytes;

@@ -15,28 +15,24 @@ namespace {
 
 bool RunSum(ffi::ThreadPool& pool, const SumCall& call) {
   const Problem& problem = call.problem;
-  bool has_memory = true;
-  DispatchWrapping(call.type, [&](auto tag) {
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     T* const output = static_cast<T*>(call.output);
     AdviseHugePages(output, problem.batch * problem.segments * problem.features * sizeof(T));
     const Sum<T> sum{output, /*is_wide=*/false, call.is_mean ? problem.features : 0};
-    has_memory = ReduceRows(pool, call, call.data, sum, call.count);
+    return ReduceRows(pool, call, call.data, sum, call.count);
   });
-  return has_memory;
 }
 
 Plan PlanSum(const SumCall& call) {
-  return PlanOfType(call, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
-    return ChooseStrategy(call.problem, CellTypeOf<Sum<typename decltype(tag)::type>>(), /*has_counts=*/call.is_mean);
-  });
+  return PlanReduction<Sum>(call, JB_DISPATCH(DispatchWrapping), /*has_counts=*/call.is_mean);
 }
 
 constexpr auto kRun = RunOnCpu<SumCall, RunSum>;
 
-JB_CPU_TARGET(SumCall::kSumName, (HandleSum<ffi::ThreadPool, SumCall, kRun>),
+JB_CPU_TARGET(SumCall::kSumName, (HandleSum<ffi::ThreadPool, SumCall, kRun, /*kIsMean=*/false>),
               (PlanOf<PlanSum, SumCallOf<SumCall, false>>), kNothing, "scan", "split_scan", "group_by_segment");
-JB_CPU_TARGET(SumCall::kMeanName, (HandleMean<ffi::ThreadPool, SumCall, kRun>),
+JB_CPU_TARGET(SumCall::kMeanName, (HandleSum<ffi::ThreadPool, SumCall, kRun, /*kIsMean=*/true>),
               (PlanOf<PlanSum, SumCallOf<SumCall, true>>), kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace

@@ -11,9 +11,9 @@ namespace {
 
 constexpr auto kRun = RunOnCuda<Float64SumCall>;
 
-JB_CUDA_TARGET(Float64SumCall::kSumName, (HandleSum<cudaStream_t, Float64SumCall, kRun>),
+JB_CUDA_TARGET(Float64SumCall::kSumName, (HandleSum<cudaStream_t, Float64SumCall, kRun, /*kIsMean=*/false>),
                (CudaPlanOf<SumCallOf<Float64SumCall, false>>), kNothing, JB_TILE_STRATEGIES);
-JB_CUDA_TARGET(Float64SumCall::kMeanName, (HandleMean<cudaStream_t, Float64SumCall, kRun>),
+JB_CUDA_TARGET(Float64SumCall::kMeanName, (HandleSum<cudaStream_t, Float64SumCall, kRun, /*kIsMean=*/true>),
                (CudaPlanOf<SumCallOf<Float64SumCall, true>>), kNothing, "fill_counts", JB_TILE_STRATEGIES);
 
 }  // namespace

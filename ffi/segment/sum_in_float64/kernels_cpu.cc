@@ -62,29 +62,24 @@ struct Float64Sum {
 
 bool RunSum(ffi::ThreadPool& pool, const Float64SumCall& call) {
   const Problem& problem = call.problem;
-  bool has_memory = true;
-  DispatchBelowFloat64(call.type, [&](auto tag) {
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchBelowFloat64), [&](auto tag) {
     using T = typename decltype(tag)::type;
     T* const output = static_cast<T*>(call.output);
     AdviseHugePages(output, problem.batch * problem.segments * problem.features * sizeof(T));
     const Float64Sum<T> sum{output, call.is_mean ? problem.features : 0};
-    has_memory = ReduceRows(pool, call, call.data, sum, call.count);
+    return ReduceRows(pool, call, call.data, sum, call.count);
   });
-  return has_memory;
 }
 
 Plan PlanSum(const Float64SumCall& call) {
-  return PlanOfType(call, JB_DISPATCH(DispatchBelowFloat64), [&](auto tag) {
-    using Reduction = Float64Sum<typename decltype(tag)::type>;
-    return ChooseStrategy(call.problem, CellTypeOf<Reduction>(), /*has_counts=*/call.is_mean);
-  });
+  return PlanReduction<Float64Sum>(call, JB_DISPATCH(DispatchBelowFloat64), /*has_counts=*/call.is_mean);
 }
 
 constexpr auto kRun = RunOnCpu<Float64SumCall, RunSum>;
 
-JB_CPU_TARGET(Float64SumCall::kSumName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun>),
+JB_CPU_TARGET(Float64SumCall::kSumName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun, /*kIsMean=*/false>),
               (PlanOf<PlanSum, SumCallOf<Float64SumCall, false>>), kNothing, "scan", "split_scan", "group_by_segment");
-JB_CPU_TARGET(Float64SumCall::kMeanName, (HandleMean<ffi::ThreadPool, Float64SumCall, kRun>),
+JB_CPU_TARGET(Float64SumCall::kMeanName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun, /*kIsMean=*/true>),
               (PlanOf<PlanSum, SumCallOf<Float64SumCall, true>>), kNothing, "scan", "split_scan", "group_by_segment");
 
 }  // namespace
