@@ -98,7 +98,6 @@ GPU_PROGRAMS = (
     Program(SAGE_MAX, Graph("arxiv", 169_343, 1_166_243, 128, 2.5), layers=3),
     Program(SAGE_SUM, Graph("arxiv", 169_343, 1_166_243, 256, 2.5), layers=3),
     Program(SAGE_MAX, Graph("arxiv", 169_343, 1_166_243, 128, 2.5), layers=3, dtype="bfloat16"),
-    Program(SAGE_SUM, Graph("arxiv", 169_343, 1_166_243, 256, 2.5), layers=3, dtype="bfloat16"),
     Program(SAGE_MAX, Graph("large", 2_449_029, 30_000_000, 32, 2.0), layers=2),
     Program(GAT, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
     Program(GRAPH_TRANSFORMER, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
