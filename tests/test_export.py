@@ -201,8 +201,13 @@ def test_plans_of_symbolic_sizes(rng: np.random.Generator, name: str) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_redirected_programs_of_symbolic_sizes(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("asks", [False, True], ids=["by rules", "kernels if any"])
+def test_redirected_programs_of_symbolic_sizes(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, asks: bool
+) -> None:
     """Calls with symbolic sizes are left to JAX."""
+    if not asks:
+        cases.use_rules(monkeypatch)
     data, ids, cells = rows_and_ids(rng)
     ids = ids.clip(0, SEGMENTS - 1)
 

@@ -96,7 +96,7 @@ def index_array(function: str, argument: str, value: ArrayLike) -> Array:
 
 
 def divided(numbers: Array, divisors: Array) -> Array:
-    """Quotients, rounded once. The divisors broadcast to the numbers."""
+    """Quotients. The divisors broadcast to the numbers."""
     # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
     return numbers / jnp.where(numbers == numbers, divisors, 1)
 
