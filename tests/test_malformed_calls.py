@@ -239,6 +239,8 @@ def why_not(call: Call) -> str | None:
         return None
     num_batch_dims = int(attributes.pop("num_batch_dims", 1))
     attributes |= op.targets[call.target]
+    # A flag of optional operands that is no attribute follows from the number of operands.
+    attributes = dict.fromkeys(op.optional.values(), True) | attributes
     of_attributes = OpCall(op, (), attributes)
     names = [list(dims.values()) for dims in (of_attributes.operand_dims, of_attributes.resolve(op.results))]
     if len(call.operands) > len(names[0]) or len(call.results) != len(names[1]):
