@@ -171,6 +171,12 @@ def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted
     _require(decision.implementation == "kernel", decision.reason)
 
 
+def _ascend(ids: Any) -> bool:
+    """Whether ids are known while the program is traced, and ascend."""
+    known = None if isinstance(ids, jax.core.Tracer) else np.asarray(ids)
+    return known is not None and known.ndim == 1 and bool(np.all(known[:-1] <= known[1:]))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The calls. Each function has the signature of the internal function of JAX that it replaces.
 
@@ -202,9 +208,10 @@ def _segment_update(
         num_segments = int(largest) + 1
     _require_static(num_segments)
     _require(num_segments >= 0, f"num_segments={num_segments}")
-    _require_kernel(name, data, ids, num_segments, indices_are_sorted)
+    is_sorted = bool(indices_are_sorted) or _ascend(segment_ids)
+    _require_kernel(name, data, ids, num_segments, is_sorted)
     options = {"bucket_size": bucket_size, "mode": mode, "out_sharding": out_sharding}
-    return getattr(forward_mode, name)(data, ids, num_segments, bool(indices_are_sorted), unique_indices, **options)
+    return getattr(forward_mode, name)(data, ids, num_segments, is_sorted, unique_indices, **options)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def primitive_of(
     primitive.multiple_results = True
     primitive.def_impl(run)
     primitive.def_abstract_eval(types)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True), cacheable=False)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose

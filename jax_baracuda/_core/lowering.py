@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import warnings
@@ -34,12 +35,22 @@ listeners: list[Listener] = []
 
 def lower(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     """Lowers an op on a platform with kernels."""
+    call = _with_sorted_ids(call, ctx, operands)
     site = site_of(call, platform, ctx, operands)
     decision = decide(call, site)
     for listen in listeners:
         listen(call, decision, ctx)
     with not_redirected():  # the plain JAX of an op stays plain JAX
         return _lower_as_decided(decision, site, call, ctx, operands)
+
+
+def _with_sorted_ids(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> OpCall:
+    """The call, with the promise that its ids are sorted if they are known to be."""
+    if call.params.get("indices_are_sorted") is not False or "segment_ids" not in call.operand_dims:
+        return call
+    if not is_ascending(ctx, operands[list(call.operand_dims).index("segment_ids")]):
+        return call
+    return dataclasses.replace(call, all_params={**call.all_params, "indices_are_sorted": True})
 
 
 def _lower_as_decided(
@@ -198,6 +209,8 @@ def _lower_partitioned(
 def _call_target(call: OpCall, site: Site, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     """Lowers to a call of the native target, or to the op's program of several kernels."""
     op = call.op
+    if (constants := _constant_results(call, ctx, operands)) is not None:
+        return lower_without_mesh(lambda *_: [jnp.asarray(x) for x in constants], ctx, operands)
     if (program := op.program or program_of(call, site)) is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
         return lower_without_mesh(functools.partial(map_over_batch, call.of_operands(program), mapped), ctx, operands)
@@ -217,6 +230,16 @@ def _call_target(call: OpCall, site: Site, ctx: mlir.LoweringRuleContext, operan
     }
     rule = jax.ffi.ffi_lowering(target_name(call.name), operand_output_aliases=aliases)
     return rule(ctx, *operands, **call.attributes())[:num_results]
+
+
+def _constant_results(
+    call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
+) -> Sequence[np.ndarray] | None:
+    """The results of a call whose operands are constants of the program, if the op computes such results in advance."""
+    if call.op.of_constants is None or call.num_batch_dims > 0:
+        return None
+    known = [known_integers(ctx, x) for x in operands]
+    return None if any(x is None for x in known) else call.of_operands(call.op.of_constants)(*known)
 
 
 def lower_without_mesh(
@@ -424,12 +447,17 @@ def _origin(ctx: Any, value: ir.Value[Any]) -> ir.Value[Any]:
 def _returned(ctx: Any, value: ir.Value[Any]) -> ir.Value[Any]:
     """What a function returns for the result of a call: a value in the function, or an operand of the call."""
     operation: Any = value.owner
-    callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(operation.attributes["callee"]).value]
-    *_, end = callee.operation.regions[0].blocks[0]
-    result = end.operands[ir.OpResult(value).result_number]
+    result = _results_of(ctx, operation)[ir.OpResult(value).result_number]
     if isinstance(result.owner, ir.Block):
         return operation.operands[ir.BlockArgument(result).arg_number]
     return result
+
+
+def _results_of(ctx: Any, call: Any) -> Sequence[ir.Value[Any]]:
+    """The values that a called function returns, in its own block."""
+    callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+    *_, end = callee.operation.regions[0].blocks[0]
+    return end.operands
 
 
 def is_ascending(ctx: Any, ids: ir.Value[Any]) -> bool:
@@ -441,7 +469,7 @@ def is_ascending(ctx: Any, ids: ir.Value[Any]) -> bool:
         return False
     if origin.owner.name == "stablehlo.sort":
         return _sorts(origin.owner, ir.OpResult(origin).result_number)
-    known = _known_ids(ctx, origin)
+    known = known_integers(ctx, origin)
     return known is not None and bool(np.all(known[:-1] <= known[1:]))
 
 
@@ -458,38 +486,70 @@ def _sorts(operation: Any, result: int) -> bool:
     )
 
 
-_MAX_KNOWN_IDS = 1 << 20
+_MAX_KNOWN_INTEGERS = 1 << 22
+_MAX_EVALUATED = 50
+"""The treatment of negative ids and the clipping of ids take fewer operations."""
+_COMPARISONS = {"LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal}
 
 
-def _known_ids(ctx: Any, ids: ir.Value[Any]) -> np.ndarray | None:
-    """The ids of a constant array, also behind JAX's treatment of negative ids if there are none."""
-    operation: Any = ids.owner
-    if operation.name == "stablehlo.select":
-        known = _known(_origin(ctx, operation.operands[2]))
-        return known if known is not None and known.min(initial=0) >= 0 and _tests_sign(ctx, operation) else None
-    return _known(ids)
+def known_integers(ctx: Any, value: ir.Value[Any]) -> np.ndarray | None:
+    """The elements of an array of integers or bool that the program computes from constants; None if unknown."""
+    num_evaluated = 0
+
+    def known(value: ir.Value[Any], arguments: Sequence[np.ndarray | None] = ()) -> np.ndarray | None:
+        """`arguments`: those of the function that computes the value."""
+        nonlocal num_evaluated
+        operation: Any = value.owner
+        if isinstance(operation, ir.Block):
+            number = ir.BlockArgument(value).arg_number
+            return arguments[number] if number < len(arguments) else None
+        num_evaluated += 1
+        is_evaluated = operation.name == "func.call" or operation.name in _EVALUATED
+        if num_evaluated > _MAX_EVALUATED or _num_elements(value) > _MAX_KNOWN_INTEGERS or not is_evaluated:
+            return None
+        operands = [known(x, arguments) for x in operation.operands]
+        if operation.name == "func.call":
+            return known(_results_of(ctx, operation)[ir.OpResult(value).result_number], operands)
+        if any(x is None for x in operands):
+            return None
+        return _EVALUATED[operation.name](value, *operands)
+
+    return known(value)
 
 
-def _known(value: ir.Value[Any]) -> np.ndarray | None:
-    """The elements of a constant array of integers or bool."""
+def _integers_of_constant(value: ir.Value[Any]) -> np.ndarray | None:
     elements = _constant(value)
-    if elements is None or len(elements) > _MAX_KNOWN_IDS:
-        return None
-    known = np.asarray(elements)
-    return known if known.dtype.kind in "iub" else None
+    array = None if elements is None else np.asarray(elements)
+    return array if array is not None and array.dtype.kind in "iub" else None
 
 
-def _tests_sign(ctx: Any, select: Any) -> bool:
-    """Whether a select takes its first choice at most where its second is negative."""
-    predicate = _origin(ctx, select.operands[0])
-    comparison: Any = predicate.owner
-    if isinstance(comparison, ir.Block):
-        return False
-    if comparison.name == "stablehlo.compare":
-        return bool(
-            "LT" in str(comparison.attributes["comparison_direction"])
-            and comparison.operands[0] == select.operands[2]
-            and splat_of(ctx, comparison.operands[1]) == 0
-        )
-    known = _known(predicate)
-    return known is not None and not known.any()
+def _converted(value: ir.Value[Any], x: np.ndarray) -> np.ndarray | None:
+    name = str(ir.RankedTensorType(value.type).element_type)
+    is_integer = name in ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
+    return x.astype(name.replace("i", "int")) if is_integer else None
+
+
+def _broadcast(value: ir.Value[Any], x: np.ndarray) -> np.ndarray:
+    shape, dims = ir.RankedTensorType(value.type).shape, value.owner.attributes["broadcast_dimensions"]
+    own = dict(zip(dims, x.shape, strict=True))
+    return np.broadcast_to(x.reshape([own.get(d, 1) for d in range(len(shape))]), shape)
+
+
+def _compared(value: ir.Value[Any], x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    direction = str(value.owner.attributes["comparison_direction"])
+    return next((compare(x, y) for name, compare in _COMPARISONS.items() if name in direction), None)
+
+
+_EVALUATED: dict[str, Callable[..., np.ndarray | None]] = {
+    "stablehlo.add": lambda _, x, y: x + y,
+    "stablehlo.broadcast_in_dim": _broadcast,
+    "stablehlo.clamp": lambda _, low, x, high: np.clip(x, low, high),
+    "stablehlo.compare": _compared,
+    "stablehlo.constant": _integers_of_constant,
+    "stablehlo.convert": _converted,
+    "stablehlo.maximum": lambda _, x, y: np.maximum(x, y),
+    "stablehlo.minimum": lambda _, x, y: np.minimum(x, y),
+    "stablehlo.reshape": lambda value, x: x.reshape(ir.RankedTensorType(value.type).shape),
+    "stablehlo.select": lambda _, condition, x, y: np.where(condition, x, y),
+}
+"""Operations on integers: ``(result, *operands) -> its elements``."""

@@ -101,6 +101,9 @@ class Op:
     Example: a sort, which XLA shares between calls, then the kernel for sorted rows."""
     xla_rules: tuple[Rule, ...] = ()
     """Where plain JAX is faster than the kernel."""
+    of_constants: Callable[..., Sequence[np.ndarray]] | None = None
+    """``(*operands, **params)``: the results as NumPy arrays. It replaces the kernel where all operands are constants of
+    the program, of integers."""
     limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why these shapes or params are unsupported, or None."""
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
@@ -223,7 +226,7 @@ class Op:
         """The kernel alone. Its params `donated` and `sorts_apart` are those of its :class:`.dispatch.Site`."""
         primitive = self._primitive(f"baracuda_{self.name}_kernel")
         for platform in KERNEL_PLATFORMS:
-            mlir.register_lowering(primitive, self._lowering(lower_kernel, platform), platform=platform)
+            mlir.register_lowering(primitive, self._lowering(lower_kernel, platform), platform, cacheable=False)
         return primitive
 
     def _primitive(self, name: str) -> Primitive:
@@ -504,16 +507,18 @@ class OpCall:
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
-        whole batch), "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of
+        whole batch), "ids" (of segments; fewer than rows if a batch shares them), "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of
         the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
         sizes = self.named_sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
+        ids = dict(zip(self.operand_dims, self.operands, strict=False)).get("segment_ids")
         num_bits = sum(math.prod(shape) * element_bits(dtype) for shape, dtype in types)
         return {
             **sizes,
             "batch": math.prod(self.batch),
             **({} if row_dim is None else {"rows": math.prod(self.batch) * sizes[row_dim]}),
+            **({} if ids is None else {"ids": math.prod(ids.shape)}),
             "features": num_features(sizes),
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),

@@ -10,6 +10,7 @@
 #include "ffi/core/plan.h"
 #include "ffi/core/scratch.h"
 #include "ffi/core/strategies.h"
+#include "ffi/segment/engine/batch_of_few_rows.cuh"
 #include "ffi/segment/engine/few_sorted_rows.cuh"
 #include "ffi/segment/engine/few_unsorted_rows.cuh"
 #include "ffi/segment/engine/fill.cuh"
@@ -26,6 +27,7 @@ enum class Strategy {
   kNothing,          // no result
   kFill,             // no rows
   kPrivateTable,     // few segments: one table per thread
+  kBatchOfFewRows,   // a large batch of few rows that share their ids, in one launch
   kFewUnsortedRows,  // few unsorted rows, in one launch
   kFewSortedRows,    // few sorted rows, in one launch
   kRuns,             // narrow sorted rows, whole rows per thread
@@ -36,7 +38,7 @@ enum class Strategy {
 };
 
 inline constexpr const char* kStrategyNames[] = {
-    kNothing, "fill",  "private_table", "few_unsorted_rows", "few_sorted_rows",
+    kNothing, "fill",  "private_table", "batch_of_few_rows", "few_unsorted_rows", "few_sorted_rows",
     "runs",   "tiles", "small_tiles",   "staged_tiles",      "sort_then_tiles"};
 
 inline constexpr int64_t kSectorBytes = 32;
@@ -46,9 +48,10 @@ inline Strategy ChooseUnsortedStrategy(const Problem& problem) {
   return TakesFewUnsortedRows(problem) ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
 }
 
-// Sorted rows by runs or tiles.
+// Batches of few rows in any order; sorted rows by runs or tiles.
 inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   if (problem.rows == 0) return Strategy::kFill;
+  if (TakesBatchOfFewRows(problem, element_bytes)) return Strategy::kBatchOfFewRows;
   if (!indices_are_sorted) return ChooseUnsortedStrategy(problem);
   if (TakesFewSortedRows(problem, element_bytes)) return Strategy::kFewSortedRows;
   if (TakesRuns(problem, element_bytes)) return Strategy::kRuns;
@@ -118,6 +121,7 @@ inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int6
   switch (strategy) {
     case Strategy::kNothing:
     case Strategy::kFill:
+    case Strategy::kBatchOfFewRows:
     case Strategy::kFewUnsortedRows:
       return plan;
     case Strategy::kPrivateTable:
@@ -188,6 +192,9 @@ struct Reducer {
       case Strategy::kPrivateTable:
         if constexpr (kTakesPrivateTable<Reduction> && kIsPlain) return PrivateTable();
         return JB_CUDA_STATUS(cudaErrorInvalidValue);
+      case Strategy::kBatchOfFewRows:
+        if constexpr (kIsPlain) return BatchOfFewRows();
+        return JB_CUDA_STATUS(cudaErrorInvalidValue);
       default:
         for (int64_t b = 0; b < problem.batch; b += plan.elements_at_once) JB_RETURN_IF_CUDA_ERROR(ElementsFrom(b));
         return {};
@@ -220,6 +227,30 @@ struct Reducer {
     MergePartialsKernel<Reduction>
         <<<GridSize(CeilDivide(cells, kPartialCells)), kPartialCells * kPartialSlices, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(MergePartialsKernel);
+  }
+
+  CudaStatus BatchOfFewRows() const {
+    int multiprocessors = 0;
+    JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
+    return DispatchVector([&](auto vector) {
+      constexpr int kVec = decltype(vector)::value;
+      FewRowBatchArguments<Reduction> a{data,
+                                        {call.segment_ids, call.ids_are_64_bit, problem.segments},
+                                        problem,
+                                        outputs,
+                                        FewRowBatchGrid(problem, sizeof(T))};
+      const FeatureLanes& columns = a.grid.features;
+      a.chunk_row_vectors = static_cast<int>(columns.columns == 1 ? problem.features / kVec
+                                                                  : columns.lanes * (kVectorBytes / sizeof(T)) / kVec);
+      a.by_row = ShortDivider(a.chunk_row_vectors);
+      a.by_element = ShortDivider(problem.segments * a.chunk_row_vectors);
+      a.by_lanes = ShortDivider(columns.lanes);
+      const auto kernel = FewRowBatchKernel<Reduction, kVec>;
+      JB_RETURN_IF_CUDA_ERROR(AllowSharedMemory(kernel));
+      const uint32_t blocks = GridSize(std::min(a.grid.chunks, int64_t{kFewRowBatchBlocks} * multiprocessors));
+      kernel<<<blocks, kFewRowThreads, FewRowBatchBytes(problem), stream>>>(a);
+      return JB_LAUNCH_STATUS(FewRowBatchKernel);
+    });
   }
 
   // The batch elements of one launch, starting at `first`.

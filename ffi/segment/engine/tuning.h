@@ -28,6 +28,10 @@ struct Tuning90 {
   static constexpr int64_t kMinFilteredCells = int64_t{1} << 16, kMinFilteredRows = int64_t{1} << 24;
   static constexpr int64_t kMinFilteredRowsToSegment = 32;
 
+  // Large batches of few rows: the minimum of elements, which is two blocks per multiprocessor, and the maximum of rows,
+  // also per segment.
+  static constexpr int64_t kMinBatchOfFewRows = 264, kMaxRowsOfBatch = 1024, kMaxRowsOfBatchToSegment = 64;
+
   // Sort: the maximum number of rows for small tiles, and the number of multiprocessors over which larger tiles spread
   // evenly. It is a constant because scratch, which depends on the tiles, may be planned without a GPU.
   static constexpr int64_t kMaxRowsOfSmallSortTiles = int64_t{1} << 19, kMultiprocessors = 132;

@@ -17,9 +17,9 @@ constexpr auto kPlanArg = CudaPlanOf<CallOf<ArgCall>>;
 
 #define JB_TABLE_STRATEGIES "shared_table", "filtered_atomics", "atomics"
 // With winners there are no private tables; the shared table replaces them.
-#define JB_WITH_WINNER_STRATEGIES                                                                               \
-  kNothing, "fill", "few_unsorted_rows", "few_sorted_rows", "runs", "tiles", "staged_tiles", "sort_then_tiles", \
-      JB_TABLE_STRATEGIES
+#define JB_WITH_WINNER_STRATEGIES                                                                                 \
+  kNothing, "fill", "batch_of_few_rows", "few_unsorted_rows", "few_sorted_rows", "runs", "tiles", "staged_tiles", \
+      "sort_then_tiles", JB_TABLE_STRATEGIES
 
 JB_CUDA_TARGET("segment_max", (HandleExtremum<cudaStream_t, kRun, false, /*kWithWinner=*/false>), kPlan, kNothing,
                JB_REDUCE_STRATEGIES, JB_TABLE_STRATEGIES);

@@ -38,7 +38,8 @@ bool FiltersRows(const Problem& problem, int64_t key_bytes) {
 
 // Depends on shapes and flags only. As reduce.cuh chooses, except:
 //
-//   * Unsorted rows use a table per block in shared memory where it fits and pays, unless private tables do, too.
+//   * Unsorted rows use a table per block in shared memory where it fits and pays, unless private tables do, too, or
+//     the rows are a batch of few rows.
 //   * Unsorted rows that are narrow or few use atomics on a table in global memory. One load per element, and an atomic
 //     if it raises its cell, cost less than sorting the ids. Winners take more launches, so few rows are sorted.
 //     Elements are filtered if the table exceeds the L1 cache and has so many rows per cell that most of them come after
@@ -59,7 +60,7 @@ ExtremumPlan Choose(const ExtremumCall& call) {
   const bool is_unsorted =
       strategy == Strategy::kSortThenTiles || (strategy == Strategy::kFewUnsortedRows && !with_winner);
   ExtremumPlan plan{};
-  if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable) {
+  if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable && strategy != Strategy::kBatchOfFewRows) {
     if (shared_tables > 0 && !call.indices_are_sorted) {
       plan.algorithm = Algorithm::kSharedTable;
       plan.shared_tables = shared_tables;

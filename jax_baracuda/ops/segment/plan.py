@@ -271,6 +271,12 @@ def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:
     return order, ids[order]
 
 
+def _order_of_constants(segment_ids: np.ndarray, *, num_segments: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, num_segments).astype(np.int32)
+    order = np.argsort(ids, stable=True).astype(index_dtype(ids.shape[0]))
+    return order, ids[order]
+
+
 SEGMENT_ORDER = Op(
     name="segment_order",
     operands={"segment_ids": IDS},
@@ -282,6 +288,7 @@ SEGMENT_ORDER = Op(
     sizes={"segment": "num_segments"},
     attributes=("num_segments",),
     plan_parameters=plan_parameters,
+    of_constants=_order_of_constants,
     replicated_dims=IDS,
     limit=limit_of_32_bits,
 )

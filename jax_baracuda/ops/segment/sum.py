@@ -241,6 +241,11 @@ def sum_over_shards(
 # Ops of rows: one per native kernel.
 
 
+def _own_ids(traits: Traits) -> bool:
+    """No batch shares the ids. XLA would transpose the rows of such a batch, and its result."""
+    return traits.sizes["ids"] == traits.sizes["rows"]
+
+
 def _are_added_by_xla(traits: Traits) -> bool:
     """Wide rows, or single features of more segments than tables in shared memory have.
 
@@ -249,18 +254,25 @@ def _are_added_by_xla(traits: Traits) -> bool:
     sizes = traits.sizes
     if sizes["features"] == 1:
         return sizes["segment"] >= 1 << 14
-    return sizes["features"] >= 32 and sizes["rank"] <= 2 and sizes["bytes"] <= 1 << 30
+    return sizes["features"] >= 32 and sizes["bytes"] <= 1 << 30
 
 
-# H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.85 for wide rows up to 32 MB, 0.8 for wide rows that XLA computes
-# (48 loops). It is 4 for 1.3M computed rows of 8 numbers, 7 for computed rows of heads, and up to 80 for two segments.
-# 0.91 for 32M computed numbers that are added to a grid of 2M, with the gradient. H200, 20,000 and 640,000 rows, 32 to
-# each segment: 0.4 to 0.85 for larger, narrower and deeper rows, too (108 loops). But graphs have hubs, where atomic
-# additions wait: a redirected step of GAT over 1.17M edges takes 27 ms with them, and 2 ms with kernels.
+# H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.8 for wide rows that XLA computes (48 loops). It is 4 for 1.3M
+# computed rows of 8 numbers, and up to 80 for two segments. 0.91 for 32M computed numbers that are added to a grid of
+# 2M, with the gradient. H200, 200,000 to 1.2M computed rows of 32 to 512 numbers, flat or in heads, uniform ids and
+# power laws: 0.44 to 0.98, one 1.0 (70 calls). Rows in memory, up to 92 MB: 0.4 to 0.75, one 1.06 (9 calls); 0.8 to 1.3
+# for 180 to 560 MB of rows of 32, 1.2 to 2.0 for longer ones.
 SUM_RULES = (
     on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB)),
-    on_gpu("XLA adds rows as it computes them", unordered, uncontended, fused, _are_added_by_xla),
-    on_gpu("rows in the L2 cache", unordered, uncontended, at_least(features=32), at_most(bytes=32 * MB)),
+    on_gpu("XLA adds rows as it computes them", unordered, uncontended, _own_ids, fused, _are_added_by_xla),
+    on_gpu(
+        "the sort of the ids takes longer",
+        unordered,
+        uncontended,
+        _own_ids,
+        at_least(features=32),
+        at_most(bytes=96 * MB),
+    ),
 )
 
 
