@@ -530,17 +530,19 @@ def _converted(value: ir.Value[Any], x: np.ndarray) -> np.ndarray | None:
 
 
 def _broadcast(value: ir.Value[Any], x: np.ndarray) -> np.ndarray:
-    shape, dims = ir.RankedTensorType(value.type).shape, value.owner.attributes["broadcast_dimensions"]
-    own = dict(zip(dims, x.shape, strict=True))
+    operation: Any = value.owner
+    shape = ir.RankedTensorType(value.type).shape
+    own = dict(zip(operation.attributes["broadcast_dimensions"], x.shape, strict=True))
     return np.broadcast_to(x.reshape([own.get(d, 1) for d in range(len(shape))]), shape)
 
 
 def _compared(value: ir.Value[Any], x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    direction = str(value.owner.attributes["comparison_direction"])
+    operation: Any = value.owner
+    direction = str(operation.attributes["comparison_direction"])
     return next((compare(x, y) for name, compare in _COMPARISONS.items() if name in direction), None)
 
 
-_EVALUATED: dict[str, Callable[..., np.ndarray | None]] = {
+_EVALUATED: dict[str, Callable[..., Any]] = {
     "stablehlo.add": lambda _, x, y: x + y,
     "stablehlo.broadcast_in_dim": _broadcast,
     "stablehlo.clamp": lambda _, low, x, high: np.clip(x, low, high),

@@ -102,8 +102,8 @@ class Op:
     xla_rules: tuple[Rule, ...] = ()
     """Where plain JAX is faster than the kernel."""
     of_constants: Callable[..., Sequence[np.ndarray]] | None = None
-    """``(*operands, **params)``: the results as NumPy arrays. It replaces the kernel where all operands are constants of
-    the program, of integers."""
+    """``(*operands, **params)`` -> the results, of NumPy arrays. It replaces the kernel where all operands are integers
+    that the program knows as constants."""
     limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why these shapes or params are unsupported, or None."""
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
@@ -507,8 +507,9 @@ class OpCall:
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
-        whole batch), "ids" (of segments; fewer than rows if a batch shares them), "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of
-        the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
+        whole batch), "ids" (of segments; fewer than rows if a batch shares them), "features" (see
+        :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of the narrowest operand), "rank"
+        and "row_bytes" (of the first operand)."""
         sizes = self.named_sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
