@@ -26,7 +26,7 @@ from support import cases
 
 import jax_baracuda
 from jax_baracuda import _indexed, redirect
-from jax_baracuda._core import dispatch, lowering
+from jax_baracuda._core import lowering
 from jax_baracuda._core.dispatch import on_cpu, on_gpu, sorts_apart
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OpCall
@@ -1063,8 +1063,7 @@ def many_slice_updates(nodes: jax.Array, senders: jax.Array, receivers: jax.Arra
 @pytest.mark.parametrize("program", [many_gathers_and_scatters, many_slice_updates])
 def test_the_first_trace_takes_as_long(monkeypatch: pytest.MonkeyPatch, program: Callable[..., jax.Array]) -> None:
     """Counts the functions of Python that run, because times vary. The first trace of each context does not count."""
-    cases.use_rules(monkeypatch)
-    monkeypatch.setattr(dispatch, "rules_of", lambda op: (on_cpu("always"), on_gpu("always")))
+    cases.use_rules(monkeypatch, lambda op: (on_cpu("always"), on_gpu("always")))
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((7, 4), "float32"), ((20,), "int32"))]
     step = jax.grad(functools.partial(program, layers=30) if program is many_gathers_and_scatters else program)
     counts = []

@@ -80,7 +80,7 @@ def decide(call: OpCall, site: Site, rules: Sequence[Rule] = ()) -> Decision:
     if is_deterministic:
         return Decision("kernel", "deterministic=True is asked for")
     if call.selection != KERNEL_IF_ANY:
-        for rule in (*rules_of(call.op), *rules):
+        for rule in (*call.op.xla_rules, *rules):
             if rule.holds_for(call, site):
                 return Decision("xla", rule.reason)
     return Decision("kernel", "no rule favours plain JAX")
@@ -132,10 +132,6 @@ class Rule:
         if self.platform != site.platform:
             return False
         return all(condition(Traits(call.params, call.sizes, site)) for condition in self.conditions)
-
-
-def rules_of(op: Op) -> tuple[Rule, ...]:
-    return op.xla_rules
 
 
 def on_cpu(reason: str, *conditions: Condition) -> Rule:
