@@ -105,14 +105,13 @@ def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands
     )
 
 
-@jax_versions.cached
 def _sorts_rows(call: OpCall, platform: str) -> bool:
     """Whether the kernel first sorts the ids of floating rows."""
-    is_served = call.op.plan_parameters is not None and call.unsupported_reason(platform) is None
     return bool(
-        is_served
+        call.op.plan_parameters is not None
         and call.num_batch_dims == 0
         and jnp.issubdtype(call.dtype, jnp.floating)
+        and call.unsupported_reason(platform) is None
         and call.plan(platform).strategy == "sort_then_tiles"
     )
 
