@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,17 @@ Dimensions = tuple[str, ...]
 """The names of an array's dimensions. A last name "..." stands for any number of trailing dimensions."""
 NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by name and in order."""
+
+
+_lock = threading.RLock()
+
+
+class _LockedProperty(functools.cached_property[Any]):
+    """A cached property that one thread computes while others wait: an op must not be two primitives."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        with _lock:
+            return super().__get__(instance, owner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,7 +207,7 @@ class Op:
         given = dict(zip(self.operand_dims(params), operands, strict=False))
         return {name: given.get(name) for name in resolved(self.operands, params)}
 
-    @functools.cached_property
+    @_LockedProperty
     def primitive(self) -> Primitive:
         """The op as JAX sees it."""
         primitive = self._primitive(f"baracuda_{self.name}")
@@ -218,7 +230,7 @@ class Op:
         jax_versions.require_devices_during_lowering(primitive)
         return primitive
 
-    @functools.cached_property
+    @_LockedProperty
     def kernel_primitive(self) -> Primitive:
         """The kernel alone. Its params `donated` and `sorts_apart` are those of its :class:`.dispatch.Site`."""
         primitive = self._primitive(f"baracuda_{self.name}_kernel")
