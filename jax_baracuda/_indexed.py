@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,7 @@ from jax_baracuda.ops.segment.ids import clamped_ids, signed_ids
 from jax_baracuda.ops.segment.product import SEGMENT_PROD
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 from jax_baracuda.ops.write_rows import WRITE_ROWS
-from jax_baracuda.ops.write_slice import DTYPES, MAX_AXES, WRITE_SLICE, Window
+from jax_baracuda.ops.write_slice import WRITE_SLICE, Window
 
 
 class Unserved(Exception):
@@ -67,10 +67,6 @@ class Unserved(Exception):
 def require(is_served: bool, reason: str) -> None:
     if not is_served:
         raise Unserved(reason)
-
-
-def require_dtype(dtype: Any, dtypes: Collection[str]) -> None:
-    require(dtype.name in dtypes, f"there is no kernel for dtype {dtype.name}")
 
 
 _Types = tuple[tuple[tuple[int, ...], Any], ...]
@@ -392,11 +388,9 @@ def slice_update(ctx: Any, *operands: Any) -> tuple[Decision, Any]:
 
 @_cached
 def _service_of_slice(types: _Types, selection: Selection) -> _Service:
-    (shape, dtype), (part, _), *starts = types
-    require_dtype(dtype, DTYPES)
+    (shape, _), (part, _), *starts = types
     require(all(of_start.itemsize >= 4 for _, of_start in starts), "its starts have fewer than 32 bits")
     require(jax_versions.is_static_shape((*shape, *part)), "its sizes are symbolic")
-    require(len(shape) <= MAX_AXES, f"the array has more than {MAX_AXES} axes")
     require(0 not in part and part != shape, "it writes the whole array or nothing")
     axes = [axis for axis, size in enumerate(shape) if part[axis] != size]
     windows = tuple(Window(0, axis, i, part[axis], num_shards=1) for i, axis in enumerate(axes))
@@ -442,7 +436,8 @@ def _rounds_each_term(ctx: Any, platform: str) -> bool:
 
 def _call(op: Op, types: Sequence[Any], params: dict[str, Any], selection: Selection) -> OpCall:
     call = OpCall(op, types, {**params, "implementation": selection})
-    require_dtype(types[0].dtype, call.resolve(op.dtypes))
+    if (problem := call.problem()) is not None:
+        raise Unserved(problem)
     return call
 
 

@@ -35,7 +35,7 @@ from jax_baracuda._core.selection import (
     redirected,
     set_process_scope,
 )
-from jax_baracuda._indexed import Unserved, require, require_dtype
+from jax_baracuda._indexed import Unserved, require
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -136,7 +136,7 @@ def _require_static(*sizes: Any) -> None:
 
 def _require_updates(name: str, array: Any, rows_shape: tuple[int, ...], mode: Any) -> None:
     """Checks an array that broadcasts to one row for each id, as the function of this name takes it."""
-    require_dtype(array.dtype, _DTYPES[name])
+    require(array.dtype.name in _DTYPES[name], f"there is no kernel for {array.dtype.name}")
     _require_static(*array.shape, *rows_shape)
     fits = broadcasts(array.shape, rows_shape)
     require(fits, f"arrays of shape {array.shape} do not fit ids, which need {rows_shape}")

@@ -558,9 +558,11 @@ class OpCall:
 
     def unsupported_reason(self, platform: str) -> str | None:
         """Why the kernel on the platform does not support this call; None if it does."""
+        return self.missing_target(platform) or self.problem()
+
+    def problem(self) -> str | None:
+        """Why no kernel supports this call, on any platform; None if there may be one."""
         op = self.op
-        if (problem := self.missing_target(platform)) is not None:
-            return problem
         if not self.has_static_shapes():
             return "its shapes are symbolic"
         dtypes = self.resolve(op.dtypes)
