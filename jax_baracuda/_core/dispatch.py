@@ -112,8 +112,8 @@ class Traits(NamedTuple):
     """The properties of a call that conditions test."""
 
     params: Mapping[str, Any]
-    sizes: Mapping[str, int]
-    """See :attr:`OpCall.sizes`."""
+    measures: Mapping[str, int]
+    """See :attr:`OpCall.measures`."""
     site: Site
 
 
@@ -131,7 +131,7 @@ class Rule:
     def holds_for(self, call: OpCall, site: Site) -> bool:
         if self.platform != site.platform:
             return False
-        return all(condition(Traits(call.params, call.sizes, site)) for condition in self.conditions)
+        return all(condition(Traits(call.params, call.measures, site)) for condition in self.conditions)
 
 
 def on_cpu(reason: str, *conditions: Condition) -> Rule:
@@ -166,12 +166,12 @@ MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
 
 def uncontended(traits: Traits) -> bool:
     """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
-    sizes = traits.sizes
-    return sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * sizes["batch"] * sizes["segment"]
+    measures = traits.measures
+    return measures["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * measures["batch"] * measures["segment"]
 
 
 def mostly_empty_segments(traits: Traits) -> bool:
-    return traits.sizes["rows"] <= traits.sizes["batch"] * traits.sizes["segment"]
+    return traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
 
 
 def param(name: str, value: Any) -> Condition:
@@ -179,10 +179,10 @@ def param(name: str, value: Any) -> Condition:
     return lambda traits: traits.params.get(name) == value
 
 
-def at_most(**sizes: int) -> Condition:
-    """The call's sizes are at most these. Names are from :attr:`OpCall.sizes`."""
-    return lambda traits: all(traits.sizes[name] <= size for name, size in sizes.items())
+def at_most(**measures: int) -> Condition:
+    """The call's measures are at most these. Names are from :attr:`OpCall.measures`."""
+    return lambda traits: all(traits.measures[name] <= most for name, most in measures.items())
 
 
-def at_least(**sizes: int) -> Condition:
-    return lambda traits: all(traits.sizes[name] >= size for name, size in sizes.items())
+def at_least(**measures: int) -> Condition:
+    return lambda traits: all(traits.measures[name] >= least for name, least in measures.items())

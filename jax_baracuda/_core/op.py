@@ -75,7 +75,7 @@ class Op:
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
-    sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    result_sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """{dimension that no operand has: the param with its size}. Or ``(**params)`` -> the sizes."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
     """``(*operand avals, **params)`` -> the dtypes of the results; None: all have the dtype of the first operand."""
@@ -410,7 +410,7 @@ class OpCall:
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the definition, given the params that it names, and the sizes if it names them."""
         names_sizes = "sizes" in (keyword_names(function) or ())
-        return with_named(function, {**self.params, "sizes": self.named_sizes} if names_sizes else self.params)
+        return with_named(function, {**self.params, "sizes": self.sizes} if names_sizes else self.params)
 
     def of_operands(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         """A function of the definition, given the params and its first arguments, as one of the call's operands."""
@@ -428,7 +428,7 @@ class OpCall:
     def dims(self, field: Any) -> tuple[str, ...]:
         """The dimensions that a field of the definition names, with "..." written out."""
         names: tuple[str, ...] = self.resolve(field)
-        unnamed = (name for name in self.named_shapes.sizes if name.startswith("..."))
+        unnamed = (name for name in self.named_shapes.all_sizes if name.startswith("..."))
         return (*names, *unnamed) if "..." in names else names
 
     def result_types(self) -> list[ShapeAndDtype]:
@@ -470,7 +470,7 @@ class OpCall:
 
     def _named_types(self) -> list[ShapeAndDtype]:
         """The types of the results, with shapes derived from the named dimensions."""
-        op, operands, sizes = self.op, self.own_operands, self.named_sizes
+        op, operands, sizes = self.op, self.own_operands, self.sizes
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
         dtypes = (
@@ -482,10 +482,10 @@ class OpCall:
         ]
 
     @functools.cached_property
-    def named_sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """The sizes of the named dimensions, without those that ``vmap`` has added."""
-        sizes = self.op.sizes
-        of_params = self.resolve(sizes) if callable(sizes) else {dim: self.params[name] for dim, name in sizes.items()}
+        given = self.op.result_sizes
+        of_params = self.resolve(given) if callable(given) else {dim: self.params[name] for dim, name in given.items()}
         return joint_sizes(self._with_names(self.operand_dims, [x.shape for x in self.own_operands])) | of_params
 
     def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
@@ -514,11 +514,11 @@ class OpCall:
         return NamedShapes(without_broadcast(operands), without_broadcast(results), sizes)
 
     @functools.cached_property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
-        whole batch), "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of
-        the narrowest operand), "rank" and "row_bytes" (of the first operand)."""
-        sizes = self.named_sizes
+    def measures(self) -> dict[str, int]:
+        """What rules compare: the sizes, "batch" (its elements), "rows" (of data, or edges, in the whole batch),
+        "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of the narrowest
+        operand), "rank" and "row_bytes" (of the first operand)."""
+        sizes = self.sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
         num_bits = sum(math.prod(shape) * element_bits(dtype) for shape, dtype in types)

@@ -532,7 +532,7 @@ def _has_known_angles(traits: Traits) -> bool:
 
 
 def _has_halves_or_32_bits(traits: Traits) -> bool:
-    return not traits.params["interleaved"] or traits.sizes["element_bits"] == 32
+    return not traits.params["interleaved"] or traits.measures["element_bits"] == 32
 
 
 ATTRIBUTES_OF_ROTATION = ("interleaved", "rotary_dim", "rotary_offset", "sections", "sections_interleaved", "scale")

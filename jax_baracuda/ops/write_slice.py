@@ -433,7 +433,7 @@ WRITE_SLICE_BACKWARD = Op(
         **_dest_dimensions("d_dest", ranks),
         **_source_dimensions("d_source", ranks, windows),
     },
-    sizes=lambda *, windows: {_window_dimension(window): window.size for window in windows},
+    result_sizes=lambda *, windows: {_window_dimension(window): window.size for window in windows},
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]] * 2,
     reference=_reference_extract,
     dtypes=DIFFERENTIABLE_DTYPES,

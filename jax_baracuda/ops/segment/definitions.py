@@ -84,7 +84,7 @@ def reduction_op(
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
     defaults = {
-        "sizes": {"segment": "num_segments"},
+        "result_sizes": {"segment": "num_segments"},
         "attributes": ("indices_are_sorted",),
         "plan_parameters": plan_parameters,
         "reduction_dims": ("row",),

@@ -302,10 +302,10 @@ def _width_for_gpus(features: int, element_bytes: int, score: Score) -> int:
 
 
 def _does_not_fit_gpus(traits: Traits) -> bool:
-    heads, features = traits.sizes["head"], traits.sizes["feature"]
+    heads, features = traits.measures["head"], traits.measures["feature"]
     if heads == 0 or features == 0:
         return heads > 0
-    element_bytes = traits.sizes["row_bytes"] // (heads * features)
+    element_bytes = traits.measures["row_bytes"] // (heads * features)
     return _width_for_gpus(features, element_bytes, traits.params["score"]) != features
 
 
@@ -377,7 +377,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         optional=_OPTIONAL,
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,
-        sizes={"segment": "num_segments"},
+        result_sizes={"segment": "num_segments"},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
         plan_parameters=plan_parameters,
         replicated_dims=lambda *, has_edge_order: (*replicated_dims(has_edge_order=has_edge_order), "feature"),

@@ -82,16 +82,17 @@ def fit_no_vectors(traits: Traits) -> bool:
     A kernel loads rows by the largest vectors that fit, so rows of 33 bfloat16 numbers are loaded one number at a time.
     Measured on an H200 (jax 0.11.2): padding them to 40 took 13M gathering edges from 1.65 ms to 0.58.
     """
-    sizes = traits.sizes
-    if sizes["row_bytes"] == 0:
+    measures = traits.measures
+    if measures["row_bytes"] == 0:
         return False
-    features, element_bytes = sizes.get("feature", sizes["features"]), sizes["row_bytes"] // sizes["features"]
+    features = measures.get("feature", measures["features"])
+    element_bytes = measures["row_bytes"] // measures["features"]
     longer = features + _lacking(features, element_bytes)
     return (
         features * element_bytes % MIN_VECTOR_BYTES > 0
         and longer <= MAX_GROWTH * features
-        and sizes["row_bytes"] // features * longer >= MIN_ROW_BYTES
-        and sizes["edge"] >= max(MIN_EDGES, MIN_EDGES_PER_ROW * (sizes["gathered"] + sizes["segment"]))
+        and measures["row_bytes"] // features * longer >= MIN_ROW_BYTES
+        and measures["edge"] >= max(MIN_EDGES, MIN_EDGES_PER_ROW * (measures["gathered"] + measures["segment"]))
     )
 
 
@@ -165,7 +166,7 @@ def op_of_graphs(
         operands=operands,
         optional=op.optional,
         results=op.results,
-        sizes=op.sizes,
+        result_sizes=op.result_sizes,
         result_dtypes=op.result_dtypes,
         reference=functools.partial(run, op.reference),
         program=functools.partial(run, op.kernel),

@@ -222,7 +222,7 @@ _COMMON: dict[str, Any] = {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
     "attributes": ("num_segments", "indices_are_sorted"),
-    "sizes": {"segment": "num_segments"},
+    "result_sizes": {"segment": "num_segments"},
     "plan_parameters": plan_parameters,
     "limit": limit_of_32_bits,
 }

@@ -246,10 +246,10 @@ def _are_added_by_xla(traits: Traits) -> bool:
 
     The kernels add other rows by vectors or in shared memory, in less time than XLA takes.
     """
-    sizes = traits.sizes
-    if sizes["features"] == 1:
-        return sizes["segment"] >= 1 << 14
-    return sizes["features"] >= 32 and sizes["rank"] <= 2 and sizes["bytes"] <= 1 << 30
+    measures = traits.measures
+    if measures["features"] == 1:
+        return measures["segment"] >= 1 << 14
+    return measures["features"] >= 32 and measures["rank"] <= 2 and measures["bytes"] <= 1 << 30
 
 
 # H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.85 for wide rows up to 32 MB, 0.8 for wide rows that XLA computes
@@ -409,7 +409,7 @@ def _are_narrow(traits: Traits) -> bool:
     The fused kernel walks the edges of a tile one by one, which takes as long for narrow rows as for wide ones.
     Measured on an H200 (jax 0.11.2): two steps took 64,000 edges of single numbers from 39 us to 9 us.
     """
-    num_edges, features, row_bytes = (traits.sizes[name] for name in ("edge", "features", "row_bytes"))
+    num_edges, features, row_bytes = (traits.measures[name] for name in ("edge", "features", "row_bytes"))
     if traits.params["is_wide"]:  # the gathered rows are written in the accumulation dtype
         row_bytes = max(row_bytes, 4 * features)
     fit_vectors = features & (features - 1) == 0
@@ -457,7 +457,7 @@ GATHER_SEGMENT_SUM = Op(
     operands=_operands_of_edges,
     optional={"weights": "has_weights", "edge_order": "has_edge_order"},
     results=lambda *, has_weights: {"output": ("segment", "head", "feature") if has_weights else CELLS},
-    sizes={"segment": "num_segments"},
+    result_sizes={"segment": "num_segments"},
     result_dtypes=lambda data, *_, is_wide: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference_of_edges,
     dtypes=FLOATING_DTYPES,
