@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from jax_baracuda._core import jax_versions, rules
+from jax_baracuda._core import jax_versions, transformations
 from jax_baracuda._core.arrays import element_bits, in_automatic_mode
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Rule
@@ -213,11 +213,11 @@ class Op:
         primitive = self._primitive(f"baracuda_{self.name}")
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-            return rules.jvp(OpCall(self, primals, params), primitive, tangents)
+            return transformations.jvp(OpCall(self, primals, params), primitive, tangents)
 
         def transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
             types = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
-            return rules.transpose(OpCall(self, types, params), cotangents, operands)
+            return transformations.transpose(OpCall(self, types, params), cotangents, operands)
 
         primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
         ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = jvp, transpose
@@ -244,7 +244,7 @@ class Op:
         primitive.def_abstract_eval(lambda *types, **params: OpCall(self, types, params).result_avals())
 
         def batch(operands: Sequence[Any], axes: Sequence[int | None], **params: Any) -> Any:
-            return rules.batch(OpCall(self, operands, params), primitive, axes)
+            return transformations.batch(OpCall(self, operands, params), primitive, axes)
 
         batching.primitive_batchers[primitive] = batch
         return primitive

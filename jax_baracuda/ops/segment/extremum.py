@@ -304,7 +304,7 @@ def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
     over_buckets = None if params["first_wins"] else lambda cells, axis: _over_buckets(minimum, cells)
-    return call.reduce(_rules[minimum], params, over_buckets)
+    return call.reduce(_extrema[minimum], params, over_buckets)
 
 
 def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
@@ -312,7 +312,7 @@ def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: T
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
     params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
-    return call.gradient(_rules[minimum], params, d_output)
+    return call.gradient(_extrema[minimum], params, d_output)
 
 
 def first_gets_all(name: str, tie_break: str) -> bool:
@@ -925,7 +925,7 @@ def _gradient(params: Params, residuals: tuple[Array, ...], d_output: Array) -> 
     return {"data": d_data}
 
 
-_rules = {
+_extrema = {
     minimum: KernelVjp(name, _forward, _gradient, primal=_primal)
     for minimum, name in ((False, "segment_max"), (True, "segment_min"))
 }

@@ -268,8 +268,14 @@ def _transpose_gather(
     return [reshard_like(d_data, data.aval), *(None for _ in arrays[1:])]
 
 
-_rules = {"batch": _batch_gather, "jvp": _jvp_of_gather, "transpose": _transpose_gather}
-_gather_p = jax_versions.primitive_of("baracuda_take_rows", _gather_by_xla, _gathered_type, **_rules)
+_gather_p = jax_versions.primitive_of(
+    "baracuda_take_rows",
+    _gather_by_xla,
+    _gathered_type,
+    batch=_batch_gather,
+    jvp=_jvp_of_gather,
+    transpose=_transpose_gather,
+)
 _gather_p.def_impl(functools.partial(jax_versions.apply_primitive, _gather_p))  # compiled also outside of ``jax.jit``
 
 
