@@ -81,7 +81,7 @@ class _Service(NamedTuple):
     call: OpCall
     order: Sequence[int]
     """The operands of the primitive that those of the call are made of."""
-    program: Callable[..., Array]
+    compute: Callable[..., Array]
     """``(run, *operands of the primitive)`` -> the result."""
     rules: tuple[Rule, ...] = ()
     """Where plain JAX is faster, besides the rules of the op."""
@@ -304,7 +304,7 @@ def _service_of_reduction(
         jax.ShapeDtypeStruct((*rows.leading_of_ids, rows.num_rows), np.int32),
     )
 
-    def program(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
+    def compute(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
         data = jax.lax.reshape(updates, types_of_op[0].shape)
         data = data.astype(types_of_op[0].dtype) if is_narrow else data
         [reduced] = run(data, rows.ids(indices, clips), **params)
@@ -312,7 +312,7 @@ def _service_of_reduction(
         return reduced if replaces else reduction.join(operand, reduced)
 
     call = _call(reduction.op, types_of_op, params, selection)
-    return _Service(call, (2, 1), program, () if replaces else _RULES_OF_JOIN)
+    return _Service(call, (2, 1), compute, () if replaces else _RULES_OF_JOIN)
 
 
 def _add_flat_rows(ctx: Any, operands: Sequence[Any], numbers: Any, params: dict[str, Any]) -> Any:
@@ -351,12 +351,12 @@ def _service_of_write(types: _Types, numbers: Any, clips: bool, selection: Selec
         jax.ShapeDtypeStruct((rows.num_rows,), np.int32),
     )
 
-    def program(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
+    def compute(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
         slots = jnp.clip(rows.ids(indices, clips), -1, rows.num_segments).astype(jnp.int32)
         pool, own = (jax.lax.reshape(x, of.shape) for x, of in zip((operand, updates), types_of_op, strict=False))
         return jax.lax.reshape(run(pool, own, slots, **params)[0], operand.shape)
 
-    return _Service(_call(WRITE_ROWS, types_of_op, params, selection), (0, 2, 1), program, _RULES_OF_WRITE)
+    return _Service(_call(WRITE_ROWS, types_of_op, params, selection), (0, 2, 1), compute, _RULES_OF_WRITE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -397,12 +397,12 @@ def _service_of_slice(types: _Types, selection: Selection) -> _Service:
     params = {"ranks": (len(shape),), "windows": windows, "drop": False}
     order = (0, 1, *(2 + axis for axis in axes))
 
-    def program(run: _Run, operand: Array, update: Array, *starts: Array) -> Array:
+    def compute(run: _Run, operand: Array, update: Array, *starts: Array) -> Array:
         # The kernel counts negative starts from the end. JAX has done so already.
         return run(operand, update, *(jnp.maximum(starts[axis], 0) for axis in axes), **params)[0]
 
     types_of_op = [jax.ShapeDtypeStruct(*types[i]) for i in order]
-    return _Service(_call(WRITE_SLICE, types_of_op, params, selection), order, program)
+    return _Service(_call(WRITE_SLICE, types_of_op, params, selection), order, compute)
 
 
 def _may_copy(ctx: Any, operand: Any) -> bool:
@@ -467,5 +467,5 @@ def _lowered(service: _Service, site: Site, ctx: Any, operands: Sequence[Any]) -
         Scope(SCOPE_NAME, None),
         selecting("kernel" if call.selection == "kernel" else KERNEL_IF_ANY),
     ):
-        [result] = lower_without_mesh(lambda *arrays: [service.program(run, *arrays)], ctx, operands)
+        [result] = lower_without_mesh(lambda *arrays: [service.compute(run, *arrays)], ctx, operands)
     return decision, jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])

@@ -474,7 +474,7 @@ def test_rules_are_few() -> None:
             rules = [rule for rule in op.xla_rules if rule.platform == platform]
             assert len(rules) <= 3, (op.name, platform)
             assert all(rule.reason for rule in rules)
-        assert len(op.programs) <= 3 and all(rule.reason for rule in op.programs), op.name
+        assert len(op.alternatives) <= 3 and all(rule.reason for rule in op.alternatives), op.name
 
 
 @pytest.mark.parametrize("example", [x for x in all_examples() if x.mapped is None], ids=lambda example: example.name)
@@ -484,7 +484,7 @@ def test_every_condition_applies_to_every_call(example: Example) -> None:
     for program in recorded.programs_of(example):
         for call in traced_calls(program, types):
             traits = dispatch.Traits(call.params, call.measures, dispatch.Site("cuda", fuses=True))
-            for rule in (*call.op.xla_rules, *call.op.programs):
+            for rule in (*call.op.xla_rules, *call.op.alternatives):
                 for condition in rule.conditions:
                     assert condition(traits) in (True, False), rule.reason
 

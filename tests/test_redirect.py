@@ -1142,7 +1142,7 @@ def test_equal_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch, rng: np.rand
     step = jax.value_and_grad(functools.partial(three_layers, name))
     value, gradient = step(nodes, senders, receivers)
     for op in (SEGMENT_SUM, SEGMENT_EXTREMUM):
-        monkeypatch.setitem(op.programs, on_cpu("as on GPUs", sorts_apart), op.programs[SORTED_APART])
+        monkeypatch.setitem(op.alternatives, on_cpu("as on GPUs", sorts_apart), op.alternatives[SORTED_APART])
     monkeypatch.setattr(lowering, "_sorts_rows", lambda call, platform: True)
     with redirect(), jax_baracuda.implementation("kernel"):
         compiled = jax.jit(step).lower(nodes, senders, receivers).compile()

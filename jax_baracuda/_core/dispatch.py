@@ -91,9 +91,9 @@ def _adds_up(op: Op) -> bool:
     return callable(op.guarantee) and "deterministic" in (keyword_names(op.guarantee) or ())
 
 
-def program_of(call: OpCall, site: Site) -> Callable[..., Any] | None:
+def alternative_of(call: OpCall, site: Site) -> Callable[..., Any] | None:
     """The program of several kernels that serves in place of the kernel; None if the kernel does."""
-    return next((program for rule, program in call.op.programs.items() if rule.holds_for(call, site)), None)
+    return next((program for rule, program in call.op.alternatives.items() if rule.holds_for(call, site)), None)
 
 
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:

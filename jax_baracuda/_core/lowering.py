@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
-from jax_baracuda._core.dispatch import Decision, Site, decide, missing_kernel, program_of
+from jax_baracuda._core.dispatch import Decision, Site, alternative_of, decide, missing_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected, redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
@@ -197,7 +197,7 @@ def _lower_partitioned(
 def _call_target(call: OpCall, site: Site, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
     """Lowers to a call of the native target, or to the op's program of several kernels."""
     op = call.op
-    if (program := op.program or program_of(call, site)) is not None:
+    if (program := op.program or alternative_of(call, site)) is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
         return lower_without_mesh(functools.partial(map_over_batch, call.of_operands(program), mapped), ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)

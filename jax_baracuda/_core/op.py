@@ -108,7 +108,7 @@ class Op:
     reference if plain JAX serves the call, because XLA's partitioner might gather the operands of the reference."""
     program: Callable[..., Sequence[jax.Array]] | None = None
     """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
-    programs: Mapping[Rule, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
+    alternatives: Mapping[Rule, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
     """Programs ``(*operands, **params)`` of several kernels. The first whose rule holds serves in place of the kernel.
     Example: a sort, which XLA shares between calls, then the kernel for sorted rows."""
     xla_rules: tuple[Rule, ...] = ()

@@ -270,7 +270,7 @@ ROPE_WRITE = Op(
     attributes=(*ATTRIBUTES_OF_WRITE, *ATTRIBUTES_OF_ROTATION),
     plan_parameters=_plan_parameters,
     limit=_limit,
-    programs=unique_first(lambda: ROPE_WRITE),
+    alternatives=unique_first(lambda: ROPE_WRITE),
     # The features of keys are those of the last dimension of the first pool.
     replicated_dims=("row", "section", "part", "pair", "feature", "0.2"),
     shard_program=shard_write,

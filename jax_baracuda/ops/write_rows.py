@@ -409,7 +409,7 @@ WRITE_ROWS = Op(
     dtypes=DTYPES_OF_WHOLE_BYTES,
     attributes=ATTRIBUTES_OF_WRITE,
     plan_parameters=_plan_parameters,
-    programs=unique_first(lambda: WRITE_ROWS),
+    alternatives=unique_first(lambda: WRITE_ROWS),
     xla_rules=(
         on_cpu(
             "XLA's update of a few rows takes less time than the call of a kernel",

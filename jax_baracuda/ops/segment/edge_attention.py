@@ -382,7 +382,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         plan_parameters=plan_parameters,
         replicated_dims=lambda *, has_edge_order: (*replicated_dims(has_edge_order=has_edge_order), "feature"),
         reduction_dims=("edge",),
-        programs={
+        alternatives={
             on_gpu("the threads of a head have vectors of it", _does_not_fit_gpus): fit_heads,
             on_gpu(why, unsorted): sort_first,
             on_cpu(why, unsorted): sort_first,

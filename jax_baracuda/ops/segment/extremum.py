@@ -699,7 +699,7 @@ SEGMENT_EXTREMUM = reduction_op(
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins"] * has_winner),
     xla_rules=(on_gpu("launch-bound: few rows", unsorted, uncontended, at_most(rows=1 << 14, bytes=16 * MB)),),
     shard_program=functools.partial(_shard_reduce, "row"),
-    programs=sorted_apart(lambda: GATHER_SEGMENT_EXTREMUM),
+    alternatives=sorted_apart(lambda: GATHER_SEGMENT_EXTREMUM),
     tangent=_tangent,
 )
 
@@ -823,7 +823,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=2)),
         on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
     ),
-    programs={
+    alternatives={
         on_gpu("the kernel takes sorted edges only", unsorted): _reduce_sorted,
         _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(GATHER_SEGMENT_EXTREMUM, operands, **params),
     },
@@ -850,7 +850,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
         on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
         on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
     ),
-    programs={
+    alternatives={
         on_gpu("the kernel takes sorted edges only", param("has_plan", False)): _backward_of_sorted,
         _UNALIGNED_ROWS: _backward_of_longer_rows,
     },

@@ -285,7 +285,7 @@ SEGMENT_SUM = _sum_op(
     guarantee=sum_guarantee,
     # Two cores: 0.6 up to 1 MB (9 loops).
     xla_rules=(*SUM_RULES, on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB))),
-    programs=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
+    alternatives=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
 )
 
 # Always the kernel: in plain JAX, float64 may not exist.
@@ -471,7 +471,7 @@ GATHER_SEGMENT_SUM = Op(
         on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
     ),
-    programs={
+    alternatives={
         on_gpu("the kernel takes sorted edges only", unsorted): _sort_first,
         on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
         on_gpu("no vectors fit the rows", fit_no_vectors): lambda *operands, **params: with_longer_rows(
