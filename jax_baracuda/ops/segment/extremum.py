@@ -468,19 +468,9 @@ def _attains(data: Array, gather_ids: Array, output: Array, segment_ids: Array) 
 
 
 def _reference_backward_of_edges(
-    d_winner: Array,
-    winner: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    transposed_order: Array | None,
-    transposed_gather_ids: Array | None,
-    transposed_segment_ids: Array | None,
-    data: Array | None,
-    output: Array | None,
-    *,
-    num_rows: int,
+    d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *others: Array | None, num_rows: int
 ) -> tuple[Array]:
+    edge_order, transposed_order, _, transposed_segment_ids, data, output = others
     num_edges = segment_ids.shape[0]
     edges = jnp.arange(num_edges, dtype=index_dtype(num_edges)) if edge_order is None else edge_order
     rows = gather_ids

@@ -254,7 +254,7 @@ SORTED_APART = on_gpu("XLA shares the sort between calls", sorts_apart, at_least
 
 
 def sorted_apart(op_of_edges: Callable[[], Op], **more: Any) -> dict[Rule, Callable[..., Sequence[Array]]]:
-    """The alternatives of an op of rows: the op of gathered rows, with `more` params, gathers them in the ids' order."""
+    """The alternative of an op of rows: the op of gathered rows, with `more` params, gathers them in the ids' order."""
 
     def program(data: Array, ids: Array, **params: Any) -> Sequence[Array]:
         order, sorted_ids = sorted_by_segment(ids, params["num_segments"])
