@@ -76,11 +76,11 @@ _Run = Callable[..., Sequence[Array]]
 
 
 class _Service(NamedTuple):
-    """What may serve calls of a primitive with operands of the same types."""
+    """A call of an op that can stand for a call of a primitive, whose operands have certain types."""
 
     call: OpCall
     order: Sequence[int]
-    """The operands of the primitive that those of the call are made of."""
+    """For each operand of the op's call, the operand of the primitive that it is made of."""
     compute: Callable[..., Array]
     """``(run, *operands of the primitive)`` -> the result."""
     rules: tuple[Rule, ...] = ()
@@ -429,7 +429,7 @@ def _types_of(ctx: Any) -> _Types:
 
 
 def _rounds_each_term(ctx: Any, platform: str) -> bool:
-    """Whether plain JAX rounds after each term, by atomic operations that 16 bits do not have."""
+    """Whether plain JAX rounds each intermediate result, as XLA does where it emulates atomic operations of 16 bits."""
     dtype = ctx.avals_in[0].dtype
     return platform == "cuda" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 

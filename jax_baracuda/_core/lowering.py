@@ -55,7 +55,7 @@ def _lower_as_decided(
     if is_plain and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
         return _lower_reference(call, ctx, operands)
     if not site.is_split:
-        # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.
+        # This includes a shard_map that leaves several axes automatic: each device along them gets whole arrays.
         return _call_target(call, site, ctx, operands)
     # The choice is made once, for the whole program.
     strict = call.selection == "kernel"
@@ -133,7 +133,8 @@ def _lower_reference(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequ
 
 
 MIN_UNFUSED_BYTES = 256
-"""XLA compiles a loop as one function if a step accesses less than 1 KB. A barrier counts as the whole array."""
+"""Smaller updates get no barrier. It would count as an access to the whole array, and XLA compiles a loop as one
+function only if a step accesses less than 1 KB."""
 
 
 def _written_operands(call: OpCall) -> list[int]:
@@ -445,7 +446,7 @@ def is_ascending(ctx: Any, ids: ir.Value[Any]) -> bool:
 
 
 def _sorts(operation: Any, result: int) -> bool:
-    """Whether a sort makes its first result ascend: it compares nothing else."""
+    """Whether a sort makes this result ascend: it is the first, and the sort compares nothing else."""
     block = operation.regions[0].blocks[0]
     comparison, *rest = block
     return bool(
@@ -461,7 +462,7 @@ _MAX_KNOWN_IDS = 1 << 20
 
 
 def _known_ids(ctx: Any, ids: ir.Value[Any]) -> np.ndarray | None:
-    """The ids of a constant array, also behind JAX's treatment of negative ids if there are none."""
+    """The ids of a constant array. If none is negative, also behind the select by which JAX wraps negative ids."""
     operation: Any = ids.owner
     if operation.name == "stablehlo.select":
         known = _known(_origin(ctx, operation.operands[2]))
@@ -479,7 +480,7 @@ def _known(value: ir.Value[Any]) -> np.ndarray | None:
 
 
 def _tests_sign(ctx: Any, select: Any) -> bool:
-    """Whether a select takes its first choice at most where its second is negative."""
+    """Whether a select takes its first choice only where its second is negative."""
     predicate = _origin(ctx, select.operands[0])
     comparison: Any = predicate.owner
     if isinstance(comparison, ir.Block):

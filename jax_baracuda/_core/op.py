@@ -203,7 +203,7 @@ class Op:
         }
 
     def by_name(self, operands: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
-        """The operands of the definition, given those that a call with these params has. The others are None."""
+        """All operands of the definition by name, None for those that a call with these params lacks."""
         given = dict(zip(self.operand_dims(params), operands, strict=False))
         return {name: given.get(name) for name in resolved(self.operands, params)}
 
@@ -413,7 +413,8 @@ class OpCall:
         return with_named(function, {**self.params, "sizes": self.sizes} if names_sizes else self.params)
 
     def of_operands(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-        """A function of the definition, given the params and its first arguments, as one of the call's operands."""
+        """A function of the call's operands: a function of the definition, with the params and its `first` arguments
+        filled in."""
         return lambda *operands: self.bound(function)(*first, *self.op.by_name(operands, self.params).values())
 
     @functools.cached_property
@@ -515,9 +516,12 @@ class OpCall:
 
     @functools.cached_property
     def measures(self) -> dict[str, int]:
-        """What rules compare: the sizes, "batch" (its elements), "rows" (of data, or edges, in the whole batch),
-        "features" (see :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of the narrowest
-        operand), "rank" and "row_bytes" (of the first operand)."""
+        """What rules compare: the sizes of the named dimensions, and these.
+
+        "batch": the number of its elements. "rows": those of data, or the edges, in the whole batch. "features": see
+        :func:`num_features`. "bytes": of all operands and results. "element_bits": of the narrowest operand. "rank" and
+        "row_bytes": of the first operand.
+        """
         sizes = self.sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]

@@ -57,7 +57,7 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
         def term(factor: Sequence[int]) -> Sequence[jax.Array]:
             operands = list(primals)
             for i in factor:
-                # An integer operand is its own placeholder: the result of an integer operand has no tangent.
+                # Integer operands stay as they are: they have no tangents, nor have the results that they become.
                 if jnp.issubdtype(primals[i].dtype, jnp.inexact):
                     operands[i] = ad.instantiate_zeros(tangents[i])
             return primitive.bind(*operands, **call.all_params)

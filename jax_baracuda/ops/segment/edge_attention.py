@@ -1,8 +1,8 @@
 """Attention over edges, from logits that are computed or given: the ops, the references and the derivative rule.
 
 The softmax of a segment is kept as the maximum of its logits and the total of ``exp(logit - maximum)``. The gradients
-compute the logits again, so neither pass writes an array of edges times features, or one of edges times heads beside
-biases, given logits and their gradients.
+compute the logits again. So neither pass writes an array of edges times features, and the only arrays of edges times
+heads are biases, given logits and their gradients.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _ScoredEdges:
         is_empty = totals == 0
         inverse = jnp.where(is_empty, 0, 1 / jnp.where(is_empty, 1, totals))
         distances = self.logits - maxima
-        distances -= jax.lax.stop_gradient(jnp.maximum(distances, 0))  # the maximum may have been rounded otherwise
+        distances -= jax.lax.stop_gradient(jnp.maximum(distances, 0))  # at most 0, however the maximum was rounded
         probabilities = jnp.where(self.takes_part, jnp.exp(distances) * inverse, 0)
         return probabilities, probabilities * ((d_outputs * self.values).sum(-1) - means)
 
@@ -229,7 +229,7 @@ def _reference_by_row(*operands: Array, num_segments: int, **params: Any) -> Seq
     segments_of_edges, rows = arrays["gather_ids"], arrays["segment_ids"]
     takes_part = in_range(segments_of_edges, operands[0].shape[0]) & (num_segments > 0)
     rows_of_edges, has_row = rows, in_range(rows, num_segments)
-    if params["score"] == "given":  # the gradients of logits are those of edges without a row, too
+    if params["score"] == "given":  # edges without a row have logits, and gradients of these
         order, nearest = arrays["edge_order"], arrays["rows_of_edges"]
         in_order = nearest if order is None else jnp.take(nearest, order, mode="clip")
         rows_of_edges = jnp.where(has_row, rows, in_order)

@@ -242,7 +242,7 @@ def sum_over_shards(
 
 
 def _are_added_by_xla(traits: Traits) -> bool:
-    """Wide rows, or single features of more segments than tables in shared memory have.
+    """Whether rows are wide, or single features of more segments than a table in shared memory can have.
 
     The kernels add other rows by vectors or in shared memory, in less time than XLA takes.
     """
@@ -336,7 +336,7 @@ def _reference_of_edges(
             weights = jnp.take(weights, edge_order, axis=0, mode="clip")
         takes_part = in_range(segment_ids, num_segments)
         takes_part &= clips_gather_ids | in_range(gather_ids, data.shape[0])
-        # In derivatives, the zero that a dropped edge gets back meets its weight, which may be NaN.
+        # In derivatives, the zero cotangent of a dropped edge is multiplied by its weight, which may be NaN.
         weights = jnp.where(per_row(takes_part, weights), weights, 0)
         rows = jnp.where(per_row(takes_part, rows), rows * weights[..., None], 0)
     output = xla_sum(rows, segment_ids, num_segments)

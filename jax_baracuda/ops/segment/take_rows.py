@@ -227,7 +227,8 @@ def _batch_gather(
     joined_axis = None if axes[1] is None else num_batch_dims
     if axes[1] is not None:
         ids = jnp.moveaxis(ids, axes[1], num_batch_dims)
-    # Sorted ids do not stay sorted across the batch, but their sums must stay deterministic, unless XLA computes them.
+    # The ids of a batch are not sorted, even if each element's are. Their sums must stay deterministic nevertheless,
+    # unless XLA computes them.
     deterministic = params["indices_are_sorted"] and params["implementation"] != "xla"
     params |= {"indices_are_sorted": False, "deterministic": params["deterministic"] or deterministic}
     return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), [joined_axis]
