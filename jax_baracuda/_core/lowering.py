@@ -140,7 +140,7 @@ function only if a step accesses less than 1 KB."""
 def _written_operands(call: OpCall) -> list[int]:
     """The operands that plain JAX writes into the arrays that are updated in place."""
     in_place = call.resolve(call.op.in_place)
-    return [i for i in call.linear if i not in in_place] if call.op.transpose is not None and in_place else []
+    return [i for factor in call.transposes for i in factor if i not in in_place] if in_place else []
 
 
 def _with_unfused_updates(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Sequence[Any]:

@@ -36,6 +36,10 @@ Dimensions = tuple[str, ...]
 """The names of an array's dimensions. A last name "..." stands for any number of trailing dimensions."""
 NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by name and in order."""
+Transpose = Callable[..., Sequence[jax.Array | None]]
+"""``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
+linear operands, None for integers."""
+Transposes = Mapping[tuple[str, ...], Transpose]
 
 
 _lock = threading.RLock()
@@ -66,11 +70,11 @@ class Op:
     results: NamedDimensions | Callable[..., NamedDimensions]
     """By name and in order. Or ``(**params)`` -> these."""
     reference: Callable[..., Sequence[jax.Array]]
-    """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transpose` nor
-    `tangent` gives."""
+    """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transposes`
+    nor `tangent` gives."""
     dtypes: frozenset[str] | Callable[..., frozenset[str]]
-    """The dtypes that the kernel supports, of the first operand and of those in `linear`. Or ``(**params)`` -> these.
-    """
+    """The dtypes that the kernel supports, of the first operand and of those in `transposes`. Or ``(**params)`` ->
+    these."""
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -124,16 +128,10 @@ class Op:
     broadcasts: tuple[str, ...] = ()
     """The operands that broadcast along every dimension, as in ``jax.numpy``. ``vmap`` then adds one more such
     dimension, which the functions of the definition and the handler see like any other."""
-    linear: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
-    """The operands in which an op with a `transpose` is jointly linear; empty: the first. Or ``(**params)`` ->
-    these."""
-    transpose: Callable[..., Sequence[jax.Array]] | None = None
-    """``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
-    linear operands. If no other operand has a tangent, derivatives then run kernels: the result's tangent is the op
-    applied to the operands' tangents."""
-    linear_alone: Mapping[str, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
-    """Further operands of an op with a `transpose`, in each of which the op is linear while all others are fixed, as in
-    one factor of a product; with the transpose for that operand alone, which is called like `transpose`."""
+    transposes: Transposes | Callable[..., Transposes] = dataclasses.field(default_factory=dict)
+    """{operands, by name, in which the op is jointly linear while all others are fixed: its transpose}. Several entries
+    are like the factors of a product. If only these operands have tangents, derivatives run kernels: the result's
+    tangent is the op applied to the tangents of an entry, summed over the entries. Or ``(**params)`` -> these."""
     tangent: Callable[..., Sequence[jax.Array]] | None = None
     """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, if no other
     operand has a tangent. Use when the tangent follows from the results. Integer results have none."""
@@ -367,16 +365,10 @@ class OpCall:
         return next(name for name, params in self.op.targets.items() if params.items() <= self.all_params.items())
 
     @functools.cached_property
-    def linear(self) -> list[int]:
-        """The positions of the operands in which an op with a `transpose` is linear."""
-        names = list(self.operand_dims)
-        return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
-
-    @property
-    def linear_alone(self) -> dict[int, Callable[..., Sequence[jax.Array]]]:
-        """The transposes of an op that is linear in further operands, by position."""
-        names = list(self.operand_dims)
-        return {names.index(name): transpose for name, transpose in self.op.linear_alone.items() if name in names}
+    def transposes(self) -> dict[tuple[int, ...], Transpose]:
+        """The transposes of the op, by the positions of the operands in which it is linear."""
+        names, transposes = list(self.operand_dims), self.resolve(self.op.transposes)
+        return {tuple(map(names.index, of)): x for of, x in transposes.items() if set(of).issubset(names)}
 
     @functools.cached_property
     def selection(self) -> Selection:
@@ -570,7 +562,7 @@ class OpCall:
         if not self.has_static_shapes():
             return "its shapes are symbolic"
         dtypes = self.resolve(op.dtypes)
-        for dtype in (self.operands[i].dtype.name for i in (0, *self.linear)):
+        for dtype in (self.operands[i].dtype.name for i in (0, *itertools.chain(*self.transposes))):
             if dtype not in dtypes:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):

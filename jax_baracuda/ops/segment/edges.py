@@ -135,12 +135,16 @@ def op_of_graphs(
     """The sum of an op's result over graphs.
 
     Args:
-      op: has one result and a `transpose`. Each operand holds cells of a graph, belongs to its edges, or is shared.
+      op: has one result, and `transposes` by its first operand. Each operand holds cells of a graph, belongs to its
+        edges, or is shared.
       join: ``(num_graph_dims, *operands)`` -> the operands of `op`.
       shared: the positions of operands that all graphs share. The others have the graph dimensions in front, whose
         sizes may be 1.
       fields: fields of the new op that do not follow from `op`.
     """
+
+    assert not callable(op.transposes)
+    linear, transpose_of_op = next(iter(op.transposes.items()))
 
     def operands(*, num_graph_dims: int, **params: Any) -> NamedDimensions:
         graphs, own = _graph_dims(num_graph_dims), resolved(op.operands, params)
@@ -157,8 +161,7 @@ def op_of_graphs(
         """Applies the transpose of `op` for each graph to the cotangent of the sum."""
         own_avals = [jax.ShapeDtypeStruct(x.shape[num_graph_dims:], x.dtype) for x in avals]
         arrays = _with_graph_dims(others, num_graph_dims, [i - len(avals) for i in shared])
-        assert op.transpose is not None
-        transpose_one = functools.partial(with_named(op.transpose, params), own_avals, d_results)
+        transpose_one = functools.partial(with_named(transpose_of_op, params), own_avals, d_results)
         return map_over_batch(transpose_one, mapped_dims(arrays, num_graph_dims), *arrays)
 
     return Op(
@@ -173,7 +176,7 @@ def op_of_graphs(
         dtypes=op.dtypes,
         guarantee=op.guarantee,
         reduction_dims=lambda *, num_graph_dims: (*_graph_dims(num_graph_dims), "edge"),
-        transpose=transpose,
+        transposes={linear: transpose},
         **fields,
     )
 

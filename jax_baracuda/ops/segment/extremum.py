@@ -704,7 +704,9 @@ SEGMENT_EXTREMUM_BACKWARD = gradient_op(
     guarantee=ROUNDED_ONCE,
     aliases=("unsorted_segment_max_backward",),
     shard_program=_shard_backward,
-    transpose=lambda _, d_data, *others, **params: SEGMENT_EXTREMUM_OF_WINNERS(*d_data, *others, **params),
+    transposes={
+        ("d_output",): lambda _, d_data, *others, **params: SEGMENT_EXTREMUM_OF_WINNERS(*d_data, *others, **params)
+    },
 )
 
 SEGMENT_EXTREMUM_OF_WINNERS = Op(
@@ -719,7 +721,9 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
     replicated_dims=("segment",),
     reduction_dims=("row",),
     shard_program=_shard_of_winners,
-    transpose=lambda _, d_cells, *others, **params: SEGMENT_EXTREMUM_BACKWARD(*d_cells, *others, **params),
+    transposes={
+        ("d_data",): lambda _, d_cells, *others, **params: SEGMENT_EXTREMUM_BACKWARD(*d_cells, *others, **params)
+    },
 )
 
 
@@ -851,7 +855,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     replicated_dims=lambda *, has_plan: replicated_dims(has_edge_order=has_plan),
     reduction_dims=("edge",),
     shard_program=_shard_backward_of_edges,
-    transpose=_transpose_backward_of_edges,
+    transposes={("d_winner",): _transpose_backward_of_edges},
     limit=limit_of_32_bits,
 )
 
@@ -872,7 +876,7 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     replicated_dims=("gathered", "segment", "edge"),
-    transpose=_transpose_of_gathered_winners,
+    transposes={("d_data",): _transpose_of_gathered_winners},
 )
 
 GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS = op_of_graphs(

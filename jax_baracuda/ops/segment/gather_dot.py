@@ -197,8 +197,7 @@ GATHER_SEGMENT_DOT = Op(
     reduction_dims=("feature",),
     shard_program=functools.partial(sum_over_split_dim, "feature"),
     limit=limit_of_32_bits,
-    transpose=_transpose,
-    linear_alone={"data": _transpose_data},
+    transposes={("d_output",): _transpose, ("data",): _transpose_data},
 )
 
 

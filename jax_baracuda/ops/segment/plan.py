@@ -318,7 +318,9 @@ ROW_PERMUTATION = Op(
     dtypes=FLOATING_DTYPES | INTEGER_DTYPES | {"bool", "complex64", "complex128"},
     guarantee=EXACT,
     replicated_dims=IDS,
-    transpose=lambda _, d_permuted, order, *, is_inverse: ROW_PERMUTATION(
-        *d_permuted, order, is_inverse=not is_inverse
-    ),
+    transposes={
+        ("rows",): lambda _, d_permuted, order, *, is_inverse: ROW_PERMUTATION(
+            *d_permuted, order, is_inverse=not is_inverse
+        ),
+    },
 )

@@ -271,9 +271,11 @@ def _sum_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
         reference=functools.partial(_reference, accumulator),
         attributes=("indices_are_sorted", "deterministic"),
         shard_program=functools.partial(_shard_program, accumulator),
-        transpose=lambda _, d_outputs, ids, **params: SEGMENT_SUM_BACKWARD(
-            d_outputs[0], ids, **gradient_params({**params, "accumulator": accumulator})
-        ),
+        transposes={
+            ("data",): lambda _, d_outputs, ids, **params: SEGMENT_SUM_BACKWARD(
+                d_outputs[0], ids, **gradient_params({**params, "accumulator": accumulator})
+            ),
+        },
         **fields,
     )
 
@@ -307,9 +309,11 @@ SEGMENT_SUM_BACKWARD = gradient_op(
         on_cpu("a gather of narrow rows", at_most(features=16)),
     ),
     guarantee=EXACT,
-    transpose=lambda d_outputs, d_data, ids, *, accumulator=None, **params: sum_op(accumulator)(
-        *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
-    ),
+    transposes={
+        ("d_output",): lambda d_outputs, d_data, ids, *, accumulator=None, **params: sum_op(accumulator)(
+            *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
+        ),
+    },
 )
 
 
@@ -479,8 +483,7 @@ GATHER_SEGMENT_SUM = Op(
         ),
     },
     limit=limit_of_32_bits,
-    transpose=_transpose_of_edges,
-    linear_alone={"weights": _transpose_weights},
+    transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
 )
 
 

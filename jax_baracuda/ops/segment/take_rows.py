@@ -349,5 +349,5 @@ TAKE_ROWS_BACKWARD = Op(
     program=lambda d_output, ids, *, ids_ndim, accumulator=None, **params: sum_op(accumulator).kernel(
         *_flat(d_output, ids), **params
     ),
-    transpose=_transpose,
+    transposes={("d_output",): _transpose},
 )
