@@ -76,7 +76,7 @@ _Run = Callable[..., Sequence[Array]]
 
 
 class _Service(NamedTuple):
-    """A call of an op that can stand for a call of a primitive, whose operands have certain types."""
+    """The call of an op that may serve calls of a primitive, all of them with operands of the same types."""
 
     call: OpCall
     order: Sequence[int]
