@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,20 +57,16 @@ from jax_baracuda.ops.segment.ids import clamped_ids, signed_ids
 from jax_baracuda.ops.segment.product import SEGMENT_PROD
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM
 from jax_baracuda.ops.write_rows import WRITE_ROWS
-from jax_baracuda.ops.write_slice import DTYPES, MAX_AXES, WRITE_SLICE, Window
+from jax_baracuda.ops.write_slice import WRITE_SLICE, Window
 
 
-class _Unserved(Exception):
+class Unserved(Exception):
     """Why a call is left to JAX."""
 
 
-def _require(is_served: bool, reason: str) -> None:
+def require(is_served: bool, reason: str) -> None:
     if not is_served:
-        raise _Unserved(reason)
-
-
-def _require_dtype(dtype: Any, dtypes: Collection[str]) -> None:
-    _require(dtype.name in dtypes, f"there is no kernel for dtype {dtype.name}")
+        raise Unserved(reason)
 
 
 _Types = tuple[tuple[tuple[int, ...], Any], ...]
@@ -80,12 +76,12 @@ _Run = Callable[..., Sequence[Array]]
 
 
 class _Service(NamedTuple):
-    """What may serve calls of a primitive with operands of the same types."""
+    """The call of an op that may serve calls of a primitive, all of them with operands of the same types."""
 
     call: OpCall
     order: Sequence[int]
-    """The operands of the primitive that those of the call are made of."""
-    program: Callable[..., Array]
+    """For each operand of the op's call, the operand of the primitive that it is made of."""
+    compute: Callable[..., Array]
     """``(run, *operands of the primitive)`` -> the result."""
     rules: tuple[Rule, ...] = ()
     """Where plain JAX is faster, besides the rules of the op."""
@@ -98,14 +94,14 @@ def _cached(service_of: Callable[..., _Service]) -> Callable[..., _Service]:
     def service_or_reason(*args: Any) -> _Service | str:
         try:
             return service_of(*args)
-        except _Unserved as reason:
+        except Unserved as reason:
             return str(reason)
 
     @functools.wraps(service_of)
     def of_cache(*args: Any) -> _Service:
         service = service_or_reason(*args)
         if isinstance(service, str):
-            raise _Unserved(service)
+            raise Unserved(service)
         return service
 
     return of_cache
@@ -164,28 +160,28 @@ def _rows_of(types: _Types, numbers: Any) -> _Rows:
     """The rows that a scatter moves, from the types of its operands and its dimension numbers."""
     (shape, _), (of_ids, _), (of_updates, _) = types
     indexed = tuple(numbers.scatter_dims_to_operand_dims)
-    _require(jax_versions.is_static_shape((*shape, *of_ids, *of_updates)), "its sizes are symbolic")
+    require(jax_versions.is_static_shape((*shape, *of_ids, *of_updates)), "its sizes are symbolic")
     of_operand = tuple(numbers.operand_batching_dims)
     of_indices = tuple(numbers.scatter_indices_batching_dims)
     windows = [d for d in range(len(shape)) if d not in numbers.inserted_window_dims and d not in of_operand]
     in_updates = dict(zip(windows, numbers.update_window_dims, strict=True))
-    _require(bool(indexed), "it has no index")
-    _require(
+    require(bool(indexed), "it has no index")
+    require(
         set(indexed) == set(numbers.inserted_window_dims)
         and all(of_updates[in_updates[d]] == shape[d] for d in windows),
         "it takes or writes parts of rows",
     )
     first = min(indexed)
-    _require(indexed == tuple(range(first, first + len(indexed))), "its indexed axes are not neighbours in order")
-    _require(of_indices == tuple(range(len(of_indices))), "its batch is not the leading axes")
-    _require(of_operand in ((), tuple(range(first))), "its batch is not the leading axes")
+    require(indexed == tuple(range(first, first + len(indexed))), "its indexed axes are not neighbours in order")
+    require(of_indices == tuple(range(len(of_indices))), "its batch is not the leading axes")
+    require(of_operand in ((), tuple(range(first))), "its batch is not the leading axes")
     scattered = [d for d in range(len(of_updates)) if d not in numbers.update_window_dims]
     ids_axes, batch_axes = scattered[len(of_operand) :], scattered[: len(of_operand)]
     batch_axes = batch_axes or [in_updates[d] for d in range(first)]
     rows_axes = [in_updates[d] for d in range(first + len(indexed), len(shape))]
     sizes = tuple(shape[d] for d in indexed)
-    _require(len(sizes) == 1 or math.prod(sizes) < 2**31, "its indexed axes have 2^31 elements or more")
-    _require([*batch_axes, *ids_axes, *rows_axes] == list(range(len(of_updates))), "its rows would be transposed")
+    require(len(sizes) == 1 or math.prod(sizes) < 2**31, "its indexed axes have 2^31 elements or more")
+    require([*batch_axes, *ids_axes, *rows_axes] == list(range(len(of_updates))), "its rows would be transposed")
     return _Rows(
         batch=math.prod(shape[:first]) if first else None,
         shares_ids=not of_operand,
@@ -255,7 +251,7 @@ def scatter(primitive: str, ctx: Any, *operands: Any, dimension_numbers: Any, **
     """
     try:
         platform, is_write = _platform_of(ctx), primitive == WRITE
-        _require(not is_write or params["update_jaxpr"] is None, "a function is applied to rows")
+        require(not is_write or params["update_jaxpr"] is None, "a function is applied to rows")
         clips = params["mode"] == jax.lax.GatherScatterMode.CLIP
         selection = current_selection() or (KERNEL_IF_ANY if _rounds_each_term(ctx, platform) else None)
         of_call = (_types_of(ctx), dimension_numbers, clips, selection)
@@ -273,7 +269,7 @@ def scatter(primitive: str, ctx: Any, *operands: Any, dimension_numbers: Any, **
         if result is None and primitive == "scatter-add" and platform == "cuda" and not site.is_split:
             result = _add_flat_rows(ctx, operands, dimension_numbers, params)
         return decision, result
-    except _Unserved as reason:
+    except Unserved as reason:
         return Decision("xla", str(reason)), None
 
 
@@ -308,7 +304,7 @@ def _service_of_reduction(
         jax.ShapeDtypeStruct((*rows.leading_of_ids, rows.num_rows), np.int32),
     )
 
-    def program(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
+    def compute(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
         data = jax.lax.reshape(updates, types_of_op[0].shape)
         data = data.astype(types_of_op[0].dtype) if is_narrow else data
         [reduced] = run(data, rows.ids(indices, clips), **params)
@@ -316,7 +312,7 @@ def _service_of_reduction(
         return reduced if replaces else reduction.join(operand, reduced)
 
     call = _call(reduction.op, types_of_op, params, selection)
-    return _Service(call, (2, 1), program, () if replaces else _RULES_OF_JOIN)
+    return _Service(call, (2, 1), compute, () if replaces else _RULES_OF_JOIN)
 
 
 def _add_flat_rows(ctx: Any, operands: Sequence[Any], numbers: Any, params: dict[str, Any]) -> Any:
@@ -345,8 +341,8 @@ def _add_flat_rows(ctx: Any, operands: Sequence[Any], numbers: Any, params: dict
 @_cached
 def _service_of_write(types: _Types, numbers: Any, clips: bool, selection: Selection) -> _Service:
     rows, dtype = _rows_of(types, numbers), types[0][1]
-    _require(rows.batch is None, "it writes rows of several arrays")
-    _require(rows.num_segments + rows.num_rows < 2**31, "there are 2^31 rows or more")
+    require(rows.batch is None, "it writes rows of several arrays")
+    require(rows.num_segments + rows.num_rows < 2**31, "there are 2^31 rows or more")
     params = {"ranks": (1 + len(rows.row_shape),), "axis": 0, "has_layer": False, "scales": (0,)}
     params["has_unique_slots"] = False
     types_of_op = (
@@ -355,12 +351,12 @@ def _service_of_write(types: _Types, numbers: Any, clips: bool, selection: Selec
         jax.ShapeDtypeStruct((rows.num_rows,), np.int32),
     )
 
-    def program(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
+    def compute(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
         slots = jnp.clip(rows.ids(indices, clips), -1, rows.num_segments).astype(jnp.int32)
         pool, own = (jax.lax.reshape(x, of.shape) for x, of in zip((operand, updates), types_of_op, strict=False))
         return jax.lax.reshape(run(pool, own, slots, **params)[0], operand.shape)
 
-    return _Service(_call(WRITE_ROWS, types_of_op, params, selection), (0, 2, 1), program, _RULES_OF_WRITE)
+    return _Service(_call(WRITE_ROWS, types_of_op, params, selection), (0, 2, 1), compute, _RULES_OF_WRITE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -386,29 +382,27 @@ def slice_update(ctx: Any, *operands: Any) -> tuple[Decision, Any]:
         if may_copy and result is not None:
             decision = Decision("kernel", "a loop carries the array, which XLA might copy in each step")
         return decision, result
-    except _Unserved as reason:
+    except Unserved as reason:
         return Decision("xla", str(reason)), None
 
 
 @_cached
 def _service_of_slice(types: _Types, selection: Selection) -> _Service:
-    (shape, dtype), (part, _), *starts = types
-    _require_dtype(dtype, DTYPES)
-    _require(all(of_start.itemsize >= 4 for _, of_start in starts), "its starts have fewer than 32 bits")
-    _require(jax_versions.is_static_shape((*shape, *part)), "its sizes are symbolic")
-    _require(len(shape) <= MAX_AXES, f"the array has more than {MAX_AXES} axes")
-    _require(0 not in part and part != shape, "it writes the whole array or nothing")
+    (shape, _), (part, _), *starts = types
+    require(all(of_start.itemsize >= 4 for _, of_start in starts), "its starts have fewer than 32 bits")
+    require(jax_versions.is_static_shape((*shape, *part)), "its sizes are symbolic")
+    require(0 not in part and part != shape, "it writes the whole array or nothing")
     axes = [axis for axis, size in enumerate(shape) if part[axis] != size]
     windows = tuple(Window(0, axis, i, part[axis], num_shards=1) for i, axis in enumerate(axes))
     params = {"ranks": (len(shape),), "windows": windows, "drop": False}
     order = (0, 1, *(2 + axis for axis in axes))
 
-    def program(run: _Run, operand: Array, update: Array, *starts: Array) -> Array:
+    def compute(run: _Run, operand: Array, update: Array, *starts: Array) -> Array:
         # The kernel counts negative starts from the end. JAX has done so already.
         return run(operand, update, *(jnp.maximum(starts[axis], 0) for axis in axes), **params)[0]
 
     types_of_op = [jax.ShapeDtypeStruct(*types[i]) for i in order]
-    return _Service(_call(WRITE_SLICE, types_of_op, params, selection), order, program)
+    return _Service(_call(WRITE_SLICE, types_of_op, params, selection), order, compute)
 
 
 def _may_copy(ctx: Any, operand: Any) -> bool:
@@ -426,7 +420,7 @@ def _may_copy(ctx: Any, operand: Any) -> bool:
 
 def _platform_of(ctx: Any) -> str:
     platforms = jax_versions.platforms_of(ctx)
-    _require(len(platforms) == 1 and platforms[0] in KERNEL_PLATFORMS, "there are kernels for CPUs and CUDA only")
+    require(len(platforms) == 1 and platforms[0] in KERNEL_PLATFORMS, "there are kernels for CPUs and CUDA only")
     return str(platforms[0])
 
 
@@ -435,14 +429,15 @@ def _types_of(ctx: Any) -> _Types:
 
 
 def _rounds_each_term(ctx: Any, platform: str) -> bool:
-    """Whether plain JAX rounds after each term, by atomic operations that 16 bits do not have."""
+    """Whether plain JAX rounds each intermediate result, as XLA does where it emulates atomic operations of 16 bits."""
     dtype = ctx.avals_in[0].dtype
     return platform == "cuda" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
 def _call(op: Op, types: Sequence[Any], params: dict[str, Any], selection: Selection) -> OpCall:
     call = OpCall(op, types, {**params, "implementation": selection})
-    _require_dtype(types[0].dtype, call.resolve(op.dtypes))
+    if (problem := call.problem()) is not None:
+        raise Unserved(problem)
     return call
 
 
@@ -454,7 +449,7 @@ def _site(service: _Service, platform: str, ctx: Any, operands: Sequence[Any]) -
         site = dataclasses.replace(site, fuses=True)
     module = ctx.module_context
     if site.is_split and (module.lowering_parameters.for_export or not jax_versions.knows_devices(module.axis_context)):
-        raise _Unserved("the program is split over devices that are not known yet")
+        raise Unserved("the program is split over devices that are not known yet")
     return site
 
 
@@ -472,5 +467,5 @@ def _lowered(service: _Service, site: Site, ctx: Any, operands: Sequence[Any]) -
         Scope(SCOPE_NAME, None),
         selecting("kernel" if call.selection == "kernel" else KERNEL_IF_ANY),
     ):
-        [result] = lower_without_mesh(lambda *arrays: [service.program(run, *arrays)], ctx, operands)
+        [result] = lower_without_mesh(lambda *arrays: [service.compute(run, *arrays)], ctx, operands)
     return decision, jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])

@@ -35,6 +35,7 @@ from jax_baracuda._core.selection import (
     redirected,
     set_process_scope,
 )
+from jax_baracuda._indexed import Unserved, require
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -109,49 +110,40 @@ class RedirectReport:
         return "\n".join(textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ") for line in lines) or _NO_CALLS
 
 
-class _Unserved(Exception):
-    """Why a call is left to JAX."""
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Which calls are served. This is checked before our functions run: wrong arguments raise JAX's own errors, and an error
 # in our functions is not mistaken for an unserved call.
-
-
-def _require(is_served: bool, reason: str) -> None:
-    if not is_served:
-        raise _Unserved(reason)
 
 
 def _as_array(value: Any) -> Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise _Unserved(f"an argument is no array: {error}") from error
+        raise Unserved(f"an argument is no array: {error}") from error
 
 
 def _as_arrays(*values: Any) -> list[Array]:
     """The arguments of a function that takes arrays and numbers, but no lists."""
     for value in values:
         is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
-        _require(is_array or hasattr(value, "__jax_array__"), f"an argument is no array, but {type(value).__name__}")
+        require(is_array or hasattr(value, "__jax_array__"), f"an argument is no array, but {type(value).__name__}")
     return [_as_array(value) for value in values]
 
 
 def _require_static(*sizes: Any) -> None:
-    _require(jax_versions.is_static_shape(sizes), "sizes are symbolic or unknown")
+    require(jax_versions.is_static_shape(sizes), "sizes are symbolic or unknown")
 
 
 def _require_updates(name: str, array: Any, rows_shape: tuple[int, ...], mode: Any) -> None:
     """Checks an array that broadcasts to one row for each id, as the function of this name takes it."""
-    _require(array.dtype.name in _DTYPES[name], f"there is no kernel for dtype {array.dtype}")
+    require(array.dtype.name in _DTYPES[name], f"there is no kernel for {array.dtype.name}")
     _require_static(*array.shape, *rows_shape)
     fits = broadcasts(array.shape, rows_shape)
-    _require(fits, f"arrays of shape {array.shape} do not fit ids, which need {rows_shape}")
+    require(fits, f"arrays of shape {array.shape} do not fit ids, which need {rows_shape}")
     try:
         jax.lax.GatherScatterMode.from_any(mode)
     except ValueError as error:
-        raise _Unserved(str(error)) from error
+        raise Unserved(str(error)) from error
 
 
 def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted: bool) -> None:
@@ -168,7 +160,7 @@ def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted
     if selection == "kernel":
         return  # what there is no kernel for is an error
     decision = decide(OpCall(op, types, {**params, **op.targets[name]}), site)
-    _require(decision.implementation == "kernel", decision.reason)
+    require(decision.implementation == "kernel", decision.reason)
 
 
 def _ascend(ids: Any) -> bool:
@@ -195,19 +187,19 @@ def _segment_update(
     out_sharding: Any = None,
 ) -> Array:
     data, ids = _as_arrays(data, segment_ids)
-    _require(jnp.issubdtype(ids.dtype, jnp.integer), f"ids of dtype {ids.dtype}")
+    require(jnp.issubdtype(ids.dtype, jnp.integer), f"ids of dtype {ids.dtype}")
     _require_updates(name, data, (*ids.shape, *data.shape[1:]), mode)
     if bucket_size is not None:
         is_size = isinstance(bucket_size, int | np.integer) and bucket_size > 0
-        _require(is_size and ids.ndim == 1 and out_sharding is None, f"bucket_size={bucket_size!r} of these arguments")
-    _require(out_sharding is None or not out_sharding.spec.unreduced, "an unreduced out_sharding is asked for")
+        require(is_size and ids.ndim == 1 and out_sharding is None, f"bucket_size={bucket_size!r} of these arguments")
+    require(out_sharding is None or not out_sharding.spec.unreduced, "an unreduced out_sharding is asked for")
     if num_segments is None:
-        _require(ids.size > 0, "num_segments is missing, and there are no ids")
+        require(ids.size > 0, "num_segments is missing, and there are no ids")
         largest = jnp.max(ids)
-        _require(not isinstance(largest, jax.core.Tracer), "num_segments is missing, and ids are traced")
+        require(not isinstance(largest, jax.core.Tracer), "num_segments is missing, and ids are traced")
         num_segments = int(largest) + 1
     _require_static(num_segments)
-    _require(num_segments >= 0, f"num_segments={num_segments}")
+    require(num_segments >= 0, f"num_segments={num_segments}")
     is_sorted = bool(indices_are_sorted) or _ascend(segment_ids)
     _require_kernel(name, data, ids, num_segments, is_sorted)
     options = {"bucket_size": bucket_size, "mode": mode, "out_sharding": out_sharding}
@@ -231,7 +223,7 @@ def _wrap_segments(own: Callable[..., Array]) -> Callable[..., Array]:
             return own(name, *args, **kwargs)
         with in_named_scope(f"jax.ops.{name}"):
             if name in _DTYPES and "segments" in redirected():
-                with contextlib.suppress(_Unserved), not_redirected():  # JAX's functions call each other
+                with contextlib.suppress(Unserved), not_redirected():  # JAX's functions call each other
                     return _segment_update(name, *args, **kwargs)
             return own(name, *args, **kwargs)
 

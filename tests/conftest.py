@@ -91,12 +91,12 @@ def padded_heads() -> Iterator[None]:
         edge_attention.GRAPH_ATTENTION_BACKWARD_BY_SEGMENT,
         edge_attention.GRAPH_ATTENTION_BACKWARD_BY_ROW,
     )
-    saved = [(op, dict(op.programs)) for op in ops]
+    saved = [(op, dict(op.alternatives)) for op in ops]
     for op in ops:
-        of_gpus = {rule: program for rule, program in op.programs.items() if rule.platform == "cuda"}
-        op.programs.clear()
-        op.programs.update({dataclasses.replace(rule, platform=cases.PLATFORM): x for rule, x in of_gpus.items()})
+        of_gpus = {rule: program for rule, program in op.alternatives.items() if rule.platform == "cuda"}
+        op.alternatives.clear()
+        op.alternatives.update({dataclasses.replace(rule, platform=cases.PLATFORM): x for rule, x in of_gpus.items()})
     yield
-    for op, programs in saved:
-        op.programs.clear()
-        op.programs.update(programs)
+    for op, alternatives in saved:
+        op.alternatives.clear()
+        op.alternatives.update(alternatives)

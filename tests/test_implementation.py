@@ -474,7 +474,7 @@ def test_rules_are_few() -> None:
             rules = [rule for rule in op.xla_rules if rule.platform == platform]
             assert len(rules) <= 3, (op.name, platform)
             assert all(rule.reason for rule in rules)
-        assert len(op.programs) <= 3 and all(rule.reason for rule in op.programs), op.name
+        assert len(op.alternatives) <= 3 and all(rule.reason for rule in op.alternatives), op.name
 
 
 @pytest.mark.parametrize("example", [x for x in all_examples() if x.mapped is None], ids=lambda example: example.name)
@@ -483,8 +483,8 @@ def test_every_condition_applies_to_every_call(example: Example) -> None:
     types = example.operand_types("float32", "small")
     for program in recorded.programs_of(example):
         for call in traced_calls(program, types):
-            traits = dispatch.Traits(call.params, call.sizes, dispatch.Site("cuda", fuses=True))
-            for rule in (*call.op.xla_rules, *call.op.programs):
+            traits = dispatch.Traits(call.params, call.measures, dispatch.Site("cuda", fuses=True))
+            for rule in (*call.op.xla_rules, *call.op.alternatives):
                 for condition in rule.conditions:
                     assert condition(traits) in (True, False), rule.reason
 
@@ -493,8 +493,8 @@ def test_sizes_of_heads() -> None:
     [call] = traced_calls(
         lambda x: jb.gather_segment_sum(x, IDS, IDS, 3, weights=jnp.ones((2, 4))), jnp.ones((2, 4, 5))
     )
-    assert call.sizes.items() >= {"head": 4, "feature": 5, "features": 20}.items()
-    traits = dispatch.Traits(call.params, call.sizes, dispatch.Site("cuda"))
+    assert call.measures.items() >= {"head": 4, "feature": 5, "features": 20}.items()
+    traits = dispatch.Traits(call.params, call.measures, dispatch.Site("cuda"))
     assert at_most(features=20)(traits) and not at_most(features=19)(traits)
 
 

@@ -60,7 +60,7 @@ class KernelVjp:
 
     By default, ``jax.custom_vjp`` binds `forward` to `backward`. If both modes are asked for (see
     :func:`in_both_modes`), ``jax.custom_jvp`` does. The tangent is then the transpose of `backward`: it runs kernels
-    where the ops have a `transpose`, else plain JAX. Its own transpose is `backward` again, with its kernels. If no
+    where the ops have `transposes`, else plain JAX. Its own transpose is `backward` again, with its kernels. If no
     array has a tangent space, the primitives are called directly.
     """
 

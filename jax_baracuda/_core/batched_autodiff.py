@@ -74,14 +74,14 @@ class BatchedVjp:
         self._backward = backward
         self._shared = shared
         self._keeps_shared = keeps_shared
-        self.rules = KernelVjp(name, self._batched_forward, self._batched_backward, primal=self.batched_primal)
+        self.kernel_vjp = KernelVjp(name, self._batched_forward, self._batched_backward, primal=self.batched_primal)
 
     def __repr__(self) -> str:  # part of every printed jaxpr
         return f"BatchedVjp({self.name})"
 
     def __call__(self, params: Hashable, **arrays: Array) -> Array:
         if is_in_both_modes() or not any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
-            return self.rules(_Batch(params), **arrays)
+            return self.kernel_vjp(_Batch(params), **arrays)
         call = _BatchedCall(self, tuple(arrays), params, current_selection())
         return call.bind(*jax_versions.unify_varying(*arrays.values()))[0]
 
@@ -147,7 +147,7 @@ class _BatchedCall:
         return self._run(self.vjp.batched_primal, arrays)
 
     def differentiable(self, *arrays: Array) -> Array:
-        return self._run(self.vjp.rules, arrays)
+        return self._run(self.vjp.kernel_vjp, arrays)
 
     def _run(self, function: Callable[..., Array], arrays: Sequence[Array]) -> Array:
         mapped_names = (

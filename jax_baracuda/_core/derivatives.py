@@ -114,6 +114,5 @@ def derivative_op(kind: Kind, op: Op, num_operands: int, differentiated: Positio
         reduction_dims=op.independent_dims,
         independent_dims=op.independent_dims,
         shard_program=sum_over_devices,
-        linear=lambda **params: tuple(own_operands(**params))[num_operands:],
-        transpose=transpose,
+        transposes=lambda **params: {tuple(own_operands(**params))[num_operands:]: transpose},
     )

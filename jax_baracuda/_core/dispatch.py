@@ -80,7 +80,7 @@ def decide(call: OpCall, site: Site, rules: Sequence[Rule] = ()) -> Decision:
     if is_deterministic:
         return Decision("kernel", "deterministic=True is asked for")
     if call.selection != KERNEL_IF_ANY:
-        for rule in (*rules_of(call.op), *rules):
+        for rule in (*call.op.xla_rules, *rules):
             if rule.holds_for(call, site):
                 return Decision("xla", rule.reason)
     return Decision("kernel", "no rule favours plain JAX")
@@ -91,9 +91,9 @@ def _adds_up(op: Op) -> bool:
     return callable(op.guarantee) and "deterministic" in (keyword_names(op.guarantee) or ())
 
 
-def program_of(call: OpCall, site: Site) -> Callable[..., Any] | None:
+def alternative_of(call: OpCall, site: Site) -> Callable[..., Any] | None:
     """The program of several kernels that serves in place of the kernel; None if the kernel does."""
-    return next((program for rule, program in call.op.programs.items() if rule.holds_for(call, site)), None)
+    return next((program for rule, program in call.op.alternatives.items() if rule.holds_for(call, site)), None)
 
 
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:
@@ -112,8 +112,8 @@ class Traits(NamedTuple):
     """The properties of a call that conditions test."""
 
     params: Mapping[str, Any]
-    sizes: Mapping[str, int]
-    """See :attr:`OpCall.sizes`."""
+    measures: Mapping[str, int]
+    """See :attr:`OpCall.measures`."""
     site: Site
 
 
@@ -131,11 +131,7 @@ class Rule:
     def holds_for(self, call: OpCall, site: Site) -> bool:
         if self.platform != site.platform:
             return False
-        return all(condition(Traits(call.params, call.sizes, site)) for condition in self.conditions)
-
-
-def rules_of(op: Op) -> tuple[Rule, ...]:
-    return op.xla_rules
+        return all(condition(Traits(call.params, call.measures, site)) for condition in self.conditions)
 
 
 def on_cpu(reason: str, *conditions: Condition) -> Rule:
@@ -170,12 +166,12 @@ MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
 
 def uncontended(traits: Traits) -> bool:
     """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
-    sizes = traits.sizes
-    return sizes["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * sizes["batch"] * sizes["segment"]
+    measures = traits.measures
+    return measures["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * measures["batch"] * measures["segment"]
 
 
 def mostly_empty_segments(traits: Traits) -> bool:
-    return traits.sizes["rows"] <= traits.sizes["batch"] * traits.sizes["segment"]
+    return traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
 
 
 def param(name: str, value: Any) -> Condition:
@@ -183,10 +179,10 @@ def param(name: str, value: Any) -> Condition:
     return lambda traits: traits.params.get(name) == value
 
 
-def at_most(**sizes: int) -> Condition:
-    """The call's sizes are at most these. Names are from :attr:`OpCall.sizes`."""
-    return lambda traits: all(traits.sizes[name] <= size for name, size in sizes.items())
+def at_most(**measures: int) -> Condition:
+    """The call's measures are at most these. Names are from :attr:`OpCall.measures`."""
+    return lambda traits: all(traits.measures[name] <= most for name, most in measures.items())
 
 
-def at_least(**sizes: int) -> Condition:
-    return lambda traits: all(traits.sizes[name] >= size for name, size in sizes.items())
+def at_least(**measures: int) -> Condition:
+    return lambda traits: all(traits.measures[name] >= least for name, least in measures.items())

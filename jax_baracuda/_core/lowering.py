@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
-from jax_baracuda._core.dispatch import Decision, Site, decide, missing_kernel, program_of
+from jax_baracuda._core.dispatch import Decision, Site, alternative_of, decide, missing_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected, redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
@@ -66,7 +66,7 @@ def _lower_as_decided(
     if is_plain and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
         return _lower_reference(call, ctx, operands)
     if not site.is_split:
-        # If a shard_map leaves several axes automatic, the devices along them have whole arrays here.
+        # This includes a shard_map that leaves several axes automatic: each device along them gets whole arrays.
         return _call_target(call, site, ctx, operands)
     # The choice is made once, for the whole program.
     strict = call.selection == "kernel"
@@ -116,14 +116,13 @@ def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands
     )
 
 
-@jax_versions.cached
 def _sorts_rows(call: OpCall, platform: str) -> bool:
     """Whether the kernel first sorts the ids of floating rows."""
-    is_served = call.op.plan_parameters is not None and call.unsupported_reason(platform) is None
     return bool(
-        is_served
+        call.op.plan_parameters is not None
         and call.num_batch_dims == 0
         and jnp.issubdtype(call.dtype, jnp.floating)
+        and call.unsupported_reason(platform) is None
         and call.plan(platform).strategy == "sort_then_tiles"
     )
 
@@ -145,13 +144,14 @@ def _lower_reference(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequ
 
 
 MIN_UNFUSED_BYTES = 256
-"""XLA compiles a loop as one function if a step accesses less than 1 KB. A barrier counts as the whole array."""
+"""Smaller updates get no barrier. It would count as an access to the whole array, and XLA compiles a loop as one
+function only if a step accesses less than 1 KB."""
 
 
 def _written_operands(call: OpCall) -> list[int]:
     """The operands that plain JAX writes into the arrays that are updated in place."""
     in_place = call.resolve(call.op.in_place)
-    return [i for i in call.linear if i not in in_place] if call.op.transpose is not None and in_place else []
+    return [i for factor in call.transposes for i in factor if i not in in_place] if in_place else []
 
 
 def _with_unfused_updates(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Sequence[Any]:
@@ -211,7 +211,7 @@ def _call_target(call: OpCall, site: Site, ctx: mlir.LoweringRuleContext, operan
     op = call.op
     if (constants := _constant_results(call, ctx, operands)) is not None:
         return lower_without_mesh(lambda *_: [jnp.asarray(x) for x in constants], ctx, operands)
-    if (program := op.program or program_of(call, site)) is not None:
+    if (program := op.program or alternative_of(call, site)) is not None:
         mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
         return lower_without_mesh(functools.partial(map_over_batch, call.of_operands(program), mapped), ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)
@@ -474,7 +474,7 @@ def is_ascending(ctx: Any, ids: ir.Value[Any]) -> bool:
 
 
 def _sorts(operation: Any, result: int) -> bool:
-    """Whether a sort makes its first result ascend: it compares nothing else."""
+    """Whether a sort makes this result ascend: it is the first, and the sort compares nothing else."""
     block = operation.regions[0].blocks[0]
     comparison, *rest = block
     return bool(

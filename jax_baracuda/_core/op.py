@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from jax_baracuda._core import jax_versions, rules
+from jax_baracuda._core import jax_versions, transformations
 from jax_baracuda._core.arrays import element_bits, in_automatic_mode
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.dispatch import Rule
@@ -35,6 +36,21 @@ Dimensions = tuple[str, ...]
 """The names of an array's dimensions. A last name "..." stands for any number of trailing dimensions."""
 NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by name and in order."""
+Transpose = Callable[..., Sequence[jax.Array | None]]
+"""``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
+linear operands, None for integers."""
+Transposes = Mapping[tuple[str, ...], Transpose]
+
+
+_lock = threading.RLock()
+
+
+class _LockedProperty(functools.cached_property[Any]):
+    """A cached property that one thread computes while others wait: an op must not be two primitives."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        with _lock:
+            return super().__get__(instance, owner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,16 +70,16 @@ class Op:
     results: NamedDimensions | Callable[..., NamedDimensions]
     """By name and in order. Or ``(**params)`` -> these."""
     reference: Callable[..., Sequence[jax.Array]]
-    """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transpose` nor
-    `tangent` gives."""
+    """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transposes`
+    nor `tangent` gives."""
     dtypes: frozenset[str] | Callable[..., frozenset[str]]
-    """The dtypes that the kernel supports, of the first operand and of those in `linear`. Or ``(**params)`` -> these.
-    """
+    """The dtypes that the kernel supports, of the first operand and of those in `transposes`. Or ``(**params)`` ->
+    these."""
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
-    sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    result_sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """{dimension that no operand has: the param with its size}. Or ``(**params)`` -> the sizes."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
     """``(*operand avals, **params)`` -> the dtypes of the results; None: all have the dtype of the first operand."""
@@ -96,7 +112,7 @@ class Op:
     reference if plain JAX serves the call, because XLA's partitioner might gather the operands of the reference."""
     program: Callable[..., Sequence[jax.Array]] | None = None
     """``(*operands, **params)``: calls of other ops' kernels, for an op that has no native target of its own."""
-    programs: Mapping[Rule, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
+    alternatives: Mapping[Rule, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
     """Programs ``(*operands, **params)`` of several kernels. The first whose rule holds serves in place of the kernel.
     Example: a sort, which XLA shares between calls, then the kernel for sorted rows."""
     xla_rules: tuple[Rule, ...] = ()
@@ -115,16 +131,10 @@ class Op:
     broadcasts: tuple[str, ...] = ()
     """The operands that broadcast along every dimension, as in ``jax.numpy``. ``vmap`` then adds one more such
     dimension, which the functions of the definition and the handler see like any other."""
-    linear: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
-    """The operands in which an op with a `transpose` is jointly linear; empty: the first. Or ``(**params)`` ->
-    these."""
-    transpose: Callable[..., Sequence[jax.Array]] | None = None
-    """``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
-    linear operands. If no other operand has a tangent, derivatives then run kernels: the result's tangent is the op
-    applied to the operands' tangents."""
-    linear_alone: Mapping[str, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
-    """Further operands of an op with a `transpose`, in each of which the op is linear while all others are fixed, as in
-    one factor of a product; with the transpose for that operand alone, which is called like `transpose`."""
+    transposes: Transposes | Callable[..., Transposes] = dataclasses.field(default_factory=dict)
+    """{operands, by name, in which the op is jointly linear while all others are fixed: its transpose}. Several entries
+    are like the factors of a product. If only these operands have tangents, derivatives run kernels: the result's
+    tangent is the op applied to the tangents of an entry, summed over the entries. Or ``(**params)`` -> these."""
     tangent: Callable[..., Sequence[jax.Array]] | None = None
     """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, if no other
     operand has a tangent. Use when the tangent follows from the results. Integer results have none."""
@@ -194,21 +204,21 @@ class Op:
         }
 
     def by_name(self, operands: Sequence[Any], params: Mapping[str, Any]) -> dict[str, Any]:
-        """The operands of the definition, given those that a call with these params has. The others are None."""
+        """All operands of the definition by name, None for those that a call with these params lacks."""
         given = dict(zip(self.operand_dims(params), operands, strict=False))
         return {name: given.get(name) for name in resolved(self.operands, params)}
 
-    @functools.cached_property
+    @_LockedProperty
     def primitive(self) -> Primitive:
         """The op as JAX sees it."""
         primitive = self._primitive(f"baracuda_{self.name}")
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-            return rules.jvp(OpCall(self, primals, params), primitive, tangents)
+            return transformations.jvp(OpCall(self, primals, params), primitive, tangents)
 
         def transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
             types = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
-            return rules.transpose(OpCall(self, types, params), cotangents, operands)
+            return transformations.transpose(OpCall(self, types, params), cotangents, operands)
 
         primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
         ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = jvp, transpose
@@ -221,7 +231,7 @@ class Op:
         jax_versions.require_devices_during_lowering(primitive)
         return primitive
 
-    @functools.cached_property
+    @_LockedProperty
     def kernel_primitive(self) -> Primitive:
         """The kernel alone. Its params `donated` and `sorts_apart` are those of its :class:`.dispatch.Site`."""
         primitive = self._primitive(f"baracuda_{self.name}_kernel")
@@ -235,7 +245,7 @@ class Op:
         primitive.def_abstract_eval(lambda *types, **params: OpCall(self, types, params).result_avals())
 
         def batch(operands: Sequence[Any], axes: Sequence[int | None], **params: Any) -> Any:
-            return rules.batch(OpCall(self, operands, params), primitive, axes)
+            return transformations.batch(OpCall(self, operands, params), primitive, axes)
 
         batching.primitive_batchers[primitive] = batch
         return primitive
@@ -358,16 +368,10 @@ class OpCall:
         return next(name for name, params in self.op.targets.items() if params.items() <= self.all_params.items())
 
     @functools.cached_property
-    def linear(self) -> list[int]:
-        """The positions of the operands in which an op with a `transpose` is linear."""
-        names = list(self.operand_dims)
-        return [names.index(name) for name in self.resolve(self.op.linear) or names[:1]]
-
-    @property
-    def linear_alone(self) -> dict[int, Callable[..., Sequence[jax.Array]]]:
-        """The transposes of an op that is linear in further operands, by position."""
-        names = list(self.operand_dims)
-        return {names.index(name): transpose for name, transpose in self.op.linear_alone.items() if name in names}
+    def transposes(self) -> dict[tuple[int, ...], Transpose]:
+        """The transposes of the op, by the positions of the operands in which it is linear."""
+        names, transposes = list(self.operand_dims), self.resolve(self.op.transposes)
+        return {tuple(map(names.index, of)): x for of, x in transposes.items() if set(of).issubset(names)}
 
     @functools.cached_property
     def selection(self) -> Selection:
@@ -401,10 +405,11 @@ class OpCall:
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the definition, given the params that it names, and the sizes if it names them."""
         names_sizes = "sizes" in (keyword_names(function) or ())
-        return with_named(function, {**self.params, "sizes": self.named_sizes} if names_sizes else self.params)
+        return with_named(function, {**self.params, "sizes": self.sizes} if names_sizes else self.params)
 
     def of_operands(self, function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-        """A function of the definition, given the params and its first arguments, as one of the call's operands."""
+        """A function of the call's operands: a function of the definition, with the params and its `first` arguments
+        filled in."""
         return lambda *operands: self.bound(function)(*first, *self.op.by_name(operands, self.params).values())
 
     @functools.cached_property
@@ -419,7 +424,7 @@ class OpCall:
     def dims(self, field: Any) -> tuple[str, ...]:
         """The dimensions that a field of the definition names, with "..." written out."""
         names: tuple[str, ...] = self.resolve(field)
-        unnamed = (name for name in self.named_shapes.sizes if name.startswith("..."))
+        unnamed = (name for name in self.named_shapes.all_sizes if name.startswith("..."))
         return (*names, *unnamed) if "..." in names else names
 
     def result_types(self) -> list[ShapeAndDtype]:
@@ -461,7 +466,7 @@ class OpCall:
 
     def _named_types(self) -> list[ShapeAndDtype]:
         """The types of the results, with shapes derived from the named dimensions."""
-        op, operands, sizes = self.op, self.own_operands, self.named_sizes
+        op, operands, sizes = self.op, self.own_operands, self.sizes
         results = self.resolve(op.results).values()
         rest = tuple(name for name in sizes if name.startswith("..."))
         dtypes = (
@@ -473,10 +478,10 @@ class OpCall:
         ]
 
     @functools.cached_property
-    def named_sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """The sizes of the named dimensions, without those that ``vmap`` has added."""
-        sizes = self.op.sizes
-        of_params = self.resolve(sizes) if callable(sizes) else {dim: self.params[name] for dim, name in sizes.items()}
+        given = self.op.result_sizes
+        of_params = self.resolve(given) if callable(given) else {dim: self.params[name] for dim, name in given.items()}
         return joint_sizes(self._with_names(self.operand_dims, [x.shape for x in self.own_operands])) | of_params
 
     def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
@@ -505,12 +510,14 @@ class OpCall:
         return NamedShapes(without_broadcast(operands), without_broadcast(results), sizes)
 
     @functools.cached_property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that rules use: the named dimensions, "batch" (its elements), "rows" (of data, or edges, in the
-        whole batch), "ids" (of segments; fewer than rows if a batch shares them), "features" (see
-        :func:`num_features`), "bytes" (of all operands and results), "element_bits" (of the narrowest operand), "rank"
-        and "row_bytes" (of the first operand)."""
-        sizes = self.named_sizes
+    def measures(self) -> dict[str, int]:
+        """What rules compare: the sizes of the named dimensions, and these.
+
+        "batch": the number of its elements. "rows": those of data, or the edges, in the whole batch. "ids": those of segments, which are
+        fewer than the rows if a batch shares them. "features": see :func:`num_features`. "bytes": of all operands and results. "element_bits": of the narrowest operand. "rank" and
+        "row_bytes": of the first operand.
+        """
+        sizes = self.sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
         types = [*((x.shape, x.dtype) for x in self.operands), *self.result_types()]
         ids = dict(zip(self.operand_dims, self.operands, strict=False)).get("segment_ids")
@@ -552,13 +559,15 @@ class OpCall:
 
     def unsupported_reason(self, platform: str) -> str | None:
         """Why the kernel on the platform does not support this call; None if it does."""
+        return self.missing_target(platform) or self.problem()
+
+    def problem(self) -> str | None:
+        """Why no kernel supports this call, on any platform; None if there may be one."""
         op = self.op
-        if (problem := self.missing_target(platform)) is not None:
-            return problem
         if not self.has_static_shapes():
             return "its shapes are symbolic"
         dtypes = self.resolve(op.dtypes)
-        for dtype in (self.operands[i].dtype.name for i in (0, *self.linear)):
+        for dtype in (self.operands[i].dtype.name for i in (0, *itertools.chain(*self.transposes))):
             if dtype not in dtypes:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):

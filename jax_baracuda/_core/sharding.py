@@ -34,14 +34,14 @@ class NamedShapes(NamedTuple):
 
     operands: tuple[tuple[str | None, ...], ...]
     results: tuple[tuple[str | None, ...], ...]
-    sizes: Mapping[str, int]
-    """The size of each named dimension."""
+    all_sizes: Mapping[str, int]
+    """The size of each named dimension, with those that ``vmap`` has added."""
 
     def rule(
         self, replicated_dims: Sequence[str], reduction_dims: Sequence[str]
     ) -> tuple[str, dict[str, tuple[str, ...]]]:
         """The op as a Shardy sharding rule in einsum notation, with its reduction and replication factors."""
-        factors = {name: f"d{i}" for i, name in enumerate(self.sizes)}
+        factors = {name: f"d{i}" for i, name in enumerate(self.all_sizes)}
         broadcast = (f"one{i}" for i in itertools.count())
         operands, results = (
             ", ".join(
@@ -62,7 +62,7 @@ class NamedShapes(NamedTuple):
         No axis splits both a dimension that all results lack, such as edges, and another dimension of operands, such as
         features. Otherwise a device would have only some features of its edges, and no device the other features.
         """
-        assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in self.sizes}
+        assignment: dict[str, MeshAxes] = {name: () for name in replicated_dims if name in self.all_sizes}
         names_of_each = self.operands + self.results
         of_operands = {name for names in self.operands for name in names}
         reduced = of_operands.difference(*self.results)
@@ -106,7 +106,7 @@ def partitioned(
     min_shard_sizes = call.bound(op.min_shard_sizes)() if op.min_shard_sizes else {}
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
-        shard_size, rest = divmod(shapes.sizes[name], math.prod(mesh.shape[axis] for axis in axes))
+        shard_size, rest = divmod(shapes.all_sizes[name], math.prod(mesh.shape[axis] for axis in axes))
         if name in min_shard_sizes:
             # Shards exchange halos with jax.lax.ppermute, which requires the axes in the order of the mesh.
             in_mesh_order = tuple(axis for axis in mesh.axis_names if axis in axes)

@@ -263,15 +263,12 @@ def _pool_update_backward(
     states: Array,
     weight: Array,
     slots: Array,
-    d_output: Array,
-    d_states: Array,
-    bias: Array | None,
-    num_accepted: Array | None,
-    *,
+    *others: Any,
     channels_last: bool,
     silu: bool,
 ) -> list[Array]:
     """The gradients of x, states, weight and bias, with the gradient of a convolution of sequences with states."""
+    d_output, d_states, bias, num_accepted = others
     width, num_inputs = weight.shape[1], x.shape[time_axis(channels_last)]
     entries = _entries(states, width, x.shape[0], num_accepted)
     writers = of_writers(states, slots)

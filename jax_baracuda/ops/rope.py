@@ -532,7 +532,13 @@ def _has_known_angles(traits: Traits) -> bool:
 
 
 def _has_halves_or_32_bits(traits: Traits) -> bool:
-    return not traits.params["interleaved"] or traits.sizes["element_bits"] == 32
+    return not traits.params["interleaved"] or traits.measures["element_bits"] == 32
+
+
+def _transpose(
+    _: Any, cotangents: Sequence[Array], *others: Array | None, inverse: bool, **params: Any
+) -> Sequence[Array]:
+    return ROPE(*cotangents, *others, inverse=not inverse, **params)
 
 
 ATTRIBUTES_OF_ROTATION = ("interleaved", "rotary_dim", "rotary_offset", "sections", "sections_interleaved", "scale")
@@ -583,12 +589,10 @@ ROPE = Op(
         ),
     ),
     in_place_if_donated=lambda *, num_arrays: {i: i for i in range(num_arrays)},
-    linear=lambda *, num_arrays, heads_first: tuple(_features(num_arrays=num_arrays, heads_first=heads_first)),
-    transpose=lambda _, cotangents, *others, inverse, **params: ROPE(
-        *cotangents, *others, inverse=not inverse, **params
-    ),
+    transposes=lambda *, num_arrays, heads_first: {
+        tuple(_features(num_arrays=num_arrays, heads_first=heads_first)): _transpose
+    },
 )
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Derivative rules.

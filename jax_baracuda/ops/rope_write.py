@@ -245,6 +245,9 @@ def _cotangents(
     return [d_key_cache, d_value_cache, None if d_k is None else rotated[1][0], d_v, rotated[0][0]]
 
 
+_transpose = transpose_of(_cotangents)
+
+
 def _dtypes(*, scales: Sequence[int] | None = None) -> frozenset[str]:
     """Those of queries, keys and values. In a call, whose params are known, also those of caches that convert."""
     return FLOATING_DTYPES if scales is None else FLOATING_DTYPES | CONVERTIBLE_POOLS
@@ -270,13 +273,12 @@ ROPE_WRITE = Op(
     attributes=(*ATTRIBUTES_OF_WRITE, *ATTRIBUTES_OF_ROTATION),
     plan_parameters=_plan_parameters,
     limit=_limit,
-    programs=unique_first(lambda: ROPE_WRITE),
+    alternatives=unique_first(lambda: ROPE_WRITE),
     # The features of keys are those of the last dimension of the first pool.
     replicated_dims=("row", "section", "part", "pair", "feature", "0.2"),
     shard_program=shard_write,
     in_place={0: 0, 1: 1},
-    linear=lambda *, ranks, axis, has_layer: (*_linear_dimensions(ranks, axis, has_layer), "q"),
-    transpose=transpose_of(_cotangents),
+    transposes=lambda *, ranks, axis, has_layer: {(*_linear_dimensions(ranks, axis, has_layer), "q"): _transpose},
 )
 
 

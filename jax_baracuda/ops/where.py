@@ -256,8 +256,9 @@ WHERE = Op(
     limit=_limit_of_rank,
     xla_rules=_RULES,
     broadcasts=("a", "b", "cond"),
-    linear=("a", "b"),
-    transpose=lambda avals, d_outputs, cond: _cotangents(d_outputs[0], cond, *(x.shape for x in avals)),
+    transposes={
+        ("a", "b"): lambda avals, d_outputs, cond: _cotangents(d_outputs[0], cond, *(x.shape for x in avals)),
+    },
 )
 
 WHERE_BACKWARD = Op(
@@ -274,7 +275,7 @@ WHERE_BACKWARD = Op(
     limit=_limit_of_backward,
     xla_rules=_RULES,
     broadcasts=("cond",),
-    transpose=_transpose_backward,
+    transposes={("d_output",): _transpose_backward},
 )
 
 

@@ -380,6 +380,9 @@ def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callab
     return transpose
 
 
+_transpose_write = transpose_of(write_cotangents)
+
+
 def _transpose_backward(
     types: Sequence[Any], cotangents: Sequence[Array], *others: Array, row_dtypes: Any, **params: Any
 ) -> Sequence[Array]:
@@ -409,7 +412,7 @@ WRITE_ROWS = Op(
     dtypes=DTYPES_OF_WHOLE_BYTES,
     attributes=ATTRIBUTES_OF_WRITE,
     plan_parameters=_plan_parameters,
-    programs=unique_first(lambda: WRITE_ROWS),
+    alternatives=unique_first(lambda: WRITE_ROWS),
     xla_rules=(
         on_cpu(
             "XLA's update of a few rows takes less time than the call of a kernel",
@@ -418,11 +421,9 @@ WRITE_ROWS = Op(
         ),
     ),
     shard_program=shard_write,
-    linear=lambda *, ranks, axis, has_layer: (
-        *pool_dimensions("dest", ranks, axis, has_layer),
-        *row_dimensions("rows", ranks, axis),
-    ),
-    transpose=transpose_of(write_cotangents),
+    transposes=lambda *, ranks, axis, has_layer: {
+        (*pool_dimensions("dest", ranks, axis, has_layer), *row_dimensions("rows", ranks, axis)): _transpose_write
+    },
     **_common,
 )
 
@@ -444,8 +445,9 @@ WRITE_ROWS_BACKWARD = Op(
     program=_reference_backward,
     dtypes=DIFFERENTIABLE_DTYPES,
     shard_program=_shard_backward,
-    linear=lambda *, ranks, axis, has_layer: tuple(pool_dimensions("d_output", ranks, axis, has_layer)),
-    transpose=_transpose_backward,
+    transposes=lambda *, ranks, axis, has_layer: {
+        tuple(pool_dimensions("d_output", ranks, axis, has_layer)): _transpose_backward
+    },
     **_common,
 )
 

@@ -373,6 +373,17 @@ def _shard_extract(
     return [*rest, *extracted]
 
 
+# Extracting a window and leaving zeros is the transpose of writing it, and vice versa.
+
+
+def _transpose_write(_: Any, cotangents: Sequence[Array], *starts: Array, **params: Any) -> Sequence[Array | None]:
+    return _cotangents(cotangents, *starts, **params)
+
+
+def _transpose_extract(_: Any, cotangents: Sequence[Array], *starts: Array, **params: Any) -> Sequence[Array]:
+    return WRITE_SLICE(*cotangents, *starts, **params)
+
+
 def _cotangents(
     cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool
 ) -> list[Array | None]:
@@ -418,8 +429,9 @@ WRITE_SLICE = Op(
         on_cpu("XLA's update takes less time than the call of a kernel", at_least(element_bits=8)),
     ),
     shard_program=_shard_write,
-    linear=lambda *, ranks: tuple(_dest_dimensions("dest", ranks) | _dest_dimensions("source", ranks)),
-    transpose=lambda avals, cotangents, *starts, **params: _cotangents(cotangents, *starts, **params),
+    transposes=lambda *, ranks: {
+        (*_dest_dimensions("dest", ranks), *_dest_dimensions("source", ranks)): _transpose_write
+    },
     **_common,
 )
 
@@ -433,7 +445,7 @@ WRITE_SLICE_BACKWARD = Op(
         **_dest_dimensions("d_dest", ranks),
         **_source_dimensions("d_source", ranks, windows),
     },
-    sizes=lambda *, windows: {_window_dimension(window): window.size for window in windows},
+    result_sizes=lambda *, windows: {_window_dimension(window): window.size for window in windows},
     result_dtypes=lambda *operands, ranks: [x.dtype for x in operands[: len(ranks)]] * 2,
     reference=_reference_extract,
     dtypes=DIFFERENTIABLE_DTYPES,
@@ -442,9 +454,7 @@ WRITE_SLICE_BACKWARD = Op(
         on_cpu("the call of a kernel takes longer than the copy", at_most(bytes=16 * KB)),
     ),
     shard_program=_shard_extract,
-    linear=lambda *, ranks: tuple(_dest_dimensions("d_output", ranks)),
-    # Extracting a window and leaving zeros is the transpose of writing it, and vice versa.
-    transpose=lambda avals, cotangents, *starts, **params: WRITE_SLICE(*cotangents, *starts, **params),
+    transposes=lambda *, ranks: {tuple(_dest_dimensions("d_output", ranks)): _transpose_extract},
     **_common,
 )
 

@@ -12,10 +12,10 @@ from support.matrix.calls import (
     ABSENT,
     FLOATING,
     Call,
+    Constraint,
     Operand,
     Options,
     Problem,
-    Rule,
     declare,
     finite_numbers,
     passed,
@@ -98,11 +98,11 @@ LARGE_SIZES: dict[str, Sizes] = {
     "wide filter, long": {"example": 3, "channel": 96, "time": 2048, "tap": 7},
 }
 
-NO_LAST_OF_NONE = Rule(
+NO_LAST_OF_NONE = Constraint(
     "without an input there is no last sequence",
     lambda segment_ids, size: segment_ids is not ABSENT and size == "empty",
 )
-WIDER = Rule(
+WIDER = Constraint(
     "only 16-bit signals may have wider parameters",
     lambda parameter_dtype, dtype: parameter_dtype == "wide" and dtype in ("float32", "float64"),
 )
@@ -192,7 +192,7 @@ declare(
         options={**OPTIONS, "return_final_state": (ABSENT, True)},
         strategy_options=STRATEGY_OPTIONS,
         problem=_forward_problem,
-        rules=(NO_LAST_OF_NONE, WIDER),
+        constraints=(NO_LAST_OF_NONE, WIDER),
         has_carry=True,
     )
 )
@@ -245,7 +245,7 @@ declare(
         options={**OPTIONS, "d_final_state": (ABSENT, "given")},
         strategy_options=STRATEGY_OPTIONS,
         problem=_backward_problem,
-        rules=(NO_LAST_OF_NONE, WIDER),
+        constraints=(NO_LAST_OF_NONE, WIDER),
     )
 )
 
@@ -365,10 +365,10 @@ declare(
         },
         strategy_options=tuple({"slots": x, "inputs": y} for x in (ABSENT, "given") for y in ("one", "several")),
         problem=_update_problem,
-        rules=(
+        constraints=(
             WIDER,
-            Rule("pools have rows of one length", lambda slots, state: slots is not ABSENT and state == "long"),
-            Rule(
+            Constraint("pools have rows of one length", lambda slots, state: slots is not ABSENT and state == "long"),
+            Constraint(
                 "vmap maps an operand that the call has",
                 lambda batch, slots: batch.startswith("one:") and not _update_has(batch[4:], slots),
             ),
@@ -540,9 +540,9 @@ declare(
             **{name: OPTIONS[name] for name in ("bias", "activation", "parameter_dtype")},
         },
         problem=_ragged_problem,
-        rules=(
+        constraints=(
             WIDER,
-            Rule(
+            Constraint(
                 "small integers hold few tokens",
                 lambda integers, size: integers == "uint8" and size in LARGE_RAGGED_SIZES,
             ),

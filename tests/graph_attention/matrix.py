@@ -22,10 +22,10 @@ from support.matrix.calls import (
     ABSENT,
     FLOATING,
     Call,
+    Constraint,
     Operand,
     Options,
     Problem,
-    Rule,
     declare,
     finite_numbers,
     passed,
@@ -174,18 +174,18 @@ LARGE_SIZES: dict[str, Sizes] = {
     "wide heads": {"row": 2000, "segment": 300, "node": 300, "feature": 3, "feature1": 64, "width": 64},
 }
 
-RULES = (
+CONSTRAINTS = (
     NO_CLIP_TO_NOTHING,
     PLAN_HAS_MODE,
-    Rule(
+    Constraint(
         "8-bit ids do not reach the segments",
         lambda ids_dtype, size: ids_dtype == "uint8" and size in LARGE_SIZES,
     ),
-    Rule(
+    Constraint(
         "only biases are special",
         lambda values, bias: values == "special" and bias is ABSENT,
     ),
-    Rule(
+    Constraint(
         "XLA may simplify the derivative of a result without elements to 0, where a logit is NaN",
         lambda values, size: values == "special" and size == "no features",
     ),
@@ -283,6 +283,6 @@ for _name, _own_options in (
             },
             strategy_options=({}, {"plan": True}, {"bias": "edge and head"}),
             problem=functools.partial(_problem, _name == "graph_additive_attention"),
-            rules=RULES,
+            constraints=CONSTRAINTS,
         )
     )

@@ -45,7 +45,7 @@ def reasons() -> set[str]:
     """
     texts = set()
     for node in nodes_of_package():
-        if isinstance(node, ast.FunctionDef) and re.search("limit|unsupported_reason|missing_target", node.name):
+        if isinstance(node, ast.FunctionDef) and re.search("limit|^problem$|missing_target", node.name):
             returned = [part for part in ast.walk(node) if isinstance(part, ast.Return)]
             texts |= {text for value in returned for text in strings(value)}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_load":

@@ -11,10 +11,10 @@ from support.matrix.calls import (
     ABSENT,
     FLOATING,
     Call,
+    Constraint,
     Operand,
     Options,
     Problem,
-    Rule,
     declare,
     integers,
     numbers,
@@ -174,13 +174,15 @@ for _name, _names, _heads, _direction in (
             problem=lambda dtype, options, sizes, names=_names, heads=_heads, direction=_direction: _problem(
                 names, heads, direction, dtype, options, sizes
             ),
-            rules=(
-                Rule(
+            constraints=(
+                Constraint(
                     "frequencies that are given need no base",
                     lambda base, inv_freq: base is not ABSENT and inv_freq is not ABSENT,
                 ),
-                Rule("sections need positions", lambda sections, positions: bool(sections) and positions is ABSENT),
-                Rule(
+                Constraint(
+                    "sections need positions", lambda sections, positions: bool(sections) and positions is ABSENT
+                ),
+                Constraint(
                     "with all features, the rotated ones are the last ones, too",
                     lambda rotary_dim, rotary_offset: rotary_dim is ABSENT and rotary_offset is not ABSENT,
                 ),

@@ -12,10 +12,10 @@ from support.matrix.calls import (
     ABSENT,
     FLOATING,
     Call,
+    Constraint,
     Operand,
     Options,
     Problem,
-    Rule,
     declare,
     integers,
     numbers,
@@ -122,8 +122,8 @@ declare(
         large_sizes=LARGE_SIZES,
         options=OPTIONS,
         problem=_problem,
-        rules=(
-            Rule(
+        constraints=(
+            Constraint(
                 "vmap maps an operand that the call has",
                 lambda batch, layer: batch == "one:layer" and layer is ABSENT,
             ),

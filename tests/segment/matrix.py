@@ -14,11 +14,11 @@ from support.matrix.calls import (
     ABSENT,
     FLOATING,
     Call,
+    Constraint,
     Draw,
     Operand,
     Options,
     Problem,
-    Rule,
     declare,
     finite_numbers,
     is_floating,
@@ -435,43 +435,43 @@ LARGE_SIZES: dict[str, Sizes] = {
     "table in parts": {"row": 786_448, "features": (64,), "segment": 98_306},
 }
 
-FROM_IDS = Rule(
+FROM_IDS = Constraint(
     "the number of segments comes from the ids only where these are known",
     lambda num_segments, transformation: num_segments is ABSENT and transformation != "eager",
 )
-FROM_UNBATCHED_IDS = Rule(
+FROM_UNBATCHED_IDS = Constraint(
     "the number of segments comes from the ids only where these are not mapped",
     lambda num_segments, batch: num_segments is ABSENT and batch in ("all", "nested", "one:segment_ids"),
 )
-FROM_SOME_IDS = Rule(
+FROM_SOME_IDS = Constraint(
     "there is no greatest id of none, and where it is large so is the result",
     lambda num_segments, size: num_segments is ABSENT and size in ("empty", "no segments", *LARGE_SIZES),
 )
-FROM_WHOLE_IDS = Rule(
+FROM_WHOLE_IDS = Constraint(
     "the number of segments of sharded ids needs a host round trip that explicit mode and shard_map lack",
     lambda num_segments, sharding: num_segments is ABSENT and sharding not in ("single", "auto"),
 )
-PLAN_HAS_MODE = Rule(
+PLAN_HAS_MODE = Constraint(
     "a plan has an order and a mode of its own",
     lambda plan, mode: plan is not ABSENT and mode is not ABSENT,
 )
-PLAN_HAS_NUMBER = Rule(
+PLAN_HAS_NUMBER = Constraint(
     "a plan has a number of segments of its own",
     lambda plan, num_segments: plan is not ABSENT and num_segments is ABSENT,
 )
-PLAN_HAS_NO_BUCKETS = Rule(
+PLAN_HAS_NO_BUCKETS = Constraint(
     "a plan cannot be combined with buckets",
     lambda plan, bucket_size: plan is not ABSENT and bucket_size is not ABSENT,
 )
-NO_EMPTY_BUCKETS = Rule(
+NO_EMPTY_BUCKETS = Constraint(
     "buckets need rows",
     lambda bucket_size, size: bucket_size is not ABSENT and size in ("empty", "no segments"),
 )
-NO_HUGE_BUCKETS = Rule(
+NO_HUGE_BUCKETS = Constraint(
     "buckets of three rows of a large array have too many cells",
     lambda bucket_size, size: bucket_size is not ABSENT and size in LARGE_SIZES,
 )
-NO_HUGE_DERIVATIVES = Rule(
+NO_HUGE_DERIVATIVES = Constraint(
     "derivatives of a batch of the largest arrays may take more memory than a device has, in plain JAX",
     lambda size, batch, transformation: (
         size in ("filtered", "table in parts")
@@ -479,28 +479,28 @@ NO_HUGE_DERIVATIVES = Rule(
         and (batch == "nested" or batch != "none" and transformation != "vjp")
     ),
 )
-BUCKET_RULES = (NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS, PLAN_HAS_NO_BUCKETS)
-NO_EXTREME_BUCKETS = Rule(
+BUCKET_CONSTRAINTS = (NO_EMPTY_BUCKETS, NO_HUGE_BUCKETS, PLAN_HAS_NO_BUCKETS)
+NO_EXTREME_BUCKETS = Constraint(
     "products of buckets are rounded to the dtype, out of whose range they may be",
     lambda values, bucket_size: values == "extreme" and bucket_size is not ABSENT,
 )
-EXTREME_FIRST_DERIVATIVES = Rule(
+EXTREME_FIRST_DERIVATIVES = Constraint(
     "second derivatives of products may leave the range of numbers on the way",
     lambda values, transformation: values == "extreme" and transformation in SECOND_DERIVATIVES,
 )
-EXTREME_GRADIENTS = Rule(
+EXTREME_GRADIENTS = Constraint(
     "derivatives of gradients of products may leave the range of numbers on the way",
     lambda values, transformation: values == "extreme" and transformation in DERIVATIVES,
 )
-NO_SLOPE_AT_ZERO = Rule(
+NO_SLOPE_AT_ZERO = Constraint(
     "equal rows have a variance of 0, or what rounding makes of it, where the root is not smooth",
     lambda data_rows, transformation: data_rows == "shared" and transformation in DERIVATIVES,
 )
-NO_CLIP_TO_NOTHING = Rule(
+NO_CLIP_TO_NOTHING = Constraint(
     "mode 'clip' has no segment to clip to",
     lambda mode, size: mode == "clip" and size == "no segments",
 )
-NARROW_IDS = Rule(
+NARROW_IDS = Constraint(
     "8-bit ids do not reach the segments",
     lambda ids_dtype, size: ids_dtype in ("int8", "uint8") and size in LARGE_SIZES,
 )
@@ -514,7 +514,7 @@ COMMON = {
     "data_rows": ("own", "shared"),
     "plan": (ABSENT, "of rows", "of edges"),
 }
-COMMON_RULES = (
+COMMON_CONSTRAINTS = (
     FROM_IDS,
     FROM_UNBATCHED_IDS,
     FROM_SOME_IDS,
@@ -586,7 +586,7 @@ def declare_reduction(
     properties: Callable[[str, Options], dict[str, Any]] = lambda dtype, options: {},
     has_rows: bool = False,
     is_selection: bool = False,
-    rules: tuple[Rule, ...] = (),
+    constraints: tuple[Constraint, ...] = (),
 ) -> None:
     keywords = ("indices_are_sorted", "unique_indices", "mode", *(key for key in options if key != "values"))
     data_name, _ = operand_names(name)
@@ -638,7 +638,7 @@ def declare_reduction(
             options={**COMMON, **options},
             strategy_options=(*strategies, {"plan": "of rows"}),
             problem=problem,
-            rules=(*COMMON_RULES, *(BUCKET_RULES if "bucket_size" in options else ()), *rules),
+            constraints=(*COMMON_CONSTRAINTS, *(BUCKET_CONSTRAINTS if "bucket_size" in options else ()), *constraints),
         )
     )
 
@@ -704,7 +704,7 @@ for _name, _reference, _majorant in (
         lambda options, sizes: finite_logits,
         majorant_of=lambda options, majorant=_majorant: functools.partial(majorant, options["ddof"] or 0),
         options={"ddof": (ABSENT, 1), "deterministic": (ABSENT, True)},
-        rules=(NO_SLOPE_AT_ZERO,) if _name == "segment_std" else (),
+        constraints=(NO_SLOPE_AT_ZERO,) if _name == "segment_std" else (),
     )
 declare_reduction(
     "segment_prod",
@@ -714,7 +714,7 @@ declare_reduction(
     majorant_of=lambda options: _in_buckets(majorant_prod, majorant_prod, options["bucket_size"]),
     options={"bucket_size": (ABSENT, 3), **FACTORS},
     properties=lambda dtype, options: {"exact_value": not is_floating(dtype)},
-    rules=(NO_EXTREME_BUCKETS, EXTREME_FIRST_DERIVATIVES),
+    constraints=(NO_EXTREME_BUCKETS, EXTREME_FIRST_DERIVATIVES),
 )
 declare_reduction(
     "segment_softmax",
@@ -739,7 +739,7 @@ def _declare_gradient(
     majorant_of: Callable[[Options], Callable[..., Any]] | None = None,
     data_is_selection: bool = False,
     exact_value: bool = False,
-    rules: tuple[Rule, ...] = (),
+    constraints: tuple[Constraint, ...] = (),
 ) -> None:
     """A gradient ``(d_output, [data,] ids)``. Its reference is ``(d_output, [data,] ids, num_segments)``."""
     keywords = tuple(key for key in options if key not in ("values", "ids_dtype", "mode", "plan"))
@@ -782,7 +782,7 @@ def _declare_gradient(
             large_sizes=LARGE_SIZES,
             options=options,
             problem=problem,
-            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *rules),
+            constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
         )
     )
 
@@ -832,7 +832,7 @@ _declare_gradient(
     lambda options: _vjp(reference_prod),
     lambda options, sizes: factors(sizes["row"], options["values"] == "extreme"),
     majorant_of=lambda options: _vjp(majorant_prod),
-    rules=(EXTREME_GRADIENTS,),
+    constraints=(EXTREME_GRADIENTS,),
 )
 
 
@@ -880,7 +880,7 @@ declare(
             "deterministic": (ABSENT, True),
         },
         problem=_softmax_backward_problem,
-        rules=COMMON_RULES,
+        constraints=COMMON_CONSTRAINTS,
         has_carry=True,
     )
 )
@@ -1025,7 +1025,7 @@ def _declare_gathered(
     problem: Callable[..., Problem],
     options: Mapping[str, tuple[Any, ...]],
     strategy_options: Sequence[Mapping[str, Any]],
-    rules: Sequence[Rule] = (),
+    constraints: Sequence[Constraint] = (),
     dtypes: Sequence[str] = FLOATING,
     min_row_ndim: int = 0,
 ) -> None:
@@ -1051,12 +1051,12 @@ def _declare_gathered(
             },
             strategy_options=strategy_options,
             problem=problem,
-            rules=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *rules),
+            constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
         )
     )
 
 
-HEADS_ARE_FEATURES = Rule(
+HEADS_ARE_FEATURES = Constraint(
     "heads are the first dimension of features",
     lambda weights, size: weights == "head" and size in ("scalars", "many narrow rows"),
 )

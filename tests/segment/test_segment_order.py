@@ -13,7 +13,7 @@ import pytest
 from support import cases
 
 import jax_baracuda as jb
-from jax_baracuda._core.dispatch import Site, Traits, program_of
+from jax_baracuda._core.dispatch import Site, Traits, alternative_of
 from jax_baracuda._core.op import Op, OpCall
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda.ops.segment import edges
@@ -77,7 +77,7 @@ CALLS = {
 
 
 def unsorted_calls(name: str, *operands: Any) -> list[OpCall]:
-    return [call for call in traced_calls(CALLS[name], *operands) if call.op.programs]
+    return [call for call in traced_calls(CALLS[name], *operands) if call.op.alternatives]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -103,7 +103,7 @@ def test_programs_on_gpu(rng: np.random.Generator, name: str) -> None:
 def _program(op: Op, operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
     """The program that serves a call on GPUs."""
     call = OpCall(op, operands, params)
-    return call.of_operands(program_of(call, Site("cuda")))
+    return call.of_operands(alternative_of(call, Site("cuda")))
 
 
 def _operand(rng: np.random.Generator, aval: Any) -> jax.Array:
@@ -156,7 +156,7 @@ def test_narrow_rows_of_sorted_edges(
 def test_which_sorted_edges_take_two_steps(edges: int, features: int, dtype: str, gathers_first: bool) -> None:
     types = [jax.ShapeDtypeStruct(shape, of) for shape, of in (((edges + 1, features), dtype), ((edges,), "int32"))]
     [call, *_] = traced_calls(sorted_sum, *types, types[1])
-    assert (program_of(call, Site("cuda")) is not None) == gathers_first
+    assert (alternative_of(call, Site("cuda")) is not None) == gathers_first
 
 
 @pytest.mark.skipif(cases.PLATFORM != "cuda", reason="only GPUs need an order")
@@ -206,11 +206,11 @@ def test_longer_rows(
         output, vjp = jax.vjp(lambda data: function(data, plan=plan, **options), data)
         return output, vjp(output)
 
-    calls = [call for call in traced_calls(value_and_gradient, data) if call.op.programs]
+    calls = [call for call in traced_calls(value_and_gradient, data) if call.op.alternatives]
     assert len(calls) == 2
     for call in calls:
         operands = [jnp.sort(_operand(rng, aval), axis=0) for aval in call.operands]
-        program = call.of_operands(program_of(call, Site("cuda")))
+        program = call.of_operands(alternative_of(call, Site("cuda")))
         features = math.prod(operands[0].shape[2 if "weights" in options else 1 :])  # of a head, or of a row
         assert f",{features + -features % 8}] = pad[" in str(jax.make_jaxpr(program)(*operands))
         unpadded = call.op(*call.op.by_name(operands, call.params).values(), **call.params)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_baracuda._core import dispatch, jax_versions, selection
+from jax_baracuda._core import jax_versions, selection
 from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.op import OPS, Op
 from jax_baracuda._core.selection import ScopedValue
 
 # Tests run kernels wherever one exists, even if it is slower, unless they request something else.
@@ -47,7 +47,8 @@ def use_rules(monkeypatch: pytest.MonkeyPatch, rules_of: Callable[[Op], Sequence
     """The behaviour that users get: unless they request an implementation, the rules of ops (or `rules_of`) decide."""
     monkeypatch.setattr(selection, "_of_context", ScopedValue("implementation", jax.make_user_context(None)))
     if rules_of is not None:
-        monkeypatch.setattr(dispatch, "rules_of", rules_of)
+        for op in OPS.values():
+            monkeypatch.setitem(vars(op), "xla_rules", tuple(rules_of(op)))  # no setattr: ops are frozen
 
 
 def each_pair(**values: Iterable[Any]) -> pytest.MarkDecorator:

@@ -17,7 +17,7 @@ from support.handlers import Call
 from support.programs import integers_like
 
 import jax_baracuda as jb
-from jax_baracuda._core.dispatch import Site, program_of
+from jax_baracuda._core.dispatch import Site, alternative_of
 from jax_baracuda._core.op import OPS, Op, OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
@@ -128,7 +128,7 @@ def direct_calls(target: str) -> list[GoodCall]:
         for call in calls_of(rng, target, dtype, BATCH, lambda example: example.sizes["small"]):
             if call.num_batch_dims != 1 and not call.op.broadcasts:
                 continue
-            if program_of(call, Site(cases.PLATFORM)) is not None:
+            if alternative_of(call, Site(cases.PLATFORM)) is not None:
                 continue  # a separate op sorts the edges
             with cases.x64_for(dtype):
                 good = handlers.recorded_call(call)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support.matrix.calls import FLOATING, Call, Operand, Options, Problem, Rule, declare, numbers, special
+from support.matrix.calls import FLOATING, Call, Constraint, Operand, Options, Problem, declare, numbers, special
 
 Sizes = Mapping[str, Any]
 
@@ -83,8 +83,8 @@ declare(
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "values": ("numbers", "special")},
         problem=_where_problem,
-        rules=(
-            Rule(
+        constraints=(
+            Constraint(
                 "no operand of a selection between rows has the shape of its result",
                 lambda shapes, transformation: shapes == "both are rows" and transformation == "loop",
             ),

@@ -11,10 +11,10 @@ from support.matrix.calls import (
     ABSENT,
     FLOATING,
     Call,
+    Constraint,
     Operand,
     Options,
     Problem,
-    Rule,
     declare,
     numbers,
     passed,
@@ -129,12 +129,12 @@ declare(
         large_sizes=LARGE_SIZES,
         options=OPTIONS,
         problem=_problem,
-        rules=(
-            Rule(
+        constraints=(
+            Constraint(
                 "vmap maps an operand that the call has",
                 lambda batch, pools, layer: batch.startswith("one:") and not _has(batch[4:], pools, layer),
             ),
-            Rule(
+            Constraint(
                 "conversions to other dtypes are not those of NumPy and have tests of their own",
                 lambda conversion, dtype: conversion is not ABSENT and dtype not in FLOATING,
             ),

@@ -11,10 +11,10 @@ from support.matrix.calls import (
     ABSENT,
     FLOATING,
     Call,
+    Constraint,
     Operand,
     Options,
     Problem,
-    Rule,
     declare,
     numbers,
     passed,
@@ -197,8 +197,8 @@ declare(
         large_sizes=LARGE_SIZES,
         options={**OPTIONS, "start_indices": ("of all", "of each"), "second": ("same", "int32")},
         problem=_write_slices_problem,
-        rules=(
-            Rule(
+        constraints=(
+            Constraint(
                 "JAX wants float0 cotangents of integers to vary over the axes of shard_map, and no array can",
                 lambda second, sharding, transformation: (
                     second == "int32" and sharding in SHARD_MAPS and transformation in DERIVATIVES

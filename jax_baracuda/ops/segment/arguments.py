@@ -122,11 +122,11 @@ class SegmentCall(Segments):
         output = reduction(params, data=self.rows(self.data), segment_ids=ids)
         return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)
 
-    def gradient(self, rules: KernelVjp, params: Params, d_output: Array) -> Array:
+    def gradient(self, reduction: KernelVjp, params: Params, d_output: Array) -> Array:
         """The cotangent of the data, given that of the cells ``[S, ...]``. Much faster to trace than ``jax.vjp``."""
         data, d_output, *ids = jax_versions.unify_varying(self.data, d_output, *self._ids().values())
-        _, residuals = rules.forward(params, data=self.rows(data), **dict(zip(self._ids(), ids, strict=True)))
-        return self.cotangent_of_data(rules.backward(params, residuals, d_output)["data"])
+        _, residuals = reduction.forward(params, data=self.rows(data), **dict(zip(self._ids(), ids, strict=True)))
+        return self.cotangent_of_data(reduction.backward(params, residuals, d_output)["data"])
 
     def cotangent_of_data(self, d_rows: Array) -> Array:
         """The cotangent of the data, given that of its rows."""
@@ -160,13 +160,13 @@ def canonical_accumulator(name: str, accumulator: Accumulator | None, dtype: Any
 
 
 def reduce_numbers(
-    call: SegmentCall, rules: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array] | None
+    call: SegmentCall, reduction: Callable[..., Array], params: Params, reduce_buckets: Callable[..., Array] | None
 ) -> Array:
     """A sum or a product."""
     if call.data.dtype == jnp.bool_:
         raise TypeError(f"{call.name}: data must have a numeric dtype, got bool")
     wide = call.with_data(with_wide_integers(call.data))
-    return wide.reduce(rules, params, reduce_buckets).astype(call.data.dtype)
+    return wide.reduce(reduction, params, reduce_buckets).astype(call.data.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def reduction_op(
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
     defaults = {
-        "sizes": {"segment": "num_segments"},
+        "result_sizes": {"segment": "num_segments"},
         "attributes": ("indices_are_sorted",),
         "plan_parameters": plan_parameters,
         "reduction_dims": ("row",),
@@ -152,7 +152,7 @@ def merge_over_shards(
     return [jax.lax.all_gather(x, row_axes, tiled=True)[:num_segments] for x in results]
 
 
-def of_split_segments(shard_program: ShardProgram, *, ids_operand: int, size: str = "num_segments") -> ShardProgram:
+def of_split_segments(shard_program: ShardProgram, *, ids_operand: int) -> ShardProgram:
     """Extends a program for split rows to split segments.
 
     If different axes split segments and rows, each device reduces only its own segments: ids of other segments are out
@@ -162,20 +162,19 @@ def of_split_segments(shard_program: ShardProgram, *, ids_operand: int, size: st
     Args:
       shard_program: the program for split rows. It may return only the cells of this device's segments.
       ids_operand: the position of the operand with the segment ids.
-      size: the param with the number of segments.
     """
 
     def program(kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any) -> Sequence[Array]:
         segment_axes = axes.get("segment", ())
         if not segment_axes:
             return with_named(shard_program, params)(kernel, axes, *operands)
-        num_segments = params[size]
+        num_segments = params["num_segments"]
         num_own = num_segments // jax.lax.psum(1, segment_axes)
         first = jax.lax.axis_index(segment_axes) * num_own
         # Of the other dimensions, only rows may be split by the same axes: cells have all others, too.
         other_axes = {axis for name, of in axes.items() if name != "segment" for axis in of}
         if other_axes.isdisjoint(segment_axes):
-            own = {size: num_own}
+            own = {"num_segments": num_own}
             ids = signed_ids(operands[ids_operand], num_segments)
             ids = jnp.maximum(ids, -1) - first  # ascending ids stay ascending
             operands = (*operands[:ids_operand], ids, *operands[ids_operand + 1 :])

@@ -1,8 +1,8 @@
 """Attention over edges, from logits that are computed or given: the ops, the references and the derivative rule.
 
 The softmax of a segment is kept as the maximum of its logits and the total of ``exp(logit - maximum)``. The gradients
-compute the logits again, so neither pass writes an array of edges times features, or one of edges times heads beside
-biases, given logits and their gradients.
+compute the logits again. So neither pass writes an array of edges times features, and the only arrays of edges times
+heads are biases, given logits and their gradients.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _ScoredEdges:
         is_empty = totals == 0
         inverse = jnp.where(is_empty, 0, 1 / jnp.where(is_empty, 1, totals))
         distances = self.logits - maxima
-        distances -= jax.lax.stop_gradient(jnp.maximum(distances, 0))  # the maximum may have been rounded otherwise
+        distances -= jax.lax.stop_gradient(jnp.maximum(distances, 0))  # at most 0, however the maximum was rounded
         probabilities = jnp.where(self.takes_part, jnp.exp(distances) * inverse, 0)
         return probabilities, probabilities * ((d_outputs * self.values).sum(-1) - means)
 
@@ -229,7 +229,7 @@ def _reference_by_row(*operands: Array, num_segments: int, **params: Any) -> Seq
     segments_of_edges, rows = arrays["gather_ids"], arrays["segment_ids"]
     takes_part = in_range(segments_of_edges, operands[0].shape[0]) & (num_segments > 0)
     rows_of_edges, has_row = rows, in_range(rows, num_segments)
-    if params["score"] == "given":  # the gradients of logits are those of edges without a row, too
+    if params["score"] == "given":  # edges without a row have logits, and gradients of these
         order, nearest = arrays["edge_order"], arrays["rows_of_edges"]
         in_order = nearest if order is None else jnp.take(nearest, order, mode="clip")
         rows_of_edges = jnp.where(has_row, rows, in_order)
@@ -302,10 +302,10 @@ def _width_for_gpus(features: int, element_bytes: int, score: Score) -> int:
 
 
 def _does_not_fit_gpus(traits: Traits) -> bool:
-    heads, features = traits.sizes["head"], traits.sizes["feature"]
+    heads, features = traits.measures["head"], traits.measures["feature"]
     if heads == 0 or features == 0:
         return heads > 0
-    element_bytes = traits.sizes["row_bytes"] // (heads * features)
+    element_bytes = traits.measures["row_bytes"] // (heads * features)
     return _width_for_gpus(features, element_bytes, traits.params["score"]) != features
 
 
@@ -377,12 +377,12 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         optional=_OPTIONAL,
         dtypes=FLOATING_DTYPES,
         guarantee=accumulated,
-        sizes={"segment": "num_segments"},
+        result_sizes={"segment": "num_segments"},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
         plan_parameters=plan_parameters,
         replicated_dims=lambda *, has_edge_order: (*replicated_dims(has_edge_order=has_edge_order), "feature"),
         reduction_dims=("edge",),
-        programs={
+        alternatives={
             on_gpu("the threads of a head have vectors of it", _does_not_fit_gpus): fit_heads,
             on_gpu(why, unsorted): sort_first,
             on_cpu(why, unsorted): sort_first,

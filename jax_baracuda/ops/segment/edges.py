@@ -68,7 +68,7 @@ def sorted_edges(
 
 VECTOR_BYTES = 16
 MIN_VECTOR_BYTES = 8
-"""Rows that vectors of this size fit gain too little: -20% to 25% for 20 to 300 bfloat16 numbers."""
+"""Rows that vectors of this size fit are not padded: it gained only -20% to 25% for 20 to 300 bfloat16 numbers."""
 MAX_GROWTH = 4 / 3
 MIN_ROW_BYTES = 32
 MIN_EDGES = 2**17
@@ -82,16 +82,17 @@ def fit_no_vectors(traits: Traits) -> bool:
     A kernel loads rows by the largest vectors that fit, so rows of 33 bfloat16 numbers are loaded one number at a time.
     Measured on an H200 (jax 0.11.2): padding them to 40 took 13M gathering edges from 1.65 ms to 0.58.
     """
-    sizes = traits.sizes
-    if sizes["row_bytes"] == 0:
+    measures = traits.measures
+    if measures["row_bytes"] == 0:
         return False
-    features, element_bytes = sizes.get("feature", sizes["features"]), sizes["row_bytes"] // sizes["features"]
+    features = measures.get("feature", measures["features"])
+    element_bytes = measures["row_bytes"] // measures["features"]
     longer = features + _lacking(features, element_bytes)
     return (
         features * element_bytes % MIN_VECTOR_BYTES > 0
         and longer <= MAX_GROWTH * features
-        and sizes["row_bytes"] // features * longer >= MIN_ROW_BYTES
-        and sizes["edge"] >= max(MIN_EDGES, MIN_EDGES_PER_ROW * (sizes["gathered"] + sizes["segment"]))
+        and measures["row_bytes"] // features * longer >= MIN_ROW_BYTES
+        and measures["edge"] >= max(MIN_EDGES, MIN_EDGES_PER_ROW * (measures["gathered"] + measures["segment"]))
     )
 
 
@@ -134,12 +135,16 @@ def op_of_graphs(
     """The sum of an op's result over graphs.
 
     Args:
-      op: has one result and a `transpose`. Each operand holds cells of a graph, belongs to its edges, or is shared.
+      op: has one result, and `transposes` by its first operand. Each operand holds cells of a graph, belongs to its
+        edges, or is shared.
       join: ``(num_graph_dims, *operands)`` -> the operands of `op`.
       shared: the positions of operands that all graphs share. The others have the graph dimensions in front, whose
         sizes may be 1.
       fields: fields of the new op that do not follow from `op`.
     """
+
+    assert not callable(op.transposes)
+    linear, transpose_of_op = next(iter(op.transposes.items()))
 
     def operands(*, num_graph_dims: int, **params: Any) -> NamedDimensions:
         graphs, own = _graph_dims(num_graph_dims), resolved(op.operands, params)
@@ -156,8 +161,7 @@ def op_of_graphs(
         """Applies the transpose of `op` for each graph to the cotangent of the sum."""
         own_avals = [jax.ShapeDtypeStruct(x.shape[num_graph_dims:], x.dtype) for x in avals]
         arrays = _with_graph_dims(others, num_graph_dims, [i - len(avals) for i in shared])
-        assert op.transpose is not None
-        transpose_one = functools.partial(with_named(op.transpose, params), own_avals, d_results)
+        transpose_one = functools.partial(with_named(transpose_of_op, params), own_avals, d_results)
         return map_over_batch(transpose_one, mapped_dims(arrays, num_graph_dims), *arrays)
 
     return Op(
@@ -165,14 +169,14 @@ def op_of_graphs(
         operands=operands,
         optional=op.optional,
         results=op.results,
-        sizes=op.sizes,
+        result_sizes=op.result_sizes,
         result_dtypes=op.result_dtypes,
         reference=functools.partial(run, op.reference),
         program=functools.partial(run, op.kernel),
         dtypes=op.dtypes,
         guarantee=op.guarantee,
         reduction_dims=lambda *, num_graph_dims: (*_graph_dims(num_graph_dims), "edge"),
-        transpose=transpose,
+        transposes={linear: transpose},
         **fields,
     )
 

@@ -304,7 +304,7 @@ def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
     over_buckets = None if params["first_wins"] else lambda cells, axis: _over_buckets(minimum, cells)
-    return call.reduce(_rules[minimum], params, over_buckets)
+    return call.reduce(_extrema[minimum], params, over_buckets)
 
 
 def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: TieBreak, minimum: bool) -> Array:
@@ -312,7 +312,7 @@ def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: T
     # The derivative with respect to `data` is zero; stopping it here spares JAX the differentiation.
     call = call.with_data(jax.lax.stop_gradient(call.data))
     params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
-    return call.gradient(_rules[minimum], params, d_output)
+    return call.gradient(_extrema[minimum], params, d_output)
 
 
 def first_gets_all(name: str, tie_break: str) -> bool:
@@ -468,19 +468,9 @@ def _attains(data: Array, gather_ids: Array, output: Array, segment_ids: Array) 
 
 
 def _reference_backward_of_edges(
-    d_winner: Array,
-    winner: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    transposed_order: Array | None,
-    transposed_gather_ids: Array | None,
-    transposed_segment_ids: Array | None,
-    data: Array | None,
-    output: Array | None,
-    *,
-    num_rows: int,
+    d_winner: Array, winner: Array, gather_ids: Array, segment_ids: Array, *others: Array | None, num_rows: int
 ) -> tuple[Array]:
+    edge_order, transposed_order, _, transposed_segment_ids, data, output = others
     num_edges = segment_ids.shape[0]
     edges = jnp.arange(num_edges, dtype=index_dtype(num_edges)) if edge_order is None else edge_order
     rows = gather_ids
@@ -699,7 +689,7 @@ SEGMENT_EXTREMUM = reduction_op(
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins"] * has_winner),
     xla_rules=(on_gpu("launch-bound: few rows", unsorted, uncontended, at_most(rows=1 << 14, bytes=16 * MB)),),
     shard_program=functools.partial(_shard_reduce, "row"),
-    programs=sorted_apart(lambda: GATHER_SEGMENT_EXTREMUM),
+    alternatives=sorted_apart(lambda: GATHER_SEGMENT_EXTREMUM),
     tangent=_tangent,
 )
 
@@ -714,7 +704,9 @@ SEGMENT_EXTREMUM_BACKWARD = gradient_op(
     guarantee=ROUNDED_ONCE,
     aliases=("unsorted_segment_max_backward",),
     shard_program=_shard_backward,
-    transpose=lambda _, d_data, *others, **params: SEGMENT_EXTREMUM_OF_WINNERS(*d_data, *others, **params),
+    transposes={
+        ("d_output",): lambda _, d_data, *others, **params: SEGMENT_EXTREMUM_OF_WINNERS(*d_data, *others, **params)
+    },
 )
 
 SEGMENT_EXTREMUM_OF_WINNERS = Op(
@@ -729,7 +721,9 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
     replicated_dims=("segment",),
     reduction_dims=("row",),
     shard_program=_shard_of_winners,
-    transpose=lambda _, d_cells, *others, **params: SEGMENT_EXTREMUM_BACKWARD(*d_cells, *others, **params),
+    transposes={
+        ("d_data",): lambda _, d_cells, *others, **params: SEGMENT_EXTREMUM_BACKWARD(*d_cells, *others, **params)
+    },
 )
 
 
@@ -815,7 +809,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     operands={"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES, "edge_order": _EDGES},
     optional={"edge_order": "has_edge_order"},
     results=_results,
-    sizes={"segment": "num_segments"},
+    result_sizes={"segment": "num_segments"},
     result_dtypes=_result_dtypes,
     reference=_reference_of_edges,
     xla_rules=(
@@ -823,7 +817,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=2)),
         on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
     ),
-    programs={
+    alternatives={
         on_gpu("the kernel takes sorted edges only", unsorted): _reduce_sorted,
         _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(GATHER_SEGMENT_EXTREMUM, operands, **params),
     },
@@ -844,13 +838,13 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     operands=OPERANDS_OF_BACKWARD,
     optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_TIES,
     results={"d_data": _GATHERED},
-    sizes={"gathered": "num_rows"},
+    result_sizes={"gathered": "num_rows"},
     reference=_reference_backward_of_edges,
     xla_rules=(
         on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
         on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
     ),
-    programs={
+    alternatives={
         on_gpu("the kernel takes sorted edges only", param("has_plan", False)): _backward_of_sorted,
         _UNALIGNED_ROWS: _backward_of_longer_rows,
     },
@@ -861,7 +855,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     replicated_dims=lambda *, has_plan: replicated_dims(has_edge_order=has_plan),
     reduction_dims=("edge",),
     shard_program=_shard_backward_of_edges,
-    transpose=_transpose_backward_of_edges,
+    transposes={("d_winner",): _transpose_backward_of_edges},
     limit=limit_of_32_bits,
 )
 
@@ -882,7 +876,7 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,
     replicated_dims=("gathered", "segment", "edge"),
-    transpose=_transpose_of_gathered_winners,
+    transposes={("d_data",): _transpose_of_gathered_winners},
 )
 
 GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS = op_of_graphs(
@@ -925,7 +919,7 @@ def _gradient(params: Params, residuals: tuple[Array, ...], d_output: Array) -> 
     return {"data": d_data}
 
 
-_rules = {
+_extrema = {
     minimum: KernelVjp(name, _forward, _gradient, primal=_primal)
     for minimum, name in ((False, "segment_max"), (True, "segment_min"))
 }

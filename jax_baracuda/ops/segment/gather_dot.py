@@ -129,7 +129,7 @@ def _reference(
     if edge_order is not None:  # ids in the order of the edges: cheaper to move than products
         gather_ids, segment_ids = (jnp.zeros_like(ids).at[edge_order].set(ids) for ids in (gather_ids, segment_ids))
     cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
-    cells = jnp.where(is_member, cells, 0)  # in derivatives, the zeros of dropped edges meet their cells
+    cells = jnp.where(is_member, cells, 0)  # derivatives multiply the zeros of dropped edges by them
     products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
     output = products.sum(axis=-1)
     return (output if is_wide else output.astype(data.dtype),)
@@ -197,8 +197,7 @@ GATHER_SEGMENT_DOT = Op(
     reduction_dims=("feature",),
     shard_program=functools.partial(sum_over_split_dim, "feature"),
     limit=limit_of_32_bits,
-    transpose=_transpose,
-    linear_alone={"data": _transpose_data},
+    transposes={("d_output",): _transpose, ("data",): _transpose_data},
 )
 
 

@@ -96,7 +96,7 @@ def gather_segment_sum(
     name = "gather_segment_sum"
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     params = call.params(indices_are_sorted, deterministic, is_mean=False)
-    return _reduce(name, _sum_rules, call, params, weights)
+    return _reduce(name, _gather_segment_sum, call, params, weights)
 
 
 @selectable
@@ -142,15 +142,15 @@ def gather_segment_mean(
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     check_numbered(name, "edges", call.edges["segment_ids"].shape[0])
     params = call.params(indices_are_sorted, deterministic, is_mean=True)
-    return _reduce(name, _mean_rules, call, params, weights)
+    return _reduce(name, _gather_segment_mean, call, params, weights)
 
 
-def _reduce(name: str, rules: BatchedVjp, call: EdgeCall, params: Params, weights: ArrayLike | None) -> Array:
+def _reduce(name: str, reduction: BatchedVjp, call: EdgeCall, params: Params, weights: ArrayLike | None) -> Array:
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
-        return rules(params, data=call.data, **call.edges)
+        return reduction(params, data=call.data, **call.edges)
     weights, data = by_heads(name, "weights", as_array(name, "weights", weights), call)
-    output = rules(params, data=data, weights=weights.astype(data.dtype), **call.edges)
+    output = reduction(params, data=data, weights=weights.astype(data.dtype), **call.edges)
     return output.reshape(call.num_segments, *call.data.shape[1:])
 
 
@@ -218,7 +218,7 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     return {"data": d_data, "weights": d_weights}
 
 
-_sum_rules, _mean_rules = (
+_gather_segment_sum, _gather_segment_mean = (
     # Only the gradient of weights needs the data.
     BatchedVjp(name, _forward, _backward, shared="data", keeps_shared=lambda _, names: "weights" in names)
     for name in ("gather_segment_sum", "gather_segment_mean")

@@ -177,7 +177,7 @@ SEGMENT_LOGSUMEXP_BACKWARD = gradient_op(
     reference=_reference_backward,
     program=_reference_backward,
     guarantee=accumulated,
-    transpose=lambda _, d_results, *others, **params: _weighted_sum(*d_results, *others, **params),
+    transposes={("scales",): lambda _, d_results, *others, **params: _weighted_sum(*d_results, *others, **params)},
 )
 
 

@@ -201,12 +201,14 @@ def _mean_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
         reference=functools.partial(_reference, accumulator),
         attributes=("indices_are_sorted", "deterministic"),
         shard_program=functools.partial(_shard_program, accumulator),
-        transpose=lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
-            d_results[0],
-            count_rows(ids, num_segments),
-            ids,
-            **gradient_params({**params, "accumulator": accumulator}),
-        ),
+        transposes={
+            ("data",): lambda _, d_results, ids, *, num_segments, **params: SEGMENT_MEAN_BACKWARD(
+                d_results[0],
+                count_rows(ids, num_segments),
+                ids,
+                **gradient_params({**params, "accumulator": accumulator}),
+            ),
+        },
         **fields,
     )
 
@@ -223,9 +225,11 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
     reference=_reference_backward,
     xla_rules=(on_gpu("a gather, which XLA fuses with its neighbours"), on_cpu("a gather")),
     guarantee=ROUNDED_ONCE,
-    transpose=lambda d_outputs, d_data, count, ids, *, accumulator=None, **params: (
-        _sum_over_counts(d_data[0], count, ids, accumulator, **sum_params(d_outputs[0].shape[0], **params)),
-    ),
+    transposes={
+        ("d_output",): lambda d_outputs, d_data, count, ids, *, accumulator=None, **params: (
+            _sum_over_counts(d_data[0], count, ids, accumulator, **sum_params(d_outputs[0].shape[0], **params)),
+        ),
+    },
 )
 
 

@@ -254,7 +254,7 @@ SORTED_APART = on_gpu("XLA shares the sort between calls", sorts_apart, at_least
 
 
 def sorted_apart(op_of_edges: Callable[[], Op], **more: Any) -> dict[Rule, Callable[..., Sequence[Array]]]:
-    """The programs of an op of rows: the op of gathered rows, with `more` params, gathers them in the ids' order."""
+    """The alternative of an op of rows: the op of gathered rows, with `more` params, gathers them in the ids' order."""
 
     def program(data: Array, ids: Array, **params: Any) -> Sequence[Array]:
         order, sorted_ids = sorted_by_segment(ids, params["num_segments"])
@@ -285,7 +285,7 @@ SEGMENT_ORDER = Op(
     reference=_reference,
     dtypes=frozenset({"int32"}),
     guarantee=EXACT,
-    sizes={"segment": "num_segments"},
+    result_sizes={"segment": "num_segments"},
     attributes=("num_segments",),
     plan_parameters=plan_parameters,
     of_constants=_order_of_constants,
@@ -325,7 +325,9 @@ ROW_PERMUTATION = Op(
     dtypes=FLOATING_DTYPES | INTEGER_DTYPES | {"bool", "complex64", "complex128"},
     guarantee=EXACT,
     replicated_dims=IDS,
-    transpose=lambda _, d_permuted, order, *, is_inverse: ROW_PERMUTATION(
-        *d_permuted, order, is_inverse=not is_inverse
-    ),
+    transposes={
+        ("rows",): lambda _, d_permuted, order, *, is_inverse: ROW_PERMUTATION(
+            *d_permuted, order, is_inverse=not is_inverse
+        ),
+    },
 )

@@ -338,7 +338,7 @@ SEGMENT_PROD_BACKWARD = gradient_op(
     ),
     guarantee=product_guarantee,
     shard_program=_shard_terms,
-    transpose=_transpose_backward,
+    transposes={("d_output",): _transpose_backward},
 )
 
 SEGMENT_PROD_TERMS = Op(
@@ -351,7 +351,7 @@ SEGMENT_PROD_TERMS = Op(
     guarantee=product_guarantee,
     replicated_dims=("segment",),
     shard_program=_shard_terms,
-    transpose=lambda _, d_terms, *others: SEGMENT_PROD_TERMS(*d_terms, *others),
+    transposes={("rows",): lambda _, d_terms, *others: SEGMENT_PROD_TERMS(*d_terms, *others)},
 )
 """Each row times the product of the other rows of `data` in its segment, rounded once. The product of the others may be
 out of range where its product with a tangent is in range."""

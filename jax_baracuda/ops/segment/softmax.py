@@ -222,7 +222,7 @@ _COMMON: dict[str, Any] = {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
     "attributes": ("num_segments", "indices_are_sorted"),
-    "sizes": {"segment": "num_segments"},
+    "result_sizes": {"segment": "num_segments"},
     "plan_parameters": plan_parameters,
     "limit": limit_of_32_bits,
 }
@@ -252,10 +252,11 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
     reference=_reference_backward,
     xla_rules=(on_gpu("XLA sorts no rows", unordered, at_most(bytes=32 * MB)), _CPU_RULE),
     shard_program=_shard_backward,
-    linear=("d_output",),
-    transpose=lambda _, d_results, probabilities, ids, **params: SEGMENT_SOFTMAX_BACKWARD(
-        probabilities, *d_results, ids, **params
-    ),
+    transposes={
+        ("d_output",): lambda _, d_results, probabilities, ids, **params: SEGMENT_SOFTMAX_BACKWARD(
+            probabilities, *d_results, ids, **params
+        ),
+    },
     **_COMMON,
 )
 

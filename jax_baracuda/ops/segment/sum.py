@@ -243,18 +243,18 @@ def sum_over_shards(
 
 def _own_ids(traits: Traits) -> bool:
     """No batch shares the ids. XLA would transpose the rows of such a batch, and its result."""
-    return traits.sizes["ids"] == traits.sizes["rows"]
+    return traits.measures["ids"] == traits.measures["rows"]
 
 
 def _are_added_by_xla(traits: Traits) -> bool:
-    """Wide rows, or single features of more segments than tables in shared memory have.
+    """Whether rows are wide, or single features of more segments than a table in shared memory can have.
 
     The kernels add other rows by vectors or in shared memory, in less time than XLA takes.
     """
-    sizes = traits.sizes
-    if sizes["features"] == 1:
-        return sizes["segment"] >= 1 << 14
-    return sizes["features"] >= 32 and sizes["bytes"] <= 1 << 30
+    measures = traits.measures
+    if measures["features"] == 1:
+        return measures["segment"] >= 1 << 14
+    return measures["features"] >= 32 and measures["bytes"] <= 1 << 30
 
 
 # H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.8 for wide rows that XLA computes (48 loops). It is 4 for 1.3M
@@ -283,9 +283,11 @@ def _sum_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
         reference=functools.partial(_reference, accumulator),
         attributes=("indices_are_sorted", "deterministic"),
         shard_program=functools.partial(_shard_program, accumulator),
-        transpose=lambda _, d_outputs, ids, **params: SEGMENT_SUM_BACKWARD(
-            d_outputs[0], ids, **gradient_params({**params, "accumulator": accumulator})
-        ),
+        transposes={
+            ("data",): lambda _, d_outputs, ids, **params: SEGMENT_SUM_BACKWARD(
+                d_outputs[0], ids, **gradient_params({**params, "accumulator": accumulator})
+            ),
+        },
         **fields,
     )
 
@@ -297,7 +299,7 @@ SEGMENT_SUM = _sum_op(
     guarantee=sum_guarantee,
     # Two cores: 0.6 up to 1 MB (9 loops).
     xla_rules=(*SUM_RULES, on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB))),
-    programs=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
+    alternatives=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
 )
 
 # Always the kernel: in plain JAX, float64 may not exist.
@@ -319,9 +321,11 @@ SEGMENT_SUM_BACKWARD = gradient_op(
         on_cpu("a gather of narrow rows", at_most(features=16)),
     ),
     guarantee=EXACT,
-    transpose=lambda d_outputs, d_data, ids, *, accumulator=None, **params: sum_op(accumulator)(
-        *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
-    ),
+    transposes={
+        ("d_output",): lambda d_outputs, d_data, ids, *, accumulator=None, **params: sum_op(accumulator)(
+            *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
+        ),
+    },
 )
 
 
@@ -348,7 +352,7 @@ def _reference_of_edges(
             weights = jnp.take(weights, edge_order, axis=0, mode="clip")
         takes_part = in_range(segment_ids, num_segments)
         takes_part &= clips_gather_ids | in_range(gather_ids, data.shape[0])
-        # In derivatives, the zero that a dropped edge gets back meets its weight, which may be NaN.
+        # In derivatives, the zero cotangent of a dropped edge is multiplied by its weight, which may be NaN.
         weights = jnp.where(per_row(takes_part, weights), weights, 0)
         rows = jnp.where(per_row(takes_part, rows), rows * weights[..., None], 0)
     output = xla_sum(rows, segment_ids, num_segments)
@@ -421,7 +425,7 @@ def _are_narrow(traits: Traits) -> bool:
     The fused kernel walks the edges of a tile one by one, which takes as long for narrow rows as for wide ones.
     Measured on an H200 (jax 0.11.2): two steps took 64,000 edges of single numbers from 39 us to 9 us.
     """
-    num_edges, features, row_bytes = (traits.sizes[name] for name in ("edge", "features", "row_bytes"))
+    num_edges, features, row_bytes = (traits.measures[name] for name in ("edge", "features", "row_bytes"))
     if traits.params["is_wide"]:  # the gathered rows are written in the accumulation dtype
         row_bytes = max(row_bytes, 4 * features)
     fit_vectors = features & (features - 1) == 0
@@ -469,7 +473,7 @@ GATHER_SEGMENT_SUM = Op(
     operands=_operands_of_edges,
     optional={"weights": "has_weights", "edge_order": "has_edge_order"},
     results=lambda *, has_weights: {"output": ("segment", "head", "feature") if has_weights else CELLS},
-    sizes={"segment": "num_segments"},
+    result_sizes={"segment": "num_segments"},
     result_dtypes=lambda data, *_, is_wide: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference_of_edges,
     dtypes=FLOATING_DTYPES,
@@ -483,7 +487,7 @@ GATHER_SEGMENT_SUM = Op(
         on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
     ),
-    programs={
+    alternatives={
         on_gpu("the kernel takes sorted edges only", unsorted): _sort_first,
         on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
         on_gpu("no vectors fit the rows", fit_no_vectors): lambda *operands, **params: with_longer_rows(
@@ -491,8 +495,7 @@ GATHER_SEGMENT_SUM = Op(
         ),
     },
     limit=limit_of_32_bits,
-    transpose=_transpose_of_edges,
-    linear_alone={"weights": _transpose_weights},
+    transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
 )
 
 

@@ -227,7 +227,8 @@ def _batch_gather(
     joined_axis = None if axes[1] is None else num_batch_dims
     if axes[1] is not None:
         ids = jnp.moveaxis(ids, axes[1], num_batch_dims)
-    # Sorted ids do not stay sorted across the batch, but their sums must stay deterministic, unless XLA computes them.
+    # The ids of a batch are not sorted, even if each element's are. Their sums must stay deterministic nevertheless,
+    # unless XLA computes them.
     deterministic = params["indices_are_sorted"] and params["implementation"] != "xla"
     params |= {"indices_are_sorted": False, "deterministic": params["deterministic"] or deterministic}
     return _gather_p.bind(data, ids, **params, num_batch_dims=num_batch_dims), [joined_axis]
@@ -260,7 +261,7 @@ def _transpose_gather(
         if order:
             d_taken, ids = permuted(d_taken, order[0]), order[1]
             flags = params | {"indices_are_sorted": True}
-        return sum_taken_rows(d_taken, ids, num_rows=num_rows, accumulator=accumulator, **flags)
+        return sum_taken_rows(d_taken, ids, num_segments=num_rows, accumulator=accumulator, **flags)
 
     arrays = ad.instantiate_zeros(cotangents[0]), ids, *order
     with selecting(implementation):
@@ -268,8 +269,14 @@ def _transpose_gather(
     return [reshard_like(d_data, data.aval), *(None for _ in arrays[1:])]
 
 
-_rules = {"batch": _batch_gather, "jvp": _jvp_of_gather, "transpose": _transpose_gather}
-_gather_p = jax_versions.primitive_of("baracuda_take_rows", _gather_by_xla, _gathered_type, **_rules)
+_gather_p = jax_versions.primitive_of(
+    "baracuda_take_rows",
+    _gather_by_xla,
+    _gathered_type,
+    batch=_batch_gather,
+    jvp=_jvp_of_gather,
+    transpose=_transpose_gather,
+)
 _gather_p.def_impl(functools.partial(jax_versions.apply_primitive, _gather_p))  # compiled also outside of ``jax.jit``
 
 
@@ -278,14 +285,11 @@ _gather_p.def_impl(functools.partial(jax_versions.apply_primitive, _gather_p))  
 # program of each shard, because XLA would all-gather arrays that are split along any but their first dimension.
 
 
-def sum_taken_rows(
-    d_taken: Array, ids: Array, *, num_rows: int, accumulator: Accumulator | None = None, **params: bool
-) -> Array:
+def sum_taken_rows(d_taken: Array, ids: Array, *, accumulator: Accumulator | None = None, **params: Any) -> Array:
     """The gradient by `data`, given the cotangent of the taken rows ``[*ids.shape, ...]``. Ids count from the front."""
     if ids.ndim == 1:
-        return sum_op(accumulator)(d_taken, ids, num_segments=num_rows, **params)[0]
-    of_ids: dict[str, Any] = {"num_rows": num_rows, "ids_ndim": ids.ndim, "accumulator": accumulator}
-    return TAKE_ROWS_BACKWARD(d_taken, ids, **of_ids, **params)[0]
+        return sum_op(accumulator)(d_taken, ids, **params)[0]
+    return TAKE_ROWS_BACKWARD(d_taken, ids, ids_ndim=ids.ndim, accumulator=accumulator, **params)[0]
 
 
 def _row_dims(ids_ndim: int) -> tuple[str, ...]:
@@ -297,10 +301,10 @@ def _operands(*, ids_ndim: int) -> NamedDimensions:
 
 
 def _reference(
-    d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, accumulator: Accumulator | None = None
+    d_output: Array, ids: Array, *, num_segments: int, ids_ndim: int, accumulator: Accumulator | None = None
 ) -> Sequence[Array]:
     if accumulator is not None:
-        return sum_op(accumulator).reference(*_flat(d_output, ids), num_segments=num_rows)
+        return sum_op(accumulator).reference(*_flat(d_output, ids), num_segments=num_segments)
     wide = d_output.astype(accumulation_dtype(d_output.dtype))
 
     def add(ids: Array, num_cells: int) -> Array:
@@ -308,7 +312,7 @@ def _reference(
         is_cell = in_range(ids, num_cells)
         return cells.at[jnp.where(is_cell, ids, num_cells)].add(wide, mode="drop")
 
-    return (sum_in_blocks(add, ids, num_rows).astype(d_output.dtype),)
+    return (sum_in_blocks(add, ids, num_segments).astype(d_output.dtype),)
 
 
 def _flat(d_output: Array, ids: Array) -> tuple[Array, Array]:
@@ -316,18 +320,18 @@ def _flat(d_output: Array, ids: Array) -> tuple[Array, Array]:
 
 
 def _shard_program(
-    kernel: ShardKernel, axes: ShardAxes, d_output: Array, ids: Array, *, num_rows: int, ids_ndim: int, **params: Any
+    kernel: ShardKernel, axes: ShardAxes, d_output: Array, ids: Array, *, ids_ndim: int, **params: Any
 ) -> Sequence[Array]:
     row_axes = tuple(axis for dim in _row_dims(ids_ndim) for axis in axes.get(dim, ()))
     if not row_axes:
         return kernel(d_output, ids)
     axes_of_flat = {"row": row_axes, "segment": axes.get("segment", ())}
-    d_data = sum_over_shards(axes_of_flat, *_flat(d_output, ids), num_segments=num_rows, **params)
+    d_data = sum_over_shards(axes_of_flat, *_flat(d_output, ids), **params)
     return (d_data.astype(d_output.dtype),)
 
 
 def _transpose(
-    _: Any, d_results: Sequence[Array], ids: Array, *, num_rows: int, ids_ndim: int, **params: Any
+    _: Any, d_results: Sequence[Array], ids: Array, *, num_segments: int, ids_ndim: int, **params: Any
 ) -> Sequence[Array]:
     return (_gather(d_results[0], ids, fills=True, **params),)
 
@@ -336,14 +340,14 @@ TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
     operands=_operands,
     results={"d_data": ("segment", "...")},
-    sizes={"segment": "num_rows"},
+    result_sizes={"segment": "num_segments"},
     reference=_reference,
     dtypes=SEGMENT_SUM.dtypes,
     guarantee=sum_guarantee,
     reduction_dims=lambda *, ids_ndim: _row_dims(ids_ndim),
-    shard_program=of_split_segments(_shard_program, ids_operand=1, size="num_rows"),
-    program=lambda d_output, ids, *, num_rows, ids_ndim, accumulator=None, **params: sum_op(accumulator).kernel(
-        *_flat(d_output, ids), num_segments=num_rows, **params
+    shard_program=of_split_segments(_shard_program, ids_operand=1),
+    program=lambda d_output, ids, *, ids_ndim, accumulator=None, **params: sum_op(accumulator).kernel(
+        *_flat(d_output, ids), **params
     ),
-    transpose=_transpose,
+    transposes={("d_output",): _transpose},
 )

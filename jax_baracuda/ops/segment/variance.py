@@ -156,7 +156,7 @@ def _differences(params: Params, data: Array, mean: Array, ids: Array) -> Array:
 def _over_freedom(params: Params, cells: Array, mean: Array, count: Array) -> Array:
     """Cells divided by the degrees of freedom of their segments, or by 1 if there are none."""
     divisors = per_row(jnp.maximum(count - params["ddof"], 1), cells).astype(cells.dtype)
-    # XLA replaces division by a broadcast divisor with multiplication by its reciprocal, which rounds twice.
+    # Like `divided`, which would compare the cells. JAX cannot transpose this if they are a cotangent.
     return cells / jnp.where(mean == mean, divisors, 1)
 
 

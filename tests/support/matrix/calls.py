@@ -89,7 +89,7 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Constraint:
     """A combination that does not exist, and why."""
 
     reason: str
@@ -118,7 +118,7 @@ class Call:
     """Size classes that are fast enough only on a GPU."""
     strategy_options: tuple[Options, ...] = ()
     """Combinations of values that lead to strategies of their own."""
-    rules: tuple[Rule, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
     has_carry: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""Cases of the matrix: the rules that exclude some, and a small set that covers every pair of values."""
+"""Cases of the matrix: the constraints that exclude some, and a small set that covers every pair of values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from support.matrix.calls import CALLS, Call, Rule, is_inexact, load_all
+from support.matrix.calls import CALLS, Call, Constraint, is_inexact, load_all
 
 TRANSFORMATIONS = (
     "eager",
@@ -106,23 +106,23 @@ def is_large(sizes: Mapping[str, Any]) -> bool:
 
 ABSENT_OPERAND = (None, "pair", "integer", "negative")
 
-RULES = (
-    Rule(
+CONSTRAINTS = (
+    Constraint(
         "only floating and complex numbers have derivatives",
         lambda transformation, dtype: transformation in DERIVATIVES and not is_inexact(dtype),
     ),
-    Rule(
+    Constraint(
         "JAX's own arithmetic lacks 8-bit numbers, and Jacobians of complex ones",
         lambda transformation, dtype: (
             transformation in DERIVATIVES
             and (dtype.startswith("float8") or dtype.startswith("complex") and transformation in JACOBIANS)
         ),
     ),
-    Rule(
+    Constraint(
         "there is no batch to map inside the derivative, or to scan",
         lambda transformation, batch: transformation in ("vjp of vmap", "scan") and batch == "none",
     ),
-    Rule(
+    Constraint(
         "XLA's CPU back end aborts on 16-bit sums over devices in partly manual programs",
         lambda transformation, dtype, sharding: (
             sharding == "partly manual"
@@ -131,15 +131,15 @@ RULES = (
             and jax.default_backend() == "cpu"
         ),
     ),
-    Rule(
+    Constraint(
         "XLA's GPU back end takes no rows of 4-bit numbers out of an array that end within a byte",
         lambda transformation, dtype: transformation == "scan" and dtype == "int4" and jax.default_backend() == "gpu",
     ),
-    Rule(
+    Constraint(
         "what JAX's partitioner splits cannot be exported",
         lambda transformation, sharding: transformation in EXPORTS and sharding != "single",
     ),
-    Rule(
+    Constraint(
         "outside of jit, shard_map is interpreted by JAX, one operation after the other, each of them under jit",
         lambda transformation, sharding: transformation == "eager" and sharding in SHARD_MAPS,
     ),
@@ -147,15 +147,15 @@ RULES = (
 
 
 @functools.cache
-def rules_of(op: str) -> tuple[Rule, ...]:
+def constraints_of(op: str) -> tuple[Constraint, ...]:
     call = load_all()[op]
     sizes = all_sizes(call)
-    jacobians = Rule(
+    jacobians = Constraint(
         "Jacobians of large arrays",
         lambda transformation, size: transformation in JACOBIANS and is_large(sizes[size]),
     )
     presence = tuple(
-        Rule(
+        Constraint(
             f"{name} is absent",
             lambda batch, value, name=name: batch == f"one:{name}" and value in ABSENT_OPERAND,
             ("batch", name),
@@ -163,18 +163,18 @@ def rules_of(op: str) -> tuple[Rule, ...]:
         for name in call.operands
         if name in call.options
     )
-    empty = Rule(
+    empty = Constraint(
         "XLA refuses empty arrays in manual programs, or crashes, also in its own operations (x[:0], for example)",
         # A filter of one tap has an empty state.
         lambda sharding, size: sharding in SHARD_MAPS and (is_empty(sizes[size]) or sizes[size].get("tap") == 1),
     )
-    empty_jacobians = Rule(
+    empty_jacobians = Constraint(
         "JAX cannot reshape an empty Jacobian in explicit mode",
         lambda sharding, size, transformation: (
             sharding == "explicit" and transformation in JACOBIANS and is_empty(sizes[size])
         ),
     )
-    deterministic = Rule(
+    deterministic = Constraint(
         "XLA adds up rows in an order that varies from run to run on GPUs",
         lambda implementation, transformation, deterministic: (
             implementation == "xla"
@@ -183,7 +183,7 @@ def rules_of(op: str) -> tuple[Rule, ...]:
         ),
     )
     of_options = (deterministic,) if "deterministic" in call.options else ()
-    return (*RULES, jacobians, empty, empty_jacobians, *of_options, *presence, *call.rules)
+    return (*CONSTRAINTS, jacobians, empty, empty_jacobians, *of_options, *presence, *call.constraints)
 
 
 @functools.cache
@@ -213,28 +213,28 @@ NOT_CHOSEN = object()
 
 
 class Space:
-    """All combinations of values that the rules of an op allow."""
+    """All combinations of values that the constraints of an op allow."""
 
     def __init__(self, op: str, several_devices: bool, with_large: bool = False):
         self.op = op
         self.factors = factors_of(op, several_devices, with_large)
         self._position = {name: i for i, name in enumerate(self.factors)}
-        # Rules are evaluated once, because searches consult them very often.
-        forbidden = {rule: set(self._forbidden_by(rule)) for rule in rules_of(op)}
-        self._rules = [(rule, combinations) for rule, combinations in forbidden.items() if combinations]
-        self._of_factor = {name: [item for item in self._rules if name in item[0].factors] for name in self.factors}
-        self.ruled = {name: values for name, values in self.factors.items() if self._of_factor[name]}
-        """The factors that occur in rules. Any value of another factor fits all combinations."""
+        # Constraints are evaluated once, because searches consult them very often.
+        forbidden = {constraint: set(self._forbidden_by(constraint)) for constraint in constraints_of(op)}
+        self._forbidden = [(constraint, values) for constraint, values in forbidden.items() if values]
+        self._of_factor = {name: [item for item in self._forbidden if name in item[0].factors] for name in self.factors}
+        self.constrained = {name: values for name, values in self.factors.items() if self._of_factor[name]}
+        """The factors that occur in constraints. Any value of another factor fits all combinations."""
 
-    def _forbidden_by(self, rule: Rule) -> Iterator[tuple[Any, ...]]:
-        """The combinations of values that the rule forbids."""
-        return (x for x in itertools.product(*map(self.factors.get, rule.factors)) if rule.forbids(*x))
+    def _forbidden_by(self, constraint: Constraint) -> Iterator[tuple[Any, ...]]:
+        """The combinations of values that the constraint forbids."""
+        return (x for x in itertools.product(*map(self.factors.get, constraint.factors)) if constraint.forbids(*x))
 
-    def forbidden(self, values: Values, changed: str | None = None) -> Rule | None:
-        """The rule that forbids these values of some or all factors; None if none does."""
-        for rule, combinations in self._rules if changed is None else self._of_factor[changed]:
-            if tuple([values.get(name, NOT_CHOSEN) for name in rule.factors]) in combinations:
-                return rule
+    def forbidden(self, values: Values, changed: str | None = None) -> Constraint | None:
+        """The constraint that forbids these values of some or all factors; None if none does."""
+        for constraint, combinations in self._forbidden if changed is None else self._of_factor[changed]:
+            if tuple([values.get(name, NOT_CHOSEN) for name in constraint.factors]) in combinations:
+                return constraint
         return None
 
     def completed(self, values: Values, order: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
@@ -260,13 +260,13 @@ class Space:
 
     def _pairs(self) -> Iterator[Pair]:
         @functools.cache
-        def exists(ruled_values: tuple[tuple[str, Any], ...]) -> bool:
-            return self.completed(dict(ruled_values), self.ruled) is not None
+        def exists(constrained_values: tuple[tuple[str, Any], ...]) -> bool:
+            return self.completed(dict(constrained_values), self.constrained) is not None
 
         for (first, first_values), (second, second_values) in itertools.combinations(self.factors.items(), 2):
             for a, b in itertools.product(first_values, second_values):
                 pair = (first, a), (second, b)
-                if exists(tuple(item for item in pair if item[0] in self.ruled)):
+                if exists(tuple(item for item in pair if item[0] in self.constrained)):
                     yield pair
 
     def sorted_pair(self, a: tuple[str, Any], b: tuple[str, Any]) -> Pair:
@@ -312,7 +312,7 @@ def _pairs_of(values: Values) -> set[Pair]:
 
 @functools.cache
 def cover(op: str, several_devices: bool, seed: int = 0) -> tuple[Case, ...]:
-    """A small set of cases that covers every pair of values that the rules allow; the bare calls come first."""
+    """A small set of cases that covers every pair of values that the constraints allow; the bare calls come first."""
     space = space_of(op, several_devices)
     rng = np.random.default_rng(seed)
     cases: list[dict[str, Any]] = []
@@ -346,7 +346,7 @@ def cover(op: str, several_devices: bool, seed: int = 0) -> tuple[Case, ...]:
             ranked = sorted(
                 shuffled(rng, space.factors[name]), key=functools.partial(num_met, values, name), reverse=True
             )
-            order = {name: ranked} | {other: space.ruled[other] for other in space.ruled if other != name}
+            order = {name: ranked} | {other: space.constrained[other] for other in space.constrained if other != name}
             found = space.completed(values, order)
             assert found is not None
             values[name] = found[name]

@@ -51,13 +51,13 @@ def jvp(call: OpCall, primitive: Primitive, tangents: Sequence[Any]) -> tuple[li
     op, primals = call.op, call.operands
     results = primitive.bind(*primals, **call.all_params)
     nonzero_tangents = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    factors = [call.linear, *([i] for i in call.linear_alone)]
-    if op.transpose is not None and set(nonzero_tangents).issubset(itertools.chain(*factors)):
+    factors = list(call.transposes)
+    if factors and set(nonzero_tangents).issubset(itertools.chain(*factors)):
 
         def term(factor: Sequence[int]) -> Sequence[jax.Array]:
             operands = list(primals)
             for i in factor:
-                # An integer operand is its own placeholder: the result of an integer operand has no tangent.
+                # Integer operands stay as they are: they have no tangents, nor have the results that they become.
                 if jnp.issubdtype(primals[i].dtype, jnp.inexact):
                     operands[i] = ad.instantiate_zeros(tangents[i])
             return primitive.bind(*operands, **call.all_params)
@@ -89,14 +89,13 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
     results: list[Any] = [None] * len(operands)
-    factor, transpose_of = call.linear, call.op.transpose
-    if len(linear) == 1 and linear[0] in call.linear_alone:
-        factor, transpose_of = linear, call.linear_alone[linear[0]]
-    if transpose_of is not None and all(i in factor for i in linear):
+    factor = next((factor for factor in call.transposes if set(linear).issubset(factor)), None)
+    if factor is not None:
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
             own_types = [call.own_operands[i] for i in factor]
-            return call.bound(transpose_of)(own_types, arrays[: len(cotangents)], *arrays[len(cotangents) :])
+            transpose_of = call.bound(call.transposes[factor])
+            return transpose_of(own_types, arrays[: len(cotangents)], *arrays[len(cotangents) :])
 
         names = list(call.operand_dims)
         of_factor = {names[i] for i in factor}
