@@ -114,9 +114,9 @@ ConvolutionPlan PlanOf(const ForwardCall& call) {
 ConvolutionPlan PlanOf(const BackwardCall& call) {
   const Problem& problem = call.problem;
   const int64_t element_bytes = ElementBytes(call.type);
-  ConvolutionPlan plan =
-      PlanOf(call, call.x.is_shared || call.dy.is_shared, AreAligned(kVectorBytes, call.x.data, call.dy.data, call.dx),
-             Tuning::BackwardRows(element_bytes, problem.has_same_sequence), Tuning::BackwardRun());
+  ConvolutionPlan plan = PlanOf(call, call.x.is_shared || call.d_output.is_shared,
+                                AreAligned(kVectorBytes, call.x.data, call.d_output.data, call.dx),
+                                Tuning::BackwardRows(element_bytes, problem.has_same_sequence), Tuning::BackwardRun());
   plan.scratch_bytes =
       problem.batch * plan.parts * problem.channels * (problem.width + 1) * AccumulatorBytes(call.type);
   return plan;
