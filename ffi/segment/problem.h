@@ -40,6 +40,7 @@ struct Problem {
 
   int64_t DataRow(int64_t b, int64_t row) const { return data_is_shared ? row : b * rows + row; }
   int64_t IdIndex(int64_t b, int64_t row) const { return ids_are_shared ? row : b * rows + row; }
+  int64_t NumCells() const { return batch * segments * features; }
   bool HasNoResult() const { return batch == 0 || segments == 0 || features == 0; }
 };
 

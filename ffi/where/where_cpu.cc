@@ -32,7 +32,6 @@ constexpr int64_t kBlockElements = kBlockBytes / static_cast<int64_t>(sizeof(T))
 enum class Strategy { kNothing, kBlocks, kSums };
 
 constexpr const char* kStrategyNames[] = {"nothing", "blocks", "sums"};
-constexpr int kSelectStrategies = 2;  // the first two: those of where
 
 Strategy ChooseStrategy(const SelectCall& call) { return call.size == 0 ? Strategy::kNothing : Strategy::kBlocks; }
 
@@ -387,7 +386,7 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(SplitOf(parameters)))};
 }
 
-JB_CPU_TARGET("where", SelectHandler, PlanSelect, kStrategyNames, kStrategyNames + kSelectStrategies);
+JB_CPU_TARGET("where", SelectHandler, PlanSelect, NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kBlocks));
 JB_CPU_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace

@@ -38,7 +38,8 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
 }
 
-JB_CUDA_TARGET("where", SelectHandler, PlanSelect, kStrategyNames, kStrategyNames + kSelectStrategies);
+JB_CUDA_TARGET("where", SelectHandler, PlanSelect,
+               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kVectors, Strategy::kElements));
 JB_CUDA_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace
