@@ -85,8 +85,8 @@ struct TableLauncher {
         JB_RETURN_IF_CUDA_ERROR(LaunchFill<MaxReduction<T>>(nothing, 0, all_cells, 1, stream));
       }
     } else if (!plan.StaysShared()) {
-      a.keys = carver.Take<TableKey<T>>(all_cells);
-      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.keys, 0, all_cells * sizeof(TableKey<T>), stream));
+      a.keys = carver.Take<OrderedKey<T>>(all_cells);
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.keys, 0, all_cells * sizeof(OrderedKey<T>), stream));
     }
     JB_RETURN_IF_CUDA_ERROR(plan.strategy == Strategy::kFilteredAtomics
                                 ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
@@ -109,7 +109,7 @@ struct TableLauncher {
   // bounds that the table has after the previous one.
   template <int kVec>
   CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
-    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
+    if constexpr (sizeof(OrderedKey<T>) != sizeof(uint32_t)) {
       return JB_CUDA_STATUS(cudaErrorInvalidValue);
     } else {
       const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), cells);
@@ -145,7 +145,7 @@ struct TableLauncher {
 
   template <int kVec>
   CudaStatus TableMax(const TableArguments<T>& a) const {
-    return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(TableKey<T>));
+    return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(OrderedKey<T>));
   }
 
   template <int kVec>

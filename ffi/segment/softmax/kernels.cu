@@ -1,4 +1,6 @@
 // Softmax and its gradient: a reduction of the rows to cells, and then each row from the cells of its segment.
+#include <cmath>
+
 #include "ffi/core/scratch.h"
 #include "ffi/segment/engine/map_rows.cuh"
 #include "ffi/segment/engine/reduce.cuh"
@@ -26,7 +28,7 @@ struct Probability {
     Vector<T, kVec> probabilities;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const C weight = Exponential(values.lane[i] - of_maxima.lane[i]);
+      const C weight = std::exp(values.lane[i] - of_maxima.lane[i]);
       probabilities.lane[i] = static_cast<T>(weight / of_totals.lane[i]);
     }
     return probabilities;
