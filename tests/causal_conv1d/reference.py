@@ -330,7 +330,9 @@ class Target:
 TARGETS = {
     "causal_conv1d": Target(("x", "weight"), ("bias", "initial_state", "same_sequence"), ("y",)),
     "causal_conv1d_backward": Target(
-        ("x", "weight", "d_output"), ("bias", "initial_state", "same_sequence", "d_final_state"), ("dx", "dweight", "dbias")
+        ("x", "weight", "d_output"),
+        ("bias", "initial_state", "same_sequence", "d_final_state"),
+        ("dx", "dweight", "dbias"),
     ),
     "causal_conv1d_update": Target(("x", "state", "weight"), ("bias",), ("y", "new_state")),
 }
