@@ -338,7 +338,6 @@ LAYOUT_FLAGS = ("channels_last", "heads_first")
 NO_ARGUMENTS = ("got", "expected", "scratch")
 """Beginnings of messages about the number of buffers, which name no argument."""
 OTHER_NAMES = (
-    "dy",
     "output",
     "x",
     "y",

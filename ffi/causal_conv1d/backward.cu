@@ -14,7 +14,7 @@ static_assert(kStages >= kPrefetchSteps + 1);
 
 // Computes dz, the gradients of a vector's pre-activations.
 template <int kWidth, bool kHasMasks, int kVec, typename C, typename TapBits>
-__device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, const C* weights, C bias,
+__device__ __forceinline__ void PreActivationGradient(const C* x, const C* d_output, const C* weights, C bias,
                                                       const TapBits& masks, bool silu, C* dz) {
   if (silu) {
 #pragma unroll
@@ -24,11 +24,11 @@ __device__ __forceinline__ void PreActivationGradient(const C* x, const C* dy, c
       for (int k = 0; k < kWidth; ++k) {
         if (!kHasMasks || k == kWidth - 1 || masks.Has(i, kWidth - 1 - k)) z = fma(weights[k], x[i + k], z);
       }
-      dz[i] = SiluBackward(z, dy[i]);
+      dz[i] = SiluBackward(z, d_output[i]);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) dz[i] = dy[i];
+    for (int i = 0; i < kVec; ++i) dz[i] = d_output[i];
   }
 }
 
@@ -42,12 +42,12 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
   constexpr int kVec = Stages::kVec, kPast = kWidth - 1, kVectorsBefore = CeilDivide(kPast, kVec);
   constexpr int kStagesBytes = Stages::template kBlockBytes<kStages>;
   __shared__ alignas(kVectorBytes) char shared[2 * kStagesBytes];
-  char *const x_stages = shared, *const dy_stages = shared + kStagesBytes;
+  char *const x_stages = shared, *const d_output_stages = shared + kStagesBytes;
   const Geometry& geometry = a.geometry;
   const RowsPlace<T> at(geometry, grid, kPast, a.initial_state.entries.data != nullptr);
   const Stages stages = Stages::template Make<kStages>(grid.plan);
   const int lanes = grid.plan.lanes, lane = threadIdx.x & (lanes - 1), steps = grid.plan.steps;
-  const T *x_row = at.In(a.x, geometry), *dy_row = at.In(a.dy, geometry);
+  const T *x_row = at.In(a.x, geometry), *d_output_row = at.In(a.d_output, geometry);
   T* dx_row = a.dx + at.index;
   const uint8_t* masks_of_row = nullptr;
   if (kHasMasks && (!kIsWide<kWidth> || a.same_sequence.data != nullptr)) {
@@ -57,27 +57,27 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
 
   const unsigned step_bytes = lanes * kVectorBytes;
   int offset = (steps - 1) * at.step;
-  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;    // byte position in the stages
-  const T *x_prefetch = x_row + offset, *dy_prefetch = dy_row + offset;  // the next vectors to prefetch
+  unsigned position = (steps - 1) * step_bytes + lane * kVectorBytes;                // byte position in the stages
+  const T *x_prefetch = x_row + offset, *d_output_prefetch = d_output_row + offset;  // the next vectors to prefetch
   // Before the tile, only the last kVectorsBefore vectors of x are needed.
   const int first_x = lane >= lanes - kVectorsBefore ? max(at.first_readable, -at.step) : 0;
   const auto prefetch = [&](int steps_ahead) {
     const int ahead = offset - steps_ahead * at.step;
     const unsigned to = stages.Index(position - steps_ahead * step_bytes);
     CopyAsync<kVectorBytes>(x_stages + to, x_prefetch, ahead >= first_x && ahead <= at.last_readable);
-    CopyAsync<kVectorBytes>(dy_stages + to, dy_prefetch, ahead >= 0 && ahead <= at.last_readable);
+    CopyAsync<kVectorBytes>(d_output_stages + to, d_output_prefetch, ahead >= 0 && ahead <= at.last_readable);
     CommitCopies();
     x_prefetch -= at.step;
-    dy_prefetch -= at.step;
+    d_output_prefetch -= at.step;
   };
 #pragma unroll
   for (int i = 0; i < kPrefetchSteps; ++i) prefetch(i);
   C weights[kWidth], bias;
   a.weights.template Load<1, kWidth>(geometry, at.example, at.channel, weights, &bias);
   const T* state_end = a.initial_state.End(geometry, at.example, at.channel);
-  const auto mend = [&](int from, C* x, C* dy) {
+  const auto mend = [&](int from, C* x, C* d_output) {
     MendWindow<kPast>(at, from, x_row + from, state_end, kPast - left_out, x);
-    MendWindow<0, T>(at, from, dy_row + from, nullptr, 0, dy);
+    MendWindow<0, T>(at, from, d_output_row + from, nullptr, 0, d_output);
   };
   const auto zero_outside = [&](int from, C* values) {
 #pragma unroll
@@ -93,17 +93,17 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
   for (int i = 0; i < kVec; ++i) following[i] = 0;
   if (kPast > 0 && at.tile + 1 < grid.plan.tiles && lane * kVec < kPast) {
     const int next = steps * at.step;
-    C x[kPast + kVec], dy[kVec];
+    C x[kPast + kVec], d_output[kVec];
 #pragma unroll
     for (int i = 0; i < kPast + kVec; ++i) {
       const int from = next + i - kPast;
       x[i] = from < at.after ? static_cast<C>(x_row[from]) : C{0};
     }
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) dy[i] = next + i < at.after ? static_cast<C>(dy_row[next + i]) : C{0};
+    for (int i = 0; i < kVec; ++i) d_output[i] = next + i < at.after ? static_cast<C>(d_output_row[next + i]) : C{0};
     Masks<kVec + kPast> masks{};
     if constexpr (kHasMasks) row_masks.template Load<kWidth>(geometry, next, &masks);
-    PreActivationGradient<kWidth, kHasMasks, kVec>(x, dy, weights, bias, masks, a.silu, following);
+    PreActivationGradient<kWidth, kHasMasks, kVec>(x, d_output, weights, bias, masks, a.silu, following);
     zero_outside(next, following);
   }
   C sums[kWidth + 1] = {};
@@ -115,15 +115,15 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::BackwardRowsBlocks(sizeo
     __syncwarp();
     prefetch(kPrefetchSteps);
     const bool is_regular = at.IsRegular(offset), are_regular = __all_sync(kFullWarp, is_regular);
-    C x[kPast + kVec], dy[kVec], dx[kVec];
+    C x[kPast + kVec], d_output[kVec], dx[kVec];
     stages.template Read<kPast>(x_stages, position, x);
-    stages.template Read<0>(dy_stages, position, dy);
-    if (!are_regular && !is_regular) mend(offset, x, dy);
+    stages.template Read<0>(d_output_stages, position, d_output);
+    if (!are_regular && !is_regular) mend(offset, x, d_output);
     Masks<kVec + kPast> masks{};
     const auto compute = [&](auto is_masked) {
       constexpr bool kIsMasked = decltype(is_masked)::value;
       C dz[kVec + kPast];  // of the vector and of the kPast times after it
-      PreActivationGradient<kWidth, kIsMasked, kVec>(x, dy, weights, bias, masks, a.silu, dz);
+      PreActivationGradient<kWidth, kIsMasked, kVec>(x, d_output, weights, bias, masks, a.silu, dz);
       if (!are_regular) zero_outside(offset, dz);
 #pragma unroll
       for (int j = 0; j < kPast; ++j) {
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   const int64_t in_example = channels_last ? channel : channel * geometry.length;
   const int64_t example_size = geometry.channels * geometry.length;
   const T* x = a.x.data + a.x.Example(geometry, example) * example_size + in_example;
-  const T* dy = a.dy.data + a.dy.Example(geometry, example) * example_size + in_example;
+  const T* d_output = a.d_output.data + a.d_output.Example(geometry, example) * example_size + in_example;
   const T* state_end = a.initial_state.End(geometry, example, channel);
   const uint8_t* same_sequence = a.same_sequence.data;
   if (same_sequence != nullptr) same_sequence += a.same_sequence.Example(geometry, example) * geometry.length;
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kRowsThreads)
   for (int64_t t = max(time, int64_t{0}); t <= time + past && t < geometry.length; ++t) {
     const uint32_t bits = same_sequence != nullptr ? same_sequence[t] : ~0u;
     if ((bits >> (t - time) & 1u) == 0) continue;
-    C dz = static_cast<C>(dy[t * stride]);
+    C dz = static_cast<C>(d_output[t * stride]);
     if (a.silu) {
       C z = bias;
       for (int k = 0; k < width; ++k) {

@@ -26,22 +26,22 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
   const ChannelsLastPlace at(geometry, grid, kVec);
   C sums[kWidth + 1][kVec] = {};
   if (at.channel < geometry.channels && at.count > 0) {
-    const T *x = at.In(a.x, geometry), *dy = at.In(a.dy, geometry);
+    const T *x = at.In(a.x, geometry), *d_output = at.In(a.d_output, geometry);
     T* dx = a.dx + at.Index(geometry, at.example) - kPast * geometry.channels;  // kPast rows before the row of x
     const uint8_t* same_sequence = nullptr;
     if (kHasMasks && a.same_sequence.data != nullptr) same_sequence = at.Times(a.same_sequence, geometry);
     // The gradients of this run's inputs need dz of up to kPast times after the run.
     const int walk = at.count + kPast, end = static_cast<int>(min(geometry.length - at.begin, int64_t{walk}));
 
-    const T *x_prefetch = x, *dy_prefetch = dy;
-    const Stages x_stages(shared), dy_stages(shared + Stages::kBlockBytes);
+    const T *x_prefetch = x, *d_output_prefetch = d_output;
+    const Stages x_stages(shared), d_output_stages(shared + Stages::kBlockBytes);
     const auto load_group = [&](int first) {
 #pragma unroll
       for (int row = first; row < first + Stages::kGroupTimes; ++row) {
         x_stages.Load(row, x_prefetch, row < end);
-        dy_stages.Load(row, dy_prefetch, row < end);
+        d_output_stages.Load(row, d_output_prefetch, row < end);
         x_prefetch += geometry.channels;
-        dy_prefetch += geometry.channels;
+        d_output_prefetch += geometry.channels;
       }
       CommitCopies();
     };
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::BackwardChannels
           C dz[kVec];
           if (Stages::BeginsGroup(i)) WaitForCopies<Stages::kGroups - 1>();
           x_stages.Read(row, inputs[(i + kPast) % kWidth]);
-          dy_stages.Read(row, dz);
+          d_output_stages.Read(row, dz);
           if (Stages::EndsGroup(i)) load_group(row + 1 - Stages::kGroupTimes + Stages::kAhead);
 #pragma unroll
           for (int v = 0; v < kVec; ++v) KeepWide(inputs[(i + kPast) % kWidth][v]);

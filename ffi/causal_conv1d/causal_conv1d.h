@@ -18,7 +18,7 @@ inline constexpr int kMaxWidth = 8;
 // Each width up to this one has its own kernels. Larger widths are rare and share kernels with a run-time width.
 inline constexpr int kMaxConstantWidth = 4;
 
-// x, dy, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] with channels_last.
+// x, d_output, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] with channels_last.
 // weight: [batch, channels, width]; bias: [batch, channels]; states: [batch, examples, channels, state length];
 // same_sequence: [batch, examples, length]. An operand whose leading dimension is 1 is shared by the whole batch.
 struct Problem {
@@ -62,7 +62,7 @@ struct ForwardCall : ConvolutionCall {
 };
 
 struct BackwardCall : ConvolutionCall {
-  Operand dy;
+  Operand d_output;
   Operand d_final_state;  // optional: the cotangent of the last width - 1 inputs
   void* dx;
   void* dweight;                    // [batch, channels, width] of the compute type

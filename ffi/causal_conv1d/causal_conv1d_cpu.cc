@@ -56,12 +56,12 @@ class Backward {
       const int64_t wanted = std::min(times + reach, problem_.length - time), missing = wanted - known;
       const View<const C> in = convolution_.Inputs(place, time - reach, time + wanted, inputs_);
       C* const next = dz_ + known * channels;
-      const T* const dy = convolution_.At(call_.dy, place, time + known);
+      const T* const d_output = convolution_.At(call_.d_output, place, time + known);
       if (problem_.silu) {
         convolution_.Forward(place, in.From(known), /*silu=*/false, time + known, missing, {next, channels});
-        convolution_.SiluGradientOf(dy, missing, channels, dx_, next);
+        convolution_.SiluGradientOf(d_output, missing, channels, dx_, next);
       } else {
-        convolution_.Copy(dy, missing, channels, next);
+        convolution_.Copy(d_output, missing, channels, next);
       }
       std::fill(dz_ + wanted * channels, dz_ + (times + reach) * channels, C{0});
       convolution_.SumProducts(place, in, dz_, time, times, sums);
@@ -118,7 +118,7 @@ class Backward {
   Memory<C> memory_;
   C* inputs_ = nullptr;
   C* dz_ = nullptr;
-  C* dx_ = nullptr;  // also a buffer for dy
+  C* dx_ = nullptr;  // also a buffer for d_output
 };
 
 // Computes dweight and dbias from the partial sums [part, batch, width + 1, channels].

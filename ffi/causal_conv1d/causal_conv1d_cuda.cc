@@ -13,11 +13,10 @@
 #include "ffi/core/integers.h"
 #include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
+#include "ffi/core/warp.cuh"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
-
-constexpr int kWarpThreads = 32;
 
 // Minimises the modelled time over tile lengths and group sizes.
 RowsPlan PlanRows(const Problem& problem, int64_t element_bytes, const RowsChoice& choice) {
@@ -114,9 +113,9 @@ ConvolutionPlan PlanOf(const ForwardCall& call) {
 ConvolutionPlan PlanOf(const BackwardCall& call) {
   const Problem& problem = call.problem;
   const int64_t element_bytes = ElementBytes(call.type);
-  ConvolutionPlan plan =
-      PlanOf(call, call.x.is_shared || call.dy.is_shared, AreAligned(kVectorBytes, call.x.data, call.dy.data, call.dx),
-             Tuning::BackwardRows(element_bytes, problem.has_same_sequence), Tuning::BackwardRun());
+  ConvolutionPlan plan = PlanOf(call, call.x.is_shared || call.d_output.is_shared,
+                                AreAligned(kVectorBytes, call.x.data, call.d_output.data, call.dx),
+                                Tuning::BackwardRows(element_bytes, problem.has_same_sequence), Tuning::BackwardRun());
   plan.scratch_bytes =
       problem.batch * plan.parts * problem.channels * (problem.width + 1) * AccumulatorBytes(call.type);
   return plan;
@@ -180,7 +179,11 @@ ffi::Error RunPoolUpdate(cudaStream_t stream, const PoolUpdateCall& call) {
 constexpr const char* kStrategyNames[] = {
     "nothing",   "rows",       "rows_by_element", "channels_last", "channels_last_by_element",
     "one_input", "few_inputs", "many_inputs",     "pool_vectors",  "pool_by_element"};
-constexpr int kConvolutionStrategies = 5;  // the first ones: all but those of updates
+
+std::vector<const char*> ConvolutionStrategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kRows, Strategy::kRowsByElement, Strategy::kChannelsLast,
+                 Strategy::kChannelsLastByElement);
+}
 
 template <typename Call>
 Plan CudaPlan(const PlanParameters& parameters) {
@@ -188,16 +191,16 @@ Plan CudaPlan(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
 }
 
-JB_CUDA_TARGET(kForwardName, (HandleForward<cudaStream_t, RunForward>), CudaPlan<ForwardCall>, kStrategyNames,
-               kStrategyNames + kConvolutionStrategies);
-JB_CUDA_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), CudaPlan<BackwardCall>, kStrategyNames,
-               kStrategyNames + kConvolutionStrategies);
-JB_CUDA_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), CudaPlan<UpdateCall>, "nothing", "one_input",
-               "few_inputs", "many_inputs");
-JB_CUDA_TARGET(kRaggedName, (HandleRagged<cudaStream_t, RunRagged>), CudaPlan<ForwardCall>, "nothing", "channels_last",
-               "channels_last_by_element");
-JB_CUDA_TARGET(kPoolUpdateName, (HandlePoolUpdate<cudaStream_t, RunPoolUpdate>), CudaPlan<PoolUpdateCall>, "nothing",
-               "pool_vectors", "pool_by_element");
+JB_CUDA_TARGET(kForwardName, (HandleForward<cudaStream_t, RunForward>), CudaPlan<ForwardCall>, ConvolutionStrategies());
+JB_CUDA_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), CudaPlan<BackwardCall>,
+               ConvolutionStrategies());
+JB_CUDA_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), CudaPlan<UpdateCall>,
+               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kOneInput, Strategy::kFewInputs,
+                       Strategy::kManyInputs));
+JB_CUDA_TARGET(kRaggedName, (HandleRagged<cudaStream_t, RunRagged>), CudaPlan<ForwardCall>,
+               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kChannelsLast, Strategy::kChannelsLastByElement));
+JB_CUDA_TARGET(kPoolUpdateName, (HandlePoolUpdate<cudaStream_t, RunPoolUpdate>), CudaPlan<PoolUpdateCall>,
+               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kPoolVectors, Strategy::kPoolByElement));
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

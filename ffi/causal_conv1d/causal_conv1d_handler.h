@@ -93,7 +93,7 @@ Call CallOf(const PlanParameters& parameters) {
   const int64_t bytes = parameters.at("element_bytes");  // plans depend on nothing else about the type
   call.type = bytes == 2 ? ElementType::kBFloat16 : bytes == 4 ? ElementType::kFloat32 : ElementType::kFloat64;
   call.x.is_shared = parameters.at("x_is_shared") != 0;
-  if constexpr (std::is_same_v<Call, BackwardCall>) call.dy.is_shared = parameters.at("d_output_is_shared") != 0;
+  if constexpr (std::is_same_v<Call, BackwardCall>) call.d_output.is_shared = parameters.at("d_output_is_shared") != 0;
   if constexpr (std::is_same_v<Call, UpdateCall>) call.state_length = parameters.at("state_length");
   if constexpr (std::is_same_v<Call, PoolUpdateCall>) {
     call.pool.length = parameters.at("state_length");
@@ -267,7 +267,7 @@ ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weigh
 
 // `more_results` begins with d_initial_state if there is an initial state. The back end decodes the scratch behind it.
 template <typename Context, ffi::Error (*kRun)(Context, const OptionalResults&, BackwardCall*)>
-ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer dy,
+ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer d_output,
                           ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
                           ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
                           ffi::RemainingRets more_results, BackwardOptions options) {
@@ -275,7 +275,7 @@ ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weig
   const Problem& problem = call.problem;
   Decoder decoder(kBackwardName, &call);
   JB_RETURN_IF_ERROR(decoder.Begin(options, "dx", *dx, weight, x));
-  JB_RETURN_IF_ERROR(decoder.Sequences("dy", dy, &call.dy));
+  JB_RETURN_IF_ERROR(decoder.Sequences("d_output", d_output, &call.d_output));
   OptionalOperands optional(kBackwardName, optional_operands);
   JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
   JB_RETURN_IF_ERROR(optional.Next("d_final_state", options.has_d_final_state, [&](const ffi::AnyBuffer& buffer) {

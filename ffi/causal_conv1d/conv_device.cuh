@@ -220,14 +220,14 @@ struct ForwardArguments : ConvolutionArguments<T> {
 
 template <typename T>
 struct BackwardArguments : ConvolutionArguments<T> {
-  Input<T> dy;
+  Input<T> d_output;
   InitialState<T> d_final_state;
   T* dx;
   ComputeType<T>* partials;  // [batch, partial sums per channel, width + 1, channels]; the bias follows the weights
 
   explicit BackwardArguments(const BackwardCall& call)
       : ConvolutionArguments<T>(call),
-        dy(call.problem, call.dy),
+        d_output(call.problem, call.d_output),
         d_final_state{{call.problem, call.d_final_state}, call.problem.width - 1},
         dx(static_cast<T*>(call.dx)),
         partials(static_cast<ComputeType<T>*>(call.scratch)) {}
@@ -301,10 +301,11 @@ __device__ __forceinline__ C Silu(C z) {
   return z * Sigmoid(z);
 }
 
-// dy times the derivative of silu: s (1 + z (1 - s)). Computes z - z s, which is 0 for large z, not infinity times 0.
+// d_output times the derivative of silu: s (1 + z (1 - s)). Computes z - z s, which is 0 for large z, not infinity times
+// 0.
 template <typename C>
-__device__ __forceinline__ C SiluBackward(C z, C dy) {
-  const C s = Sigmoid(z), scaled = dy * s;
+__device__ __forceinline__ C SiluBackward(C z, C d_output) {
+  const C s = Sigmoid(z), scaled = d_output * s;
   return fma(scaled, fma(-z, s, z), scaled);
 }
 

@@ -210,13 +210,13 @@ class Convolution {
   }
 
   // Replaces z of a tile by its cotangent. The buffer has the size of the tile.
-  void SiluGradientOf(const T* dy, int64_t times, int64_t channels, C* buffer, C* z) const {
+  void SiluGradientOf(const T* d_output, int64_t times, int64_t channels, C* buffer, C* z) const {
     if (is_transposed_) {
-      Copy(dy, times, channels, buffer);
+      Copy(d_output, times, channels, buffer);
       return SiluGradient(buffer, times * channels, z);
     }
     ForEachRun(times, channels, [&](int64_t in_array, int64_t in_tile, int64_t count) {
-      SiluGradient(dy + in_array, count, z + in_tile);
+      SiluGradient(d_output + in_array, count, z + in_tile);
     });
   }
 

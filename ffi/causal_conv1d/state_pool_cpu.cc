@@ -245,8 +245,8 @@ ffi::Error RunPoolUpdate(ffi::ThreadPool threads, const PoolUpdateCall& given) {
   return MemoryStatus(kPoolUpdateName, has_memory);
 }
 
-JB_CPU_TARGET(kRaggedName, (HandleRagged<ffi::ThreadPool, RunRagged>), PlanOf<ForwardCall>, "nothing", "rows",
-              "channels_last");
+JB_CPU_TARGET(kRaggedName, (HandleRagged<ffi::ThreadPool, RunRagged>), PlanOf<ForwardCall>,
+              NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kRows, Strategy::kChannelsLast));
 JB_CPU_TARGET(kPoolUpdateName, (HandlePoolUpdate<ffi::ThreadPool, RunPoolUpdate>), PlanOf<PoolUpdateCall>,
               JB_NAMES(kStrategyNames));
 

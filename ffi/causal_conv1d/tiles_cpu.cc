@@ -245,8 +245,8 @@ void OverTimes(const Tile& tile, const Body& body) {
 }  // namespace
 
 template <typename T, typename C>
-JB_CPU_CLONES void SiluGradient(const T* dy, int64_t count, C* z) {
-  ForEachPart(dy, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
+JB_CPU_CLONES void SiluGradient(const T* d_output, int64_t count, C* z) {
+  ForEachPart(d_output, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
     C* const of_part = z + begin;
     JB_VECTORIZE
     for (int64_t i = 0; i < part; ++i) {
@@ -343,7 +343,7 @@ void SumProducts(const Tile& tile, View<const C> in, const C* dz, const Masks& m
   template void LoadRows(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to); \
   template void StoreRows(const C* from, int64_t length, int64_t times, int64_t channels, T* rows);             \
   template void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channels, T* new_states);  \
-  template void SiluGradient(const T* dy, int64_t count, C* z);
+  template void SiluGradient(const T* d_output, int64_t count, C* z);
 JB_TILES_OF(Float16, float)
 JB_TILES_OF(BFloat16, float)
 JB_TILES_OF(float, float)

@@ -50,7 +50,7 @@ void ShiftStates(const T* old_states, int64_t length, const T* x, int64_t channe
 
 // Replaces `count` numbers z by their cotangents under silu.
 template <typename T, typename C>
-void SiluGradient(const T* dy, int64_t count, C* z);
+void SiluGradient(const T* d_output, int64_t count, C* z);
 
 // out[t, c] = biases[c] + sum over k < width of weights[k, c] * in[t + k, c], or its silu.
 template <typename C>

@@ -1,4 +1,4 @@
-// Constants measured on one GPU. Other GPUs use them until they are measured there.
+// Constants measured on an H200 (compute capability 9.0). Other GPUs use them until they are measured there.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,7 @@ struct RunChoice {
   int blocks_at_once;    // resident blocks per multiprocessor
 };
 
-// Compute capability 9.0, an H200.
-struct Tuning90 {
+struct Tuning {
   // Plans assume this count on every device, because the number of partial sums must not depend on the device.
   static constexpr int64_t kMultiprocessors = 132;
 
@@ -94,7 +93,5 @@ struct Tuning90 {
   static constexpr int kUpdateBytes = 8;
   static constexpr int64_t kMaxFewInputs = 8;
 };
-
-using Tuning = Tuning90;
 
 }  // namespace jax_baracuda::causal_conv1d

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <iterator>
+#include <vector>
 
 namespace jax_baracuda {
 
@@ -11,7 +12,13 @@ constexpr const char* NameOf(const char* const (&names)[kCount], Strategy strate
   return names[static_cast<size_t>(strategy)];
 }
 
+// The names of some strategies, as an argument of JB_CPU_TARGET and JB_CUDA_TARGET.
+template <size_t kCount, typename... Strategies>
+std::vector<const char*> NamesOf(const char* const (&names)[kCount], Strategies... strategies) {
+  return {NameOf(names, strategies)...};
+}
+
 }  // namespace jax_baracuda
 
-// Strategy names as arguments of JB_CPU_TARGET and JB_CUDA_TARGET.
+// All names of an array, as arguments of JB_CPU_TARGET and JB_CUDA_TARGET.
 #define JB_NAMES(names) std::begin(names), std::end(names)

@@ -13,10 +13,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
-#include "ffi/core/bit_cast.h"
 #include "ffi/core/element_type.h"
 #include "ffi/core/plan.h"
 
@@ -40,6 +38,7 @@ struct Problem {
 
   int64_t DataRow(int64_t b, int64_t row) const { return data_is_shared ? row : b * rows + row; }
   int64_t IdIndex(int64_t b, int64_t row) const { return ids_are_shared ? row : b * rows + row; }
+  int64_t NumCells() const { return batch * segments * features; }
   bool HasNoResult() const { return batch == 0 || segments == 0 || features == 0; }
 };
 
@@ -74,15 +73,5 @@ struct GatheringCall : SegmentCall {
 template <typename T>
 inline constexpr bool kIsFloating =
     std::is_floating_point_v<T> || std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
-
-template <typename T>
-JB_HOST_DEVICE bool IsNan(T x) {
-  if constexpr (kIsFloating<T>) {
-    const ComputeType<T> value = static_cast<ComputeType<T>>(x);
-    return value != value;
-  } else {
-    return false;
-  }
-}
 
 }  // namespace jax_baracuda::segment

@@ -1,5 +1,5 @@
-// The gradient for repeated operands, whose cotangents are sums. One pass over dy, viewed as [outer, rows, inner], sums
-// over the rows. If the rows are split into parts, a second kernel adds up the partial sums.
+// The gradient for repeated operands, whose cotangents are sums. One pass over d_output, viewed as [outer, rows, inner],
+// sums over the rows. If the rows are split into parts, a second kernel adds up the partial sums.
 #include <algorithm>
 #include <numeric>
 
@@ -54,13 +54,13 @@ inline bool VectorsFit(const Sum& sum, int elements_of_vector) {
          (sum.inner % elements_of_vector == 0 || ThreadsOfWholeRows(sum, elements_of_vector) <= kThreads);
 }
 
-// The first sum adds dy where the condition is true, or where it is false if `inverted` is all ones. The rest of dy
-// goes to a second sum, or to `other`.
+// The first sum adds d_output where the condition is true, or where it is false if `inverted` is all ones. The rest of
+// d_output goes to a second sum, or to `other`.
 template <typename T, int kVec>
 struct Arguments {
   Sum sum;
   SumTiling tiling;
-  const T* dy;
+  const T* d_output;
   Repeated<uint8_t, kVec> cond;
   uint32_t inverted;
   T* other;
@@ -75,12 +75,13 @@ class Accumulator {
 
   __device__ __forceinline__ explicit Accumulator(const Arguments<T, kVec>& a) : a_(a) {}
 
-  __device__ __forceinline__ void Add(int64_t element, const Packed<uint8_t, kVec>& flags, const Packed<T, kVec>& dy) {
+  __device__ __forceinline__ void Add(int64_t element, const Packed<uint8_t, kVec>& flags,
+                                      const Packed<T, kVec>& d_output) {
     Mask<kVec> mask(flags);
 #pragma unroll
     for (uint32_t& word : mask.words) word ^= a_.inverted;
-    const Packed<T, kVec> nothing{}, chosen = Blend<T, kVec>(mask, dy, nothing);
-    const Packed<T, kVec> rest = Blend<T, kVec>(mask, nothing, dy);
+    const Packed<T, kVec> nothing{}, chosen = Blend<T, kVec>(mask, d_output, nothing);
+    const Packed<T, kVec> rest = Blend<T, kVec>(mask, nothing, d_output);
     AddTo(0, chosen);
     if constexpr (kBothSummed) {
       AddTo(1, rest);
@@ -92,14 +93,14 @@ class Accumulator {
   // Adds one element to column i of the vector.
   __device__ __forceinline__ void AddOne(int64_t element, int i) {
     const bool is_chosen = (a_.cond.At(element) != 0) != (a_.inverted != 0);
-    const T dy = a_.dy[element];
+    const T d_output = a_.d_output[element];
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       if (k != i) continue;
-      if (is_chosen) sums_[0][k] += static_cast<C>(dy);
-      if (kBothSummed && !is_chosen) sums_[kSums - 1][k] += static_cast<C>(dy);
+      if (is_chosen) sums_[0][k] += static_cast<C>(d_output);
+      if (kBothSummed && !is_chosen) sums_[kSums - 1][k] += static_cast<C>(d_output);
     }
-    if (!kBothSummed) a_.other[element] = is_chosen ? T(0.0f) : dy;
+    if (!kBothSummed) a_.other[element] = is_chosen ? T(0.0f) : d_output;
   }
 
   // The sums of the thread's columns. A single column has one sum, in the first element.
@@ -145,17 +146,17 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
     int64_t element = (outer * sum.rows + first_row) * sum.inner + column;
     for (; element + (kVectorsInFlight - 1) * step + kVec <= end; element += kVectorsInFlight * step) {
       Packed<uint8_t, kVec> flags[kVectorsInFlight];
-      Packed<T, kVec> dy[kVectorsInFlight];
+      Packed<T, kVec> d_output[kVectorsInFlight];
 #pragma unroll
       for (int i = 0; i < kVectorsInFlight; ++i) {
         flags[i] = a.cond.Load(element + i * step);
-        dy[i] = LoadPacked<kVec>(a.dy + element + i * step);
+        d_output[i] = LoadPacked<kVec>(a.d_output + element + i * step);
       }
 #pragma unroll
-      for (int i = 0; i < kVectorsInFlight; ++i) accumulator.Add(element + i * step, flags[i], dy[i]);
+      for (int i = 0; i < kVectorsInFlight; ++i) accumulator.Add(element + i * step, flags[i], d_output[i]);
     }
     for (; element + kVec <= end; element += step) {
-      accumulator.Add(element, a.cond.Load(element), LoadPacked<kVec>(a.dy + element));
+      accumulator.Add(element, a.cond.Load(element), LoadPacked<kVec>(a.d_output + element));
     }
     for (int i = 0; element + i < end; ++i) accumulator.AddOne(element + i, i);
   }
@@ -218,7 +219,7 @@ CudaStatus LaunchSumsOf(const SplitCall& call, const SumTiling& tiling, void* sc
   const Arguments<T, kVec> arguments{
       call.sum,
       tiling,
-      static_cast<const T*>(call.dy),
+      static_cast<const T*>(call.d_output),
       Repeated<uint8_t, kVec>(call.cond),
       call.a_is_summed ? 0u : ~0u,
       both_are_summed ? nullptr : static_cast<T*>(call.a_is_summed ? call.db : call.da),
@@ -245,7 +246,7 @@ SplitPlan ChooseSums(const SplitCall& call) {
   if (RowsSuffice(vec, call.cond) && VectorsFit(sum, vec)) {
     const SumTiling of_vectors = MakeTiling(sum, vec, call.element_bytes);
     most_parts = std::max(most_parts, of_vectors.parts);
-    if (AreAligned(kVectorBytes, call.dy, call.cond.data, call.da, call.db)) {
+    if (AreAligned(kVectorBytes, call.d_output, call.cond.data, call.da, call.db)) {
       plan = {Strategy::kSumVectors, of_vectors};
     }
   }

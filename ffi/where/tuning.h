@@ -1,12 +1,11 @@
-// Constants measured on one GPU. Other GPUs use them until they are measured there.
+// Constants measured on an H200 (compute capability 9.0). Other GPUs use them until they are measured there.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_baracuda::where {
 
-// Compute capability 9.0, an H200.
-struct Tuning90 {
+struct Tuning {
   // The rows of a sum are split into parts until there are kWantedBlocks blocks. Sums of contiguous numbers use more
   // blocks: a block has one result per sum, so partial sums cost no time. A part has at least kMinSteps steps of a
   // block.
@@ -18,7 +17,5 @@ struct Tuning90 {
   // The threads per result double until each adds up at most kPartsOfLane parts.
   static constexpr int64_t kPartsOfLane = 8;
 };
-
-using Tuning = Tuning90;
 
 }  // namespace jax_baracuda::where

@@ -39,19 +39,19 @@ __global__ void __launch_bounds__(kThreads) Select(const __grid_constant__ Value
 
 template <typename T, int kVec, typename Flags>
 __global__ void __launch_bounds__(kThreads)
-    Split(const __grid_constant__ Flags cond, const T* dy, T* da, T* db, int64_t size) {
+    Split(const __grid_constant__ Flags cond, const T* d_output, T* da, T* db, int64_t size) {
   ForVector<kVec>(
       size,
       [&](int64_t first) {
         const Mask<kVec> mask(cond.Load(first));
-        const Packed<T, kVec> vector = LoadPacked<kVec>(dy + first), nothing{};
+        const Packed<T, kVec> vector = LoadPacked<kVec>(d_output + first), nothing{};
         StorePacked<T, kVec>(da + first, Blend<T, kVec>(mask, vector, nothing));
         StorePacked<T, kVec>(db + first, Blend<T, kVec>(mask, nothing, vector));
       },
       [&](int64_t element) {
         const bool is_chosen = cond.At(element) != 0;
-        da[element] = is_chosen ? dy[element] : T{};
-        db[element] = is_chosen ? T{} : dy[element];
+        da[element] = is_chosen ? d_output[element] : T{};
+        db[element] = is_chosen ? T{} : d_output[element];
       });
 }
 
@@ -70,7 +70,7 @@ CudaStatus LaunchSelectOf(const SelectCall& call, cudaStream_t stream) {
 template <typename T, int kVec, template <typename, int> class Flags>
 CudaStatus LaunchSplitOf(const SplitCall& call, cudaStream_t stream) {
   Split<T, kVec><<<Blocks<kVec>(call.size), kThreads, 0, stream>>>(
-      Flags<uint8_t, kVec>(call.cond), static_cast<const T*>(call.dy), static_cast<T*>(call.da),
+      Flags<uint8_t, kVec>(call.cond), static_cast<const T*>(call.d_output), static_cast<T*>(call.da),
       static_cast<T*>(call.db), call.size);
   return JB_LAUNCH_STATUS(Split);
 }
@@ -103,7 +103,7 @@ CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream) {
 SplitPlan Choose(const SplitCall& call) {
   if (call.num_sums() > 0) return ChooseSums(call);
   if (call.size == 0) return {Strategy::kNothing};
-  const bool are_vectors = AreAligned(kVectorBytes, call.dy, call.cond.data, call.da, call.db) &&
+  const bool are_vectors = AreAligned(kVectorBytes, call.d_output, call.cond.data, call.da, call.db) &&
                            RowsSuffice(kVectorBytes / call.element_bytes, call.cond);
   return {are_vectors ? Strategy::kVectors : Strategy::kElements};
 }

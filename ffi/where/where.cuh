@@ -22,7 +22,6 @@ enum class Strategy {
 };
 
 inline constexpr const char* kStrategyNames[] = {"nothing", "vectors", "elements", "sum_vectors", "sum_elements"};
-inline constexpr int kSelectStrategies = 3;  // the first three: those of where
 
 // The assignment of a sum to threads. If rows are longer than a block, a block processes a tile of one row per step.
 // Otherwise a group of threads processes several whole rows per step, so that a thread always has the same columns.

@@ -115,13 +115,13 @@ bool MakeSum(const Dimensions& whole, const Dimensions& own, Sum* sum) {
   return true;
 }
 
-// da = cond ? dy : 0 and db = cond ? 0 : dy. A summed result has the compute type of `type`. If both are summed, they
-// have the same `sum`.
+// da = cond ? d_output : 0 and db = cond ? 0 : d_output. A summed result has the compute type of `type`. If both are
+// summed, they have the same `sum`.
 struct SplitCall {
   int64_t size;
   int element_bytes;
   ElementType type;  // used only for sums
-  const void* dy;
+  const void* d_output;
   Operand cond;
   void *da, *db;
   bool a_is_summed, b_is_summed;

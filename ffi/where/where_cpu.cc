@@ -32,7 +32,6 @@ constexpr int64_t kBlockElements = kBlockBytes / static_cast<int64_t>(sizeof(T))
 enum class Strategy { kNothing, kBlocks, kSums };
 
 constexpr const char* kStrategyNames[] = {"nothing", "blocks", "sums"};
-constexpr int kSelectStrategies = 2;  // the first two: those of where
 
 Strategy ChooseStrategy(const SelectCall& call) { return call.size == 0 ? Strategy::kNothing : Strategy::kBlocks; }
 
@@ -64,11 +63,11 @@ JB_CPU_CLONES void SelectBlock(const uint8_t* __restrict cond, const T* __restri
 }
 
 template <typename T>
-JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restrict dy, int64_t count, T* __restrict da,
-                              T* __restrict db) {
+JB_CPU_CLONES void SplitBlock(const uint8_t* __restrict cond, const T* __restrict d_output, int64_t count,
+                              T* __restrict da, T* __restrict db) {
   JB_VECTORIZE
   for (int64_t i = 0; i < count; ++i) {
-    const T value = dy[i];
+    const T value = d_output[i];
     da[i] = Selected(cond[i] != 0, value, T{});
     db[i] = Selected(cond[i] != 0, T{}, value);
   }
@@ -205,7 +204,7 @@ void Select(ffi::ThreadPool& pool, const SelectCall& call) {
 
 template <typename T>
 void Split(ffi::ThreadPool& pool, const SplitCall& call) {
-  const T* const dy = static_cast<const T*>(call.dy);
+  const T* const d_output = static_cast<const T*>(call.d_output);
   T *const da = static_cast<T*>(call.da), *const db = static_cast<T*>(call.db);
   const int64_t bytes = call.size * static_cast<int64_t>(sizeof(T));
   AdviseHugePages(da, bytes);
@@ -213,7 +212,7 @@ void Split(ffi::ThreadPool& pool, const SplitCall& call) {
   ForEachRange(pool, call.size, 3 * bytes, [&](int64_t begin, int64_t end) {
     Blocks<uint8_t> cond(call.cond);
     ForEachBlock<T>(begin, end, [&](int64_t first, int64_t count) {
-      SplitBlock(cond.At(first, count), dy + first, count, da + first, db + first);
+      SplitBlock(cond.At(first, count), d_output + first, count, da + first, db + first);
     });
   });
 }
@@ -227,7 +226,7 @@ constexpr int64_t kMinElementsOfPart = 32'768;  // of a tile
 constexpr int64_t kRowsOfSum = 256;             // rows added up in the compute type before they are added in double
 
 // The cotangents, number 0 for a and number 1 for b. A summed one has a sum per column of each array [rows, inner] of
-// dy.
+// d_output.
 template <typename T>
 class Sums {
  public:
@@ -253,7 +252,7 @@ class Sums {
  private:
   C* SumsOf(int k) const { return static_cast<C*>(results_[k]); }
 
-  // Splits a block: `outer` arrays [rows, inner] of dy from element `first` on. sums[k] is [outer, inner].
+  // Splits a block: `outer` arrays [rows, inner] of d_output from element `first` on. sums[k] is [outer, inner].
   void AddBlock(int64_t first, int64_t outer, int64_t rows, int64_t inner, Blocks<uint8_t>* cond,
                 C* const (&sums)[2]) const {
     using Number = std::conditional_t<sizeof(T) == sizeof(uint16_t), uint16_t, T>;  // loops over structs are slow
@@ -261,7 +260,7 @@ class Sums {
     T* split[2];
     for (int k = 0; k < 2; ++k) split[k] = is_summed_[k] ? buffers[k] : static_cast<T*>(results_[k]) + first;
     const int64_t count = outer * rows * inner;
-    SplitBlock(cond->At(first, count), static_cast<const Number*>(call_.dy) + first, count,
+    SplitBlock(cond->At(first, count), static_cast<const Number*>(call_.d_output) + first, count,
                reinterpret_cast<Number*>(split[0]), reinterpret_cast<Number*>(split[1]));
     for (int k = 0; k < 2; ++k) {
       if (is_summed_[k]) AddArrays(split[k], outer, rows, inner, sums[k]);
@@ -364,11 +363,11 @@ ffi::Error SelectHandler(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
-ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer cond, ffi::Result<ffi::AnyBuffer> da,
-                        ffi::Result<ffi::AnyBuffer> db) {
+ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer cond,
+                        ffi::Result<ffi::AnyBuffer> da, ffi::Result<ffi::AnyBuffer> db) {
   constexpr const char* kOp = "where_backward";
   SplitCall call;
-  JB_RETURN_IF_ERROR(DecodeSplit(kOp, dy, cond, *da, *db, &call));
+  JB_RETURN_IF_ERROR(DecodeSplit(kOp, d_output, cond, *da, *db, &call));
   if (ChooseStrategy(call) == Strategy::kNothing) return ffi::Error::Success();
   bool has_memory = true;
   if (call.num_sums() == 0) {
@@ -387,7 +386,7 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(SplitOf(parameters)))};
 }
 
-JB_CPU_TARGET("where", SelectHandler, PlanSelect, kStrategyNames, kStrategyNames + kSelectStrategies);
+JB_CPU_TARGET("where", SelectHandler, PlanSelect, NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kBlocks));
 JB_CPU_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace

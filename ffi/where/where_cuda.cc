@@ -19,11 +19,12 @@ ffi::Error SelectHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b
   return ToError(kOp, LaunchSelect(call, stream));
 }
 
-ffi::Error SplitHandler(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer cond, ffi::Result<ffi::AnyBuffer> da,
-                        ffi::Result<ffi::AnyBuffer> db, ffi::RemainingRets more_results) {
+ffi::Error SplitHandler(cudaStream_t stream, ffi::AnyBuffer d_output, ffi::AnyBuffer cond,
+                        ffi::Result<ffi::AnyBuffer> da, ffi::Result<ffi::AnyBuffer> db,
+                        ffi::RemainingRets more_results) {
   constexpr const char* kOp = "where_backward";
   SplitCall call;
-  JB_RETURN_IF_ERROR(DecodeSplit(kOp, dy, cond, *da, *db, &call));
+  JB_RETURN_IF_ERROR(DecodeSplit(kOp, d_output, cond, *da, *db, &call));
   const SplitPlan plan = Choose(call);
   ScratchBuffer scratch;
   JB_RETURN_IF_ERROR(DecodeScratch({kOp, more_results}, plan.scratch_bytes, &scratch));
@@ -37,7 +38,8 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
 }
 
-JB_CUDA_TARGET("where", SelectHandler, PlanSelect, kStrategyNames, kStrategyNames + kSelectStrategies);
+JB_CUDA_TARGET("where", SelectHandler, PlanSelect,
+               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kVectors, Strategy::kElements));
 JB_CUDA_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace

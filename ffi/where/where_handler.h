@@ -59,14 +59,14 @@ inline ffi::Error DecodeSelect(const char* op, const ffi::AnyBuffer& a, const ff
   return ffi::Error::Success();
 }
 
-// The cotangent of an operand. It has either the shape and type of dy, or the compute type and size 1 in adjacent
+// The cotangent of an operand. It has either the shape and type of d_output, or the compute type and size 1 in adjacent
 // dimensions, over which it is summed.
 inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::AnyBuffer& buffer,
-                                const ffi::AnyBuffer& dy, void** data, bool* is_summed, Sum* sum) {
-  const auto own = buffer.dimensions(), whole = dy.dimensions();
+                                const ffi::AnyBuffer& d_output, void** data, bool* is_summed, Sum* sum) {
+  const auto own = buffer.dimensions(), whole = d_output.dimensions();
   *data = buffer.untyped_data();
   *is_summed = false;
-  const ffi::DataType type = dy.element_type();
+  const ffi::DataType type = d_output.element_type();
   if (buffer.element_type() == type && own.size() == whole.size() &&
       std::equal(own.begin(), own.end(), whole.begin())) {
     return ffi::Error::Success();
@@ -74,27 +74,27 @@ inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::Any
   std::vector<Dimension> dimensions;
   for (const int64_t size : whole) dimensions.emplace_back(size, /*or_one=*/true);
   JB_RETURN_IF_ERROR(CheckShape(op, name, buffer, dimensions));
-  if (!IsFloating(ElementTypeOf(type))) return UnsupportedType(op, "dy", type);
+  if (!IsFloating(ElementTypeOf(type))) return UnsupportedType(op, "d_output", type);
   JB_RETURN_IF_ERROR(CheckType(op, name, buffer, ComputeDataType(type)));
   *is_summed = true;
   if (MakeSum(whole, own, sum)) return ffi::Error::Success();
   return WrongShape(op, name, buffer, "sizes of 1 in neighbouring dimensions only");
 }
 
-inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& dy, const ffi::AnyBuffer& cond,
+inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer& cond,
                               const ffi::AnyBuffer& da, const ffi::AnyBuffer& db, SplitCall* call) {
-  call->element_bytes = WholeByteWidth(dy.element_type());
-  if (call->element_bytes == 0) return UnsupportedType(op, "dy", dy.element_type());
-  call->type = ElementTypeOf(dy.element_type());
-  call->size = TrailingSize(dy, 0);
-  call->dy = dy.untyped_data();
-  JB_RETURN_IF_ERROR(TakeCondition(op, cond, dy.dimensions(), &call->cond));
+  call->element_bytes = WholeByteWidth(d_output.element_type());
+  if (call->element_bytes == 0) return UnsupportedType(op, "d_output", d_output.element_type());
+  call->type = ElementTypeOf(d_output.element_type());
+  call->size = TrailingSize(d_output, 0);
+  call->d_output = d_output.untyped_data();
+  JB_RETURN_IF_ERROR(TakeCondition(op, cond, d_output.dimensions(), &call->cond));
   Sum sum_of_b{};
-  JB_RETURN_IF_ERROR(TakeCotangent(op, "da", da, dy, &call->da, &call->a_is_summed, &call->sum));
-  JB_RETURN_IF_ERROR(TakeCotangent(op, "db", db, dy, &call->db, &call->b_is_summed, &sum_of_b));
+  JB_RETURN_IF_ERROR(TakeCotangent(op, "da", da, d_output, &call->da, &call->a_is_summed, &call->sum));
+  JB_RETURN_IF_ERROR(TakeCotangent(op, "db", db, d_output, &call->db, &call->b_is_summed, &sum_of_b));
   if (call->a_is_summed && call->b_is_summed && !(call->sum == sum_of_b)) {
     return InvalidArgument(op, "db has shape " + ShapeString(db.dimensions()) + ", expected that of da, " +
-                                   ShapeString(da.dimensions()) + ", or that of dy");
+                                   ShapeString(da.dimensions()) + ", or that of d_output");
   }
   if (call->b_is_summed) call->sum = sum_of_b;
   return ffi::Error::Success();
@@ -126,15 +126,15 @@ inline SelectCall SelectOf(const PlanParameters& parameters) {
 }
 
 inline SplitCall SplitOf(const PlanParameters& parameters) {
-  const std::vector<int64_t> dy = ShapeOf(parameters, "dy");
+  const std::vector<int64_t> d_output = ShapeOf(parameters, "d_output");
   SplitCall call{};
-  call.size = SizeOf(dy);
+  call.size = SizeOf(d_output);
   call.element_bytes = static_cast<int>(parameters.at("element_bytes"));
   call.a_is_summed = parameters.at("a_is_summed") != 0;
   call.b_is_summed = parameters.at("b_is_summed") != 0;
-  MakeRepetition(dy, ShapeOf(parameters, "cond"), &call.cond.repetition);
-  if (call.a_is_summed) MakeSum(dy, ShapeOf(parameters, "da"), &call.sum);
-  if (call.b_is_summed) MakeSum(dy, ShapeOf(parameters, "db"), &call.sum);
+  MakeRepetition(d_output, ShapeOf(parameters, "cond"), &call.cond.repetition);
+  if (call.a_is_summed) MakeSum(d_output, ShapeOf(parameters, "da"), &call.sum);
+  if (call.b_is_summed) MakeSum(d_output, ShapeOf(parameters, "db"), &call.sum);
   return call;
 }
 

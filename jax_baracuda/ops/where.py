@@ -208,7 +208,7 @@ def _backward_plan_parameters(d_output: Any, cond: Any, **axes: Axes) -> dict[st
     (da, da_dtype), (db, db_dtype) = _backward_types(d_output, cond, **axes)
     whole = d_output.shape, d_output.dtype
     return {
-        **_shape_parameters(d_output.dtype, dy=d_output.shape, cond=cond.shape, da=da, db=db),
+        **_shape_parameters(d_output.dtype, d_output=d_output.shape, cond=cond.shape, da=da, db=db),
         "a_is_summed": (da, da_dtype) != whole,
         "b_is_summed": (db, db_dtype) != whole,
     }

@@ -330,7 +330,9 @@ class Target:
 TARGETS = {
     "causal_conv1d": Target(("x", "weight"), ("bias", "initial_state", "same_sequence"), ("y",)),
     "causal_conv1d_backward": Target(
-        ("x", "weight", "dy"), ("bias", "initial_state", "same_sequence", "d_final_state"), ("dx", "dweight", "dbias")
+        ("x", "weight", "d_output"),
+        ("bias", "initial_state", "same_sequence", "d_final_state"),
+        ("dx", "dweight", "dbias"),
     ),
     "causal_conv1d_update": Target(("x", "state", "weight"), ("bias",), ("y", "new_state")),
 }
@@ -343,7 +345,7 @@ def named_arrays(sizes: Sizes, channels_last: bool, dtype: str) -> dict[str, Arr
     compute_dtype = dtype if dtype == "float64" else "float32"
     weight, bias = (sizes.batch, sizes.channels, sizes.width), (sizes.batch, sizes.channels)
     arrays = [
-        *(Array(name, (*outer, *time_and_channel), dtype) for name in ("x", "dy", "y", "dx")),
+        *(Array(name, (*outer, *time_and_channel), dtype) for name in ("x", "d_output", "y", "dx")),
         Array("weight", weight, dtype),
         Array("bias", bias, dtype),
         Array("dweight", weight, compute_dtype),

@@ -132,7 +132,7 @@ def split_call(
         own = (shape[0], *(1 if axis in axes else size for axis, size in enumerate(shape[1:])))
         return Array(name, own, cases.accumulator(dtype).name if axes else dtype)
 
-    operands = Array("dy", shape, dtype), Array("cond", shape, "bool")
+    operands = Array("d_output", shape, dtype), Array("cond", shape, "bool")
 
     def from_the_end(axes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(1 + axis - len(shape) for axis in axes)

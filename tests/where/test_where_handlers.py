@@ -38,7 +38,7 @@ def test_sums_of_neighbouring_dimensions(rng: np.random.Generator, dtype: str) -
             shape = (2, *(size if axis in axes else 6 for axis in range(3)))
             call = split_call(dtype, *((axes, ()), ((), axes), (axes, axes))[i % 3], shape=shape)
             cond, dy = make_condition(rng, shape), rng.normal(size=shape).astype(call.operands[0].aval().dtype)
-            results = call.results_of({"dy": dy, "cond": cond})
+            results = call.results_of({"d_output": dy, "cond": cond})
             expected = reference_gradients(cond, dy, *(x.shape for x in call.results))
             for (name, result), allowed in zip(results.items(), expected, strict=True):
                 dataclasses.replace(allowed, dtype=result.dtype).check(result, f"{name} {axes} {size}")
@@ -48,7 +48,7 @@ def test_sums_over_nothing(rng: np.random.Generator) -> None:
     """If a device has one element along a summed axis, the sum has the shape of dy, but its own dtype."""
     call = split_call("bfloat16", a_axes=(1,), b_axes=(1,), shape=(3, 5, 1, 6))
     cond, dy = make_condition(rng, (3, 5, 1, 6)), rng.normal(size=(3, 5, 1, 6)).astype("bfloat16")
-    results = call.results_of({"dy": dy, "cond": cond})
+    results = call.results_of({"d_output": dy, "cond": cond})
     cases.assert_same_memory(results["da"], np.where(cond, dy, 0).astype(np.float32))
     cases.assert_same_memory(results["db"], np.where(cond, 0, dy).astype(np.float32))
 
@@ -63,14 +63,14 @@ def test_other_dtypes_are_refused(good: Call) -> None:
     for dtype, array, call in good.with_other(lambda array: with_dtypes(array, names)):
         if array.name == "cond" and dtype in ("bool", "uint8"):
             call.run()
-        elif array.name != "dy" or dtype != "float16":  # float32 results may be sums of float16
+        elif array.name != "d_output" or dtype != "float16":  # float32 results may be sums of float16
             assert_refused(call, f"{array.name} {dtype}")
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
 def test_elements_of_less_than_a_byte_are_refused(dtype: str) -> None:
     assert_refused(select_call(dtype), dtype, "output")
-    assert_refused(split_call(dtype), dtype, "dy")
+    assert_refused(split_call(dtype), dtype, "d_output")
 
 
 def test_sums_of_other_dtypes_are_refused() -> None:

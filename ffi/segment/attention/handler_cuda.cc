@@ -15,22 +15,18 @@ constexpr auto kPlan = CudaPlanOf<AttentionCallOf<AttentionForwardCall>>;
 constexpr auto kPlanBySegment = CudaPlanOf<AttentionCallOf<AttentionBySegmentCall>>;
 constexpr auto kPlanByRow = CudaPlanOf<AttentionCallOf<AttentionByRowCall>>;
 
-JB_CUDA_TARGET(kForwardName<kDot>, (HandleAttention<cudaStream_t, kDot, kRun>), kPlan, kNothing, "fill", "tiles",
-               "small_tiles");
-JB_CUDA_TARGET(kForwardName<kAdditive>, (HandleAttention<cudaStream_t, kAdditive, kRun>), kPlan, kNothing, "fill",
-               "tiles", "small_tiles");
-JB_CUDA_TARGET(kForwardName<kGiven>, (HandleAttention<cudaStream_t, kGiven, kRun>), kPlan, kNothing, "fill", "tiles",
-               "small_tiles");
+JB_CUDA_TARGET(kForwardName<kDot>, (HandleAttention<cudaStream_t, kDot, kRun>), kPlan, EdgeStrategies());
+JB_CUDA_TARGET(kForwardName<kAdditive>, (HandleAttention<cudaStream_t, kAdditive, kRun>), kPlan, EdgeStrategies());
+JB_CUDA_TARGET(kForwardName<kGiven>, (HandleAttention<cudaStream_t, kGiven, kRun>), kPlan, EdgeStrategies());
 JB_CUDA_TARGET(kBySegmentName<kDot>, (HandleAttentionBySegment<cudaStream_t, kDot, kRunBySegment>), kPlanBySegment,
-               kNothing, "fill", "tiles", "small_tiles");
+               EdgeStrategies());
 JB_CUDA_TARGET(kBySegmentName<kAdditive>, (HandleAttentionBySegment<cudaStream_t, kAdditive, kRunBySegment>),
-               kPlanBySegment, kNothing, "fill", "tiles", "small_tiles");
-JB_CUDA_TARGET(kByRowName<kDot>, (HandleAttentionByRow<cudaStream_t, kDot, kRunByRow>), kPlanByRow, kNothing, "fill",
-               "tiles", "small_tiles");
-JB_CUDA_TARGET(kByRowName<kAdditive>, (HandleAttentionByRow<cudaStream_t, kAdditive, kRunByRow>), kPlanByRow, kNothing,
-               "fill", "tiles", "small_tiles");
-JB_CUDA_TARGET(kByRowName<kGiven>, (HandleAttentionByRow<cudaStream_t, kGiven, kRunByRow>), kPlanByRow, kNothing,
-               "fill", "tiles", "small_tiles");
+               kPlanBySegment, EdgeStrategies());
+JB_CUDA_TARGET(kByRowName<kDot>, (HandleAttentionByRow<cudaStream_t, kDot, kRunByRow>), kPlanByRow, EdgeStrategies());
+JB_CUDA_TARGET(kByRowName<kAdditive>, (HandleAttentionByRow<cudaStream_t, kAdditive, kRunByRow>), kPlanByRow,
+               EdgeStrategies());
+JB_CUDA_TARGET(kByRowName<kGiven>, (HandleAttentionByRow<cudaStream_t, kGiven, kRunByRow>), kPlanByRow,
+               EdgeStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

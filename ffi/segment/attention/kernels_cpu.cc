@@ -685,7 +685,7 @@ bool RunPass(ffi::ThreadPool& pool, const Call& call) {
 
 bool RunForward(ffi::ThreadPool& pool, const AttentionForwardCall& call) {
   const Problem& problem = call.problem;
-  AdviseHugePages(call.output, problem.batch * problem.segments * problem.features * ElementBytes(call.type));
+  AdviseHugePages(call.output, problem.NumCells() * ElementBytes(call.type));
   return RunPass<Pass::kForward>(pool, call);
 }
 
@@ -697,13 +697,13 @@ void ZeroBiasGradient(ffi::ThreadPool& pool, const AttentionCall& call, void* d_
 bool RunBySegment(ffi::ThreadPool& pool, const AttentionBySegmentCall& call) {
   const Problem& problem = call.problem;
   ZeroBiasGradient(pool, call, call.d_bias);
-  AdviseHugePages(call.d_query, problem.batch * problem.segments * problem.features * ElementBytes(call.type));
+  AdviseHugePages(call.d_query, problem.NumCells() * ElementBytes(call.type));
   return RunPass<Pass::kBySegment>(pool, call);
 }
 
 bool RunByRow(ffi::ThreadPool& pool, const AttentionByRowCall& call) {
   const Problem& problem = call.problem;
-  const int64_t bytes = problem.batch * problem.segments * problem.features * ElementBytes(call.type);
+  const int64_t bytes = problem.NumCells() * ElementBytes(call.type);
   for (void* const result : {call.d_key, call.d_value}) {
     if (result != nullptr) AdviseHugePages(result, bytes);
   }

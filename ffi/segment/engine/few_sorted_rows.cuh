@@ -48,7 +48,7 @@ inline bool TakesFewSortedRows(const Problem& problem, int64_t element_bytes) {
          problem.rows <= Tuning::kMaxStepsOfFewSortedRows * rows_of_step &&
          problem.rows / std::max(rows_of_step, Tuning::kMaxFewSortedRowsToSegment) <= problem.segments &&
          problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewSortedRows &&
-         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfFewSortedRows;
+         problem.NumCells() <= Tuning::kMaxElementsOfFewSortedRows;
 }
 
 template <typename Reduction, int kVec>

@@ -16,7 +16,7 @@ inline constexpr int kFillThreads = 256;
 // finding and filling each gap.
 inline bool FillsFirst(const Problem& problem) {
   return problem.segments / Tuning::kMinFilledSegmentsToRow >= problem.rows &&
-         problem.batch * problem.segments * problem.features >= Tuning::kMinFilledElements;
+         problem.NumCells() >= Tuning::kMinFilledElements;
 }
 
 // Writes the reduction of no rows to `count` vectors of each segment from `first` on.

@@ -4,11 +4,11 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <string_view>
 
 #include "ffi/core/cuda_status.h"
 #include "ffi/core/plan.h"
 #include "ffi/segment/engine/device.cuh"
+#include "ffi/segment/engine/strategies.h"
 #include "ffi/segment/engine/tuning.h"
 
 namespace jax_baracuda::segment {
@@ -124,19 +124,24 @@ __global__ void __launch_bounds__(kMapThreads) MapFlatKernel(const __grid_consta
   }
 }
 
-inline Plan PlanMapRows(const Problem& problem, int64_t element_bytes) {
-  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return {kNothing};
+inline MapStrategy ChooseMapStrategy(const Problem& problem, int64_t element_bytes) {
+  if (problem.batch == 0 || problem.rows == 0 || problem.features == 0) return MapStrategy::kNothing;
   const int64_t vector = 16 / element_bytes;
-  if (problem.features % vector == 0) return {"row_vectors"};
+  if (problem.features % vector == 0) return MapStrategy::kRowVectors;
   // Vectors may cross row boundaries, but not boundaries of batch elements.
-  return {problem.batch == 1 || problem.rows * problem.features % vector == 0 ? "flat_vectors" : "flat_elements"};
+  const bool is_aligned = problem.batch == 1 || problem.rows * problem.features % vector == 0;
+  return is_aligned ? MapStrategy::kFlatVectors : MapStrategy::kFlatElements;
+}
+
+inline Plan PlanMapRows(const Problem& problem, int64_t element_bytes) {
+  return {NameOf(kMapStrategyNames, ChooseMapStrategy(problem, element_bytes))};
 }
 
 template <typename T, typename Function>
 CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, const Function& function,
                          T* rows, cudaStream_t stream) {
-  const std::string_view strategy = PlanMapRows(problem, sizeof(T)).strategy;
-  if (strategy == kNothing) return {};
+  const MapStrategy strategy = ChooseMapStrategy(problem, sizeof(T));
+  if (strategy == MapStrategy::kNothing) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
   MapRowsArguments<T, Function> a{};
   a.ids = {segment_ids, ids_are_64_bit, problem.segments};
@@ -144,7 +149,7 @@ CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool i
   a.function = function;
   a.rows = rows;
   constexpr int kWidest = 16 / sizeof(T);
-  if (strategy == "row_vectors") {
+  if (strategy == MapStrategy::kRowVectors) {
     a.features = AssignFeatures(problem.features / kWidest, 32);
     a.rows_per_thread = MapRowsPerThread(problem, a.features);
     const int block_rows = kMapThreads / a.features.lanes * a.rows_per_thread;
@@ -160,8 +165,8 @@ CudaStatus LaunchMapRows(const Problem& problem, const void* segment_ids, bool i
     MapFlatKernel<T, Function, kVec><<<GridSize(problem.batch * a.blocks_per_batch), kMapThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(MapFlatKernel);
   };
-  return strategy == "flat_vectors" ? launch_flat(std::integral_constant<int, kWidest>{})
-                                    : launch_flat(std::integral_constant<int, 1>{});
+  return strategy == MapStrategy::kFlatVectors ? launch_flat(std::integral_constant<int, kWidest>{})
+                                               : launch_flat(std::integral_constant<int, 1>{});
 }
 
 }  // namespace jax_baracuda::segment

@@ -9,7 +9,6 @@
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/plan.h"
 #include "ffi/core/scratch.h"
-#include "ffi/core/strategies.h"
 #include "ffi/segment/engine/batch_of_few_rows.cuh"
 #include "ffi/segment/engine/few_sorted_rows.cuh"
 #include "ffi/segment/engine/few_unsorted_rows.cuh"
@@ -18,28 +17,11 @@
 #include "ffi/segment/engine/private_table.cuh"
 #include "ffi/segment/engine/runs.cuh"
 #include "ffi/segment/engine/small_tiles.cuh"
+#include "ffi/segment/engine/strategies.h"
 #include "ffi/segment/engine/tiles.cuh"
 #include "ffi/segment/engine/tuning.h"
 
 namespace jax_baracuda::segment {
-
-enum class Strategy {
-  kNothing,          // no result
-  kFill,             // no rows
-  kPrivateTable,     // few segments: one table per thread
-  kBatchOfFewRows,   // a large batch of few rows that share their ids, in one launch
-  kFewUnsortedRows,  // few unsorted rows, in one launch
-  kFewSortedRows,    // few sorted rows, in one launch
-  kRuns,             // narrow sorted rows, whole rows per thread
-  kTiles,            // sorted rows, in tiles
-  kSmallTiles,       // tiles of few gathered rows, in one launch
-  kStagedTiles,      // tiles of rows too narrow for vector loads, staged in shared memory
-  kSortThenTiles,    // sorts the rows first, then tiles
-};
-
-inline constexpr const char* kStrategyNames[] = {
-    kNothing, "fill",  "private_table", "batch_of_few_rows", "few_unsorted_rows", "few_sorted_rows",
-    "runs",   "tiles", "small_tiles",   "staged_tiles",      "sort_then_tiles"};
 
 inline constexpr int64_t kSectorBytes = 32;
 
@@ -108,8 +90,12 @@ struct ReducePlan {
   int64_t state_bytes;       // maximum size of an accumulator per cell
   RowGrid grid;              // of one launch
   int64_t scratch_bytes;
+  int64_t shared_tables = 0;  // of kSharedTable: blocks per batch element
 
   Plan Summary() const { return {NameOf(kStrategyNames, strategy), scratch_bytes}; }
+
+  // The only table of a batch element needs no table in global memory.
+  bool StaysShared() const { return shared_tables == 1; }
 };
 
 inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int64_t elements_at_once,
@@ -149,6 +135,20 @@ inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int6
                                  int64_t state_bytes) {
   const bool is_split = strategy == Strategy::kSortThenTiles && !OrderFits(problem);
   return MakeReducePlan(problem, strategy, is_split ? 1 : problem.batch, problem.features, element_bytes, state_bytes);
+}
+
+// For atomics on tables. Unless a cell of a table has the type of the result, the table in global memory is scratch.
+inline ReducePlan MakeTablePlan(const Problem& problem, Strategy strategy, int64_t shared_tables, int64_t element_bytes,
+                                int64_t cell_bytes) {
+  ReducePlan plan{};
+  plan.strategy = strategy;
+  plan.shared_tables = shared_tables;
+  ScratchSizes sizes;
+  if (cell_bytes != element_bytes && !plan.StaysShared()) {
+    sizes.Add(problem.NumCells() * cell_bytes);
+  }
+  plan.scratch_bytes = sizes.total;
+  return plan;
 }
 
 // Number of blocks that fill wide gaps.
@@ -223,7 +223,7 @@ struct Reducer {
     const int shared_bytes = static_cast<int>(warps * warp_bytes);
     kernel<<<GridSize(problem.batch * a.blocks_per_batch), 32 * warps, shared_bytes, stream>>>(a);
     JB_RETURN_IF_LAUNCH_ERROR(PrivateTableKernel);
-    const int64_t cells = problem.batch * problem.segments * problem.features;
+    const int64_t cells = problem.NumCells();
     MergePartialsKernel<Reduction>
         <<<GridSize(CeilDivide(cells, kPartialCells)), kPartialCells * kPartialSlices, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(MergePartialsKernel);

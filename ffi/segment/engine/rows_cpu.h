@@ -552,6 +552,15 @@ Plan PlanReduction(const SegmentCall& call, const Dispatch& dispatch, bool has_c
   return Plan{NameOf(kStrategyNames, strategy)};
 }
 
+// For JB_CPU_TARGET: the strategies of a reduction whose merge rounds, and of one whose merge does not.
+inline std::vector<const char*> RoundingStrategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kScan, Strategy::kSplitScan, Strategy::kGroupBySegment);
+}
+
+inline std::vector<const char*> ExactStrategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kScan, Strategy::kGroupBySegment);
+}
+
 // Reduces the rows `data` of a call.
 template <typename Reduction>
 bool ReduceRows(ffi::ThreadPool& pool, const SegmentCall& call, const void* data, const Reduction& reduction,
@@ -641,6 +650,10 @@ inline Strategy ChooseGather(const Problem& problem) {
 
 inline Plan PlanOfGather(const PlanParameters& parameters) {
   return {NameOf(kStrategyNames, ChooseGather(CallOf<SegmentCall>(parameters).problem))};
+}
+
+inline std::vector<const char*> GatherStrategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kGather);
 }
 
 // Calls body(batch, block) for blocks of up to `max_rows` rows, in order, that together are all rows of a result [batch,

@@ -6,12 +6,7 @@
 #include "ffi/core/cuda_handler.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/decoding.h"
-
-// The names of kStrategyNames in reduce.cuh, and those of PlanMapRows in map_rows.cuh.
-#define JB_REDUCE_STRATEGIES                                                                             \
-  "fill", "private_table", "batch_of_few_rows", "few_unsorted_rows", "few_sorted_rows", "runs", "tiles", \
-      "staged_tiles", "sort_then_tiles"
-#define JB_MAP_ROWS_STRATEGIES "row_vectors", "flat_vectors", "flat_elements"
+#include "ffi/segment/engine/strategies.h"
 
 namespace jax_baracuda::segment {
 

@@ -23,7 +23,7 @@ inline constexpr int kSmallBlockRows = kSmallTileThreads * kSmallTileRows;  // m
 inline bool TakesSmallTiles(const Problem& problem, int64_t max_rows) {
   return problem.rows <= max_rows && problem.rows / Tuning::kMaxRowsToSegmentOfSmallTiles <= problem.segments &&
          problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfSmallTiles &&
-         problem.batch * problem.segments * problem.features <= Tuning::kMaxElementsOfSmallTiles;
+         problem.NumCells() <= Tuning::kMaxElementsOfSmallTiles;
 }
 
 template <typename Reduction, typename Input, int kVec>

@@ -1,12 +1,11 @@
-// Measured thresholds. GPUs without measurements of their own use these.
+// Constants measured on an H200 (compute capability 9.0). Other GPUs use them until they are measured there.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_baracuda::segment {
 
-// Compute capability 9.0, an H200.
-struct Tuning90 {
+struct Tuning {
   // Private tables: maximum number of segments, minimum rows per segment.
   static constexpr int64_t kMaxPrivateSegments = 1024, kMinRowsToPrivateSegment = 1024;
 
@@ -50,7 +49,5 @@ struct Tuning90 {
   // multiprocessor, which caps the registers.
   static constexpr int kDotsInFlight = 4, kDotSteps = 8, kDotBlocks = 6;
 };
-
-using Tuning = Tuning90;
 
 }  // namespace jax_baracuda::segment

@@ -34,6 +34,12 @@ inline int SharedTableThreads(const Problem& problem, int vector, int64_t blocks
   return 32 * static_cast<int>(std::clamp(warps, int64_t{2}, int64_t{kSharedTableThreads / 32}));
 }
 
+// Whether rows can be loaded as vectors. A batch element is split into vectors as a whole, so only its start must be
+// aligned.
+inline bool StartsAligned(const Problem& problem, int vector) {
+  return problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % vector == 0;
+}
+
 template <typename T>
 struct UnorderedRows {
   const T* data;

@@ -14,9 +14,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "ffi/core/bit_cast.h"
 #include "ffi/core/element_type.h"
@@ -50,75 +48,7 @@ BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
   return static_cast<BitsOf<T>>((is_minimum ? reversing : 0) ^ (IsUnsigned(type) ? kHighest : 0));
 }
 
-template <typename T>
-JB_HOST_DEVICE T Flip(T value, BitsOf<T> mask) {
-  return BitCast<T>(static_cast<BitsOf<T>>(BitCast<BitsOf<T>>(value) ^ mask));
-}
-
-// The maximum of no rows: -inf, or the lowest value of an integer type.
-template <typename T>
-JB_HOST_DEVICE T MaxIdentity() {
-  if constexpr (kIsFloating<T>) {
-    return static_cast<T>(-std::numeric_limits<ComputeType<T>>::infinity());
-  } else {
-    return std::numeric_limits<T>::lowest();
-  }
-}
-
-// Of two equal values, prefers +0 to -0. Always returns one of the two, even if the processor flushes denormals, so
-// that different denormals compare equal.
-template <typename T>
-JB_HOST_DEVICE T PositiveZero(T a, T b) {
-  if constexpr (kIsFloating<T>) {
-    return BitCast<BitsOf<T>>(a) >> (8 * sizeof(T) - 1) != 0 ? b : a;
-  } else {
-    return a;
-  }
-}
-
-// max(a, b) with NaN propagated and +0 above -0.
-template <typename T>
-JB_HOST_DEVICE T Larger(T a, T b) {
-  const ComputeType<T> x = static_cast<ComputeType<T>>(a), y = static_cast<ComputeType<T>>(b);
-  if constexpr (kIsFloating<T>) {
-    return (y > x || y != y) ? b : (x == y ? PositiveZero(a, b) : a);
-  } else {
-    return y > x ? b : a;
-  }
-}
-
-// An unfinished cell; FinalWinner turns its winner into the final one.
-template <typename T>
-struct Cell {
-  T best = MaxIdentity<T>();
-  int32_t winner = kNoWinner;
-};
-
 JB_HOST_DEVICE int32_t TieCount(int32_t winner) { return winner >= 0 ? 1 : -winner; }
-
-// Folds in the cell of other rows of the same segment, in any order.
-template <typename T>
-JB_HOST_DEVICE void MergeCell(Cell<T>& cell, const Cell<T>& other, bool first_wins) {
-  const ComputeType<T> x = static_cast<ComputeType<T>>(other.best), best = static_cast<ComputeType<T>>(cell.best);
-  if (x > best || x != x) {
-    cell = other;
-  } else if (x == best) {
-    cell.best = PositiveZero(cell.best, other.best);
-    if (first_wins) {
-      const bool take_other = cell.winner == kNoWinner || (other.winner != kNoWinner && other.winner < cell.winner);
-      cell.winner = take_other ? other.winner : cell.winner;
-    } else {
-      // Both counts include the identity if it is a member; it counts once.
-      const int32_t shared = best == static_cast<ComputeType<T>>(MaxIdentity<T>()) ? 1 : 0;
-      cell.winner = shared - TieCount(cell.winner) - TieCount(other.winner);
-    }
-  }
-}
-
-template <typename T>
-JB_HOST_DEVICE int32_t FinalWinner(const Cell<T>& cell) {
-  return IsNan(cell.best) ? kNoWinner : cell.winner;
-}
 
 // Whether the gradient must find the rows that attain the maximum; only then are data and output read again.
 JB_HOST_DEVICE bool IsTie(int32_t winner) { return winner < kNoWinner; }
@@ -128,32 +58,6 @@ template <typename T>
 JB_HOST_DEVICE T TiedShare(int32_t winner, T d_output) {
   using C = ComputeType<T>;
   return static_cast<T>(static_cast<C>(d_output) / static_cast<C>(-winner));
-}
-
-// The gradient of a row with value `data` in a tied cell.
-template <typename T>
-JB_HOST_DEVICE T TiedGradient(int32_t winner, T data, T output, T d_output) {
-  using C = ComputeType<T>;
-  const bool attains = static_cast<C>(data) == static_cast<C>(output);
-  return attains ? TiedShare(winner, d_output) : static_cast<T>(C{0});
-}
-
-// Values as signed integers in the order of argmax: a NaN of either sign above everything and equal to any other, -0
-// equal to +0.
-template <typename T>
-using OrderedKey = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
-
-template <typename T>
-JB_HOST_DEVICE OrderedKey<T> ToOrderedKey(T value) {
-  using Key = OrderedKey<T>;
-  if constexpr (kIsFloating<T>) {
-    const ComputeType<T> x = static_cast<ComputeType<T>>(value) + ComputeType<T>{0};  // -0 + 0 is +0
-    const Key bits = BitCast<Key>(x);
-    const Key ordered = bits ^ ((bits >> (8 * sizeof(Key) - 1)) & std::numeric_limits<Key>::max());
-    return x != x ? std::numeric_limits<Key>::max() : ordered;
-  } else {
-    return static_cast<Key>(value);
-  }
 }
 
 // An unfinished cell of argmax. `row` is kNoWinner, the greatest unsigned number, while it has no row.

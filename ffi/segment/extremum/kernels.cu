@@ -8,25 +8,6 @@
 namespace jax_baracuda::segment {
 namespace {
 
-enum class Algorithm {
-  kReduce,         // in registers (see reduce.cuh)
-  kTable,          // atomic maxima on a table in global memory
-  kFilteredTable,  // the same, but elements are first compared with lower bounds in shared memory
-  kSharedTable,    // one table per block in shared memory
-};
-
-inline constexpr const char* kTableNames[] = {"", "atomics", "filtered_atomics", "shared_table"};
-
-struct ExtremumPlan {
-  Algorithm algorithm;
-  ReducePlan reduce;      // of kReduce
-  int64_t shared_tables;  // of kSharedTable: blocks per batch element; otherwise 0
-  Plan summary;
-
-  // The only table of a batch element needs no table in global memory.
-  bool StaysShared() const { return shared_tables == 1; }
-};
-
 bool FiltersRows(const Problem& problem, int64_t key_bytes) {
   const int64_t cells = problem.segments * problem.features;
   const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
@@ -45,47 +26,42 @@ bool FiltersRows(const Problem& problem, int64_t key_bytes) {
 //     Elements are filtered if the table exceeds the L1 cache and has so many rows per cell that most of them come after
 //     a greater one.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
-ExtremumPlan Choose(const ExtremumCall& call) {
+ReducePlan Choose(const ExtremumCall& call) {
   const Problem& problem = call.problem;
   const bool with_winner = call.with_winner;
   const int64_t element_bytes = ElementBytes(call.type), key_bytes = AccumulatorBytes(call.type);
   const int64_t state_bytes = with_winner ? 2 * key_bytes : element_bytes;
-  const Strategy strategy = with_winner ? ChooseOrderedStrategy(problem, element_bytes, call.indices_are_sorted)
-                                        : ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
+  Strategy strategy = with_winner ? ChooseOrderedStrategy(problem, element_bytes, call.indices_are_sorted)
+                                  : ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
   const int64_t row_bytes = problem.features * element_bytes, cells = problem.segments * problem.features;
-  const int64_t shared_tables = SharedTableBlocksPerBatch(problem, key_bytes + (with_winner ? sizeof(int32_t) : 0));
   const bool is_small = problem.batch * problem.rows * row_bytes <=
                             (with_winner ? Tuning::kMaxTableBytesWithWinner : Tuning::kMaxTableBytes) &&
                         (!FillsFirst(problem) || problem.batch * cells <= Tuning::kMaxFilledTableCells);
   const bool is_unsorted =
       strategy == Strategy::kSortThenTiles || (strategy == Strategy::kFewUnsortedRows && !with_winner);
-  ExtremumPlan plan{};
+  int64_t shared_tables = 0;
   if (strategy != Strategy::kFill && strategy != Strategy::kPrivateTable && strategy != Strategy::kBatchOfFewRows) {
-    if (shared_tables > 0 && !call.indices_are_sorted) {
-      plan.algorithm = Algorithm::kSharedTable;
-      plan.shared_tables = shared_tables;
+    if (!call.indices_are_sorted) {
+      shared_tables = SharedTableBlocksPerBatch(problem, key_bytes + (with_winner ? sizeof(int32_t) : 0));
+    }
+    if (shared_tables > 0) {
+      strategy = Strategy::kSharedTable;
     } else if (is_unsorted && (row_bytes <= kSectorBytes || is_small ||
                                (strategy == Strategy::kSortThenTiles && !OrderFits(problem)))) {
-      plan.algorithm = FiltersRows(problem, key_bytes) ? Algorithm::kFilteredTable : Algorithm::kTable;
+      strategy = FiltersRows(problem, key_bytes) ? Strategy::kFilteredAtomics : Strategy::kAtomics;
     }
   }
-  if (plan.algorithm == Algorithm::kReduce) {
-    plan.reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
-    plan.summary = plan.reduce.Summary();
-    return plan;
-  }
-  ScratchSizes sizes;
-  // Otherwise the output is the table.
-  if (key_bytes != element_bytes && !plan.StaysShared()) sizes.Add(problem.batch * cells * key_bytes);
-  if (plan.algorithm == Algorithm::kFilteredTable) sizes.Add(kFloorBytes);
-  plan.summary = {NameOf(kTableNames, plan.algorithm), sizes.total};
+  if (!UsesAtomics(strategy)) return MakeReducePlan(problem, strategy, element_bytes, state_bytes);
+  ReducePlan plan = MakeTablePlan(problem, strategy, shared_tables, element_bytes, key_bytes);
+  static_assert(kFloorBytes % kScratchAlignment == 0);
+  if (strategy == Strategy::kFilteredAtomics) plan.scratch_bytes += kFloorBytes;
   return plan;
 }
 
 template <typename T, bool kWithWinner>
 struct TableLauncher {
   const ExtremumCall& call;
-  const ExtremumPlan& plan;
+  const ReducePlan& plan;
   cudaStream_t stream;
 
   const Problem& problem = call.problem;
@@ -102,20 +78,18 @@ struct TableLauncher {
     a.flip = FlipWordMask<T>(call.type, call.is_minimum);
     a.output = static_cast<T*>(call.output);
     a.winner = call.winner;
-    // A batch element is split into vectors as a whole, so only its start must be aligned.
     constexpr int kWidest = sizeof(T) == 8 ? 2 : 4;
-    const bool is_aligned =
-        problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
+    const bool is_aligned = StartsAligned(problem, kWidest);
     if constexpr (kOutputIsTable<T>) {
       if (!plan.StaysShared()) {
         const typename MaxReduction<T>::Outputs nothing{a.output, a.flip};
         JB_RETURN_IF_CUDA_ERROR(LaunchFill<MaxReduction<T>>(nothing, 0, all_cells, 1, stream));
       }
     } else if (!plan.StaysShared()) {
-      a.keys = carver.Take<TableKey<T>>(all_cells);
-      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.keys, 0, all_cells * sizeof(TableKey<T>), stream));
+      a.keys = carver.Take<OrderedKey<T>>(all_cells);
+      JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.keys, 0, all_cells * sizeof(OrderedKey<T>), stream));
     }
-    JB_RETURN_IF_CUDA_ERROR(plan.algorithm == Algorithm::kFilteredTable
+    JB_RETURN_IF_CUDA_ERROR(plan.strategy == Strategy::kFilteredAtomics
                                 ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
                             : is_aligned ? TableMax<kWidest>(a)
                                          : TableMax<1>(a));
@@ -136,7 +110,7 @@ struct TableLauncher {
   // bounds that the table has after the previous one.
   template <int kVec>
   CudaStatus FilteredMax(const TableArguments<T>& a, char* scratch) const {
-    if constexpr (sizeof(TableKey<T>) != sizeof(uint32_t)) {
+    if constexpr (sizeof(OrderedKey<T>) != sizeof(uint32_t)) {
       return JB_CUDA_STATUS(cudaErrorInvalidValue);
     } else {
       const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), cells);
@@ -172,7 +146,7 @@ struct TableLauncher {
 
   template <int kVec>
   CudaStatus TableMax(const TableArguments<T>& a) const {
-    return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(TableKey<T>));
+    return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(OrderedKey<T>));
   }
 
   template <int kVec>
@@ -185,7 +159,7 @@ struct TableLauncher {
 
   template <int kVec>
   CudaStatus OverRows(TableArguments<T> a, Kernel of_global_table, Kernel of_shared_table, int64_t cell_bytes) const {
-    const bool is_shared = plan.algorithm == Algorithm::kSharedTable;
+    const bool is_shared = plan.strategy == Strategy::kSharedTable;
     constexpr int64_t kMaxBlocks = int64_t{1} << 20;  // several waves on any GPU
     const int threads = is_shared ? SharedTableThreads(problem, kVec, plan.shared_tables) : 256;
     const int64_t vectors = CeilDivide(a.problem.rows * problem.features, kVec);
@@ -199,15 +173,15 @@ struct TableLauncher {
 
 }  // namespace
 
-Plan ExtremumCall::CudaPlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).summary; }
+Plan ExtremumCall::CudaPlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).Summary(); }
 
 CudaStatus ExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.HasNoResult()) return {};
-  const ExtremumPlan plan = Choose(*this);
-  if (plan.algorithm == Algorithm::kReduce) {
-    return with_winner ? ReduceWithWinner(*this, plan.reduce, stream) : ReduceMaximum(*this, plan.reduce, stream);
+  const ReducePlan plan = Choose(*this);
+  if (!UsesAtomics(plan.strategy)) {
+    return with_winner ? ReduceWithWinner(*this, plan, stream) : ReduceMaximum(*this, plan, stream);
   }
-  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) {
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
   const auto launch = [&](auto tag, auto is_with_winner) {

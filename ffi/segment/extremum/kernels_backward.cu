@@ -8,6 +8,8 @@ namespace {
 
 template <typename T>
 struct ExtremumGradient {
+  using C = ComputeType<T>;
+
   const T* d_output;
   const int32_t* winner;
   const T* data;                                                 // nullptr unless ties are shared
@@ -24,7 +26,7 @@ struct ExtremumGradient {
     bool has_tie = false;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      gradient.lane[i] = winners.lane[i] == row ? cotangents.lane[i] : static_cast<T>(ComputeType<T>{0});
+      gradient.lane[i] = winners.lane[i] == row ? cotangents.lane[i] : static_cast<T>(C{0});
       has_tie |= IsTie(winners.lane[i]);
     }
     if (!has_tie || data == nullptr) return gradient;
@@ -32,8 +34,9 @@ struct ExtremumGradient {
     const auto extrema = LoadVector<kVec>(output + b * winner_per_batch + cell);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const int32_t w = winners.lane[i];
-      if (IsTie(w)) gradient.lane[i] = TiedGradient(w, values.lane[i], extrema.lane[i], cotangents.lane[i]);
+      if (!IsTie(winners.lane[i])) continue;
+      const bool attains = static_cast<C>(values.lane[i]) == static_cast<C>(extrema.lane[i]);
+      gradient.lane[i] = attains ? TiedShare(winners.lane[i], cotangents.lane[i]) : static_cast<T>(C{0});
     }
     return gradient;
   }

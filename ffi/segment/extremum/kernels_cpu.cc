@@ -221,10 +221,8 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   return true;
 }
 
-int64_t NumCells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
-
 bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
+  AdviseHugePages(call.output, call.problem.NumCells() * ElementBytes(call.type));
   return DispatchKeys(JB_DISPATCH(DispatchOrdered), call.type, call.is_minimum, [&](auto format) {
     using Reduction = Extremum<decltype(format)>;
     auto* const output = static_cast<typename Reduction::Key*>(call.output);
@@ -233,8 +231,8 @@ bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
 }
 
 bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  AdviseHugePages(call.output, NumCells(call.problem) * ElementBytes(call.type));
-  AdviseHugePages(call.winner, NumCells(call.problem) * sizeof(int32_t));
+  AdviseHugePages(call.output, call.problem.NumCells() * ElementBytes(call.type));
+  AdviseHugePages(call.winner, call.problem.NumCells() * sizeof(int32_t));
   return DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
     using Reduction = ExtremumWithWinner<decltype(format)>;
     auto* const output = static_cast<typename Reduction::Key*>(call.output);
@@ -249,7 +247,7 @@ bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
 }
 
 bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
-  AdviseHugePages(call.row, NumCells(call.problem) * sizeof(int32_t));
+  AdviseHugePages(call.row, call.problem.NumCells() * sizeof(int32_t));
   return DispatchKeys(JB_DISPATCH(DispatchWide), call.type, call.is_minimum, [&](auto format) {
     const auto no_row = static_cast<int32_t>(call.problem.rows);
     return ReduceRows(pool, call, call.data, ArgExtremum<decltype(format)>{format, no_row, call.row});
@@ -280,23 +278,24 @@ constexpr auto kPlanWithWinner = PlanOf<PlanExtremum, ExtremumCallOf<true>>;
 constexpr auto kPlanBackward = PlanOf<PlanBackward, CallOf<ExtremumBackwardCall>>;
 constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
 
-#define JB_REDUCTION_STRATEGIES kNothing, "scan", "group_by_segment"
-#define JB_BACKWARD_STRATEGIES kNothing, "gather", "group_by_segment_streamed"
+std::vector<const char*> BackwardStrategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kGather, Strategy::kStreamedGroups);
+}
 
 JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/false>), kPlan,
-              JB_REDUCTION_STRATEGIES);
+              ExactStrategies());
 JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/false>), kPlan,
-              JB_REDUCTION_STRATEGIES);
+              ExactStrategies());
 JB_CPU_TARGET("segment_max_with_winner", (HandleExtremum<ffi::ThreadPool, kRunWithWinner, false, /*kWithWinner=*/true>),
-              kPlanWithWinner, JB_REDUCTION_STRATEGIES);
+              kPlanWithWinner, ExactStrategies());
 JB_CPU_TARGET("segment_min_with_winner", (HandleExtremum<ffi::ThreadPool, kRunWithWinner, true, /*kWithWinner=*/true>),
-              kPlanWithWinner, JB_REDUCTION_STRATEGIES);
+              kPlanWithWinner, ExactStrategies());
 JB_CPU_TARGET("segment_max_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, false>), kPlanBackward,
-              JB_BACKWARD_STRATEGIES);
+              BackwardStrategies());
 JB_CPU_TARGET("segment_min_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, true>), kPlanBackward,
-              JB_BACKWARD_STRATEGIES);
-JB_CPU_TARGET("segment_argmax", (HandleArg<ffi::ThreadPool, kRunArg, false>), kPlanArg, JB_REDUCTION_STRATEGIES);
-JB_CPU_TARGET("segment_argmin", (HandleArg<ffi::ThreadPool, kRunArg, true>), kPlanArg, JB_REDUCTION_STRATEGIES);
+              BackwardStrategies());
+JB_CPU_TARGET("segment_argmax", (HandleArg<ffi::ThreadPool, kRunArg, false>), kPlanArg, ExactStrategies());
+JB_CPU_TARGET("segment_argmin", (HandleArg<ffi::ThreadPool, kRunArg, true>), kPlanArg, ExactStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
 
 #include "ffi/segment/engine/device.cuh"
 #include "ffi/segment/engine/reduction.cuh"
@@ -21,6 +24,11 @@ FlipWord<T> FlipWordMask(ElementType type, bool is_minimum) {
   return word;
 }
 
+template <typename T>
+__device__ __forceinline__ T Flip(T value, BitsOf<T> mask) {
+  return BitCast<T>(static_cast<BitsOf<T>>(BitCast<BitsOf<T>>(value) ^ mask));
+}
+
 template <typename T, int kCount>
 __device__ __forceinline__ Vector<T, kCount> FlipAll(Vector<T, kCount> vector, FlipWord<T> mask) {
   if constexpr (sizeof(vector) % sizeof(mask) == 0) {
@@ -34,6 +42,57 @@ __device__ __forceinline__ Vector<T, kCount> FlipAll(Vector<T, kCount> vector, F
     for (int i = 0; i < kCount; ++i) vector.lane[i] = Flip(vector.lane[i], static_cast<BitsOf<T>>(mask));
   }
   return vector;
+}
+
+// The maximum of no rows: -inf, or the lowest value of an integer type.
+template <typename T>
+__device__ __forceinline__ T MaxIdentity() {
+  if constexpr (kIsFloating<T>) {
+    return static_cast<T>(-std::numeric_limits<ComputeType<T>>::infinity());
+  } else {
+    return std::numeric_limits<T>::lowest();
+  }
+}
+
+// Of two equal values, prefers +0 to -0. Always returns one of the two, even if the processor flushes denormals, so
+// that different denormals compare equal.
+template <typename T>
+__device__ __forceinline__ T PositiveZero(T a, T b) {
+  if constexpr (kIsFloating<T>) {
+    return BitCast<BitsOf<T>>(a) >> (8 * sizeof(T) - 1) != 0 ? b : a;
+  } else {
+    return a;
+  }
+}
+
+// max(a, b) with NaN propagated and +0 above -0.
+template <typename T>
+__device__ __forceinline__ T Larger(T a, T b) {
+  const ComputeType<T> x = static_cast<ComputeType<T>>(a), y = static_cast<ComputeType<T>>(b);
+  if constexpr (kIsFloating<T>) {
+    return (y > x || y != y) ? b : (x == y ? PositiveZero(a, b) : a);
+  } else {
+    return y > x ? b : a;
+  }
+}
+
+// Values as unsigned integers of the same order: NaN of either sign above everything, -0 below +0. No key of a number is
+// below 0, so 0 is the maximum of no rows.
+template <typename T>
+using OrderedKey = std::conditional_t<sizeof(T) == 8, unsigned long long, unsigned int>;
+
+template <typename T>
+__device__ __forceinline__ OrderedKey<T> EncodeKey(T value) {
+  using Key = OrderedKey<T>;
+  if constexpr (kIsFloating<T>) {
+    constexpr int kSignBit = 8 * sizeof(Key) - 1;
+    const ComputeType<T> x = static_cast<ComputeType<T>>(value);
+    const auto bits = BitCast<std::make_signed_t<Key>>(x);
+    const Key ordered = static_cast<Key>(bits) ^ (static_cast<Key>(bits >> kSignBit) | Key{1} << kSignBit);
+    return x != x ? ~Key{0} : ordered;
+  } else {
+    return static_cast<Key>(value) - static_cast<Key>(std::numeric_limits<T>::lowest());
+  }
 }
 
 // Larger(a, b) in one instruction if the hardware has it; it propagates NaN and puts +0 above -0.
@@ -118,6 +177,32 @@ struct MaxReduction {
   };
 };
 
+// An unfinished cell. The winner of a NaN is undefined.
+template <typename T>
+struct Cell {
+  T best;
+  int32_t winner;
+};
+
+// Folds in the cell of other rows of the same segment, in any order.
+template <typename T>
+__device__ __forceinline__ void MergeCell(Cell<T>& cell, const Cell<T>& other, bool first_wins) {
+  const ComputeType<T> x = static_cast<ComputeType<T>>(other.best), best = static_cast<ComputeType<T>>(cell.best);
+  if (x > best || x != x) {
+    cell = other;
+  } else if (x == best) {
+    cell.best = PositiveZero(cell.best, other.best);
+    if (first_wins) {
+      const bool take_other = cell.winner == kNoWinner || (other.winner != kNoWinner && other.winner < cell.winner);
+      cell.winner = take_other ? other.winner : cell.winner;
+    } else {
+      // Both counts include the identity if it is a member; it counts once.
+      const int32_t shared = best == static_cast<ComputeType<T>>(MaxIdentity<T>()) ? 1 : 0;
+      cell.winner = shared - TieCount(cell.winner) - TieCount(other.winner);
+    }
+  }
+}
+
 // The maximum and its winner.
 template <typename T, bool kFirstWins>
 struct WinnerReduction {
@@ -148,7 +233,7 @@ struct WinnerReduction {
     }
 
     // Folds one row into each cell, rows in ascending order. The hardware maximum handles NaN and zeros; the winner of a
-    // NaN does not matter before FinalWinner. Ties also take a minimum: with kFirstWins the lower row, since kNoWinner
+    // NaN does not matter before the end. Ties also take a minimum: with kFirstWins the lower row, since kNoWinner
     // is the greatest unsigned number; otherwise min(winner, kNoWinner) - 1, which counts the members downwards.
     __device__ __forceinline__ void Add(const Vector<T, kCount>& unflipped, int32_t row, const Outputs& outputs) {
       const Vector<C, kCount> values = Widen(FlipAll(unflipped, outputs.flip));
@@ -184,7 +269,7 @@ struct WinnerReduction {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         values.lane[i] = static_cast<T>(best[i]);
-        winners.lane[i] = FinalWinner(Cell<C>{best[i], winner[i]});
+        winners.lane[i] = best[i] == best[i] ? winner[i] : kNoWinner;
       }
       StoreVector(outputs.output + cell, FlipAll(values, outputs.flip));
       StoreVector(outputs.winner + cell, winners);
@@ -200,7 +285,8 @@ inline constexpr bool kTakesPrivateTable<WinnerReduction<T, kFirstWins>> = false
 template <typename T>
 struct ArgReduction {
   using Element = T;
-  using Key = OrderedKey<T>;
+  using C = ComputeType<T>;
+  using Key = OrderedKey<C>;
   static constexpr int kRowsInFlight = 4;
   static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 10;
 
@@ -225,7 +311,9 @@ struct ArgReduction {
     __device__ __forceinline__ void Add(const Vector<T, kCount>& unflipped, int32_t new_row, const Outputs& outputs) {
       const Vector<T, kCount> values = FlipAll(unflipped, outputs.flip);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) Take(i, ToOrderedKey(values.lane[i]), new_row);
+      for (int i = 0; i < kCount; ++i) {
+        Take(i, EncodeKey(static_cast<C>(values.lane[i]) + C{0}), new_row);  // -0 + 0 is +0
+      }
     }
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
 #pragma unroll

@@ -1,9 +1,8 @@
 // Segment maximum of rows in any order, by atomic maxima on a table of the cells. For a minimum, values are flipped
 // when read and written.
 //
-// A key is an unsigned integer of the same order as the values, for which the hardware has an atomic maximum: NaN of
-// either sign is the greatest, -0 is below +0, and 0 is the maximum of no rows. Values of 32 and 64 bits need no keys in
-// global memory: the output is the table. A plain load precedes each atomic, because few rows raise a
+// A table holds keys (see EncodeKey), for which the hardware has an atomic maximum. Values of 32 and 64 bits need no keys
+// in global memory: the output is the table. A plain load precedes each atomic, because few rows raise a
 // maximum. If the table fits in shared memory, each block keeps its own and merges it once, or writes the results if it
 // is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per cell, lower
 // bounds in shared memory avoid most of those loads.
@@ -17,24 +16,8 @@
 namespace jax_baracuda::segment {
 
 template <typename T>
-using TableKey = std::conditional_t<sizeof(T) == 8, unsigned long long, unsigned int>;
-
-template <typename T>
-__device__ __forceinline__ TableKey<T> EncodeKey(T value) {
-  using Key = TableKey<T>;
-  constexpr Key kSign = Key{1} << (8 * sizeof(Key) - 1);
-  if constexpr (kIsFloating<T>) {
-    const ComputeType<T> x = static_cast<ComputeType<T>>(value);
-    const Key bits = BitCast<Key>(x);
-    return x != x ? ~Key{0} : ((bits & kSign) != 0 ? ~bits : bits | kSign);
-  } else {
-    return static_cast<Key>(value) - static_cast<Key>(std::numeric_limits<T>::lowest());
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ T DecodeKey(TableKey<T> key) {
-  using Key = TableKey<T>;
+__device__ __forceinline__ T DecodeKey(OrderedKey<T> key) {
+  using Key = OrderedKey<T>;
   if constexpr (kIsFloating<T>) {
     constexpr Key kSign = Key{1} << (8 * sizeof(Key) - 1);
     if (key < EncodeKey(MaxIdentity<T>())) return MaxIdentity<T>();
@@ -49,14 +32,14 @@ template <typename T>
 struct TableArguments : UnorderedRows<T> {
   bool first_wins;
   FlipWord<T> flip;
-  TableKey<T>* keys;  // [batch, segments, features], if the table holds keys
+  OrderedKey<T>* keys;  // [batch, segments, features], if the table holds keys
   T* output;
   int32_t* winner;
 };
 
 // The result of a finished cell.
 template <typename T>
-__device__ __forceinline__ T ResultOf(const TableArguments<T>& a, TableKey<T> key) {
+__device__ __forceinline__ T ResultOf(const TableArguments<T>& a, OrderedKey<T> key) {
   return Flip(DecodeKey<T>(key), static_cast<BitsOf<T>>(a.flip));
 }
 
@@ -72,12 +55,12 @@ __device__ __forceinline__ void ForEachFlipped(const TableArguments<T>& a, int64
 // The cells of a batch element, as keys or as values. Values are stored as in the output: those of a minimum fall.
 template <typename T, bool kHoldsValues>
 struct Table {
-  using Cell = std::conditional_t<kHoldsValues, T, TableKey<T>>;
+  using Cell = std::conditional_t<kHoldsValues, T, OrderedKey<T>>;
 
   Cell* cells;
   FlipWord<T> flip;
 
-  __device__ __forceinline__ TableKey<T> KeyOf(Cell cell) const {
+  __device__ __forceinline__ OrderedKey<T> KeyOf(Cell cell) const {
     if constexpr (kHoldsValues) {
       return EncodeKey(Flip(cell, static_cast<BitsOf<T>>(flip)));
     } else {
@@ -97,7 +80,7 @@ struct Table {
   // The atomics are those of integers, which order floating numbers of one sign: negative ones in reverse, and as signed
   // integers below those without a sign bit.
   __device__ __forceinline__ void RaiseValue(T* cell, T value) const {
-    using Unsigned = TableKey<T>;
+    using Unsigned = OrderedKey<T>;
     using Signed = std::conditional_t<sizeof(T) == 8, long long, int>;
     constexpr Unsigned kSign = Unsigned{1} << (8 * sizeof(T) - 1);
     if constexpr (kIsFloating<T>) value = value == value ? value : std::numeric_limits<T>::quiet_NaN();
@@ -116,7 +99,7 @@ struct Table {
 
 // Whether the output is the table in global memory.
 template <typename T>
-inline constexpr bool kOutputIsTable = sizeof(TableKey<T>) == sizeof(T);
+inline constexpr bool kOutputIsTable = sizeof(OrderedKey<T>) == sizeof(T);
 template <typename T>
 using GlobalTable = Table<T, kOutputIsTable<T>>;
 template <typename T>
@@ -194,7 +177,7 @@ struct Floors {
 
 template <typename T>
 __global__ void __launch_bounds__(256) FloorsKernel(const GlobalTable<T> table, const Floors<T> floors) {
-  using Key = TableKey<T>;
+  using Key = OrderedKey<T>;
   static_assert(Floors<T>::kGroups * kFloorLanes % 256 == 0);
   const uint32_t group = (blockIdx.x * 256 + threadIdx.x) / kFloorLanes;
   const uint32_t end = floors.FirstCell(group + 1);
@@ -212,7 +195,7 @@ __global__ void __launch_bounds__(256) FloorsKernel(const GlobalTable<T> table, 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFilterBlocks))
     FilteredMaxKernel(const __grid_constant__ TableArguments<T> a, const Floors<T> floors) {
-  using Key = TableKey<T>;
+  using Key = OrderedKey<T>;
   constexpr int kWords = kFloorBytes / sizeof(uint4);
   __shared__ uint4 floor_words[kWords];
   for (int i = threadIdx.x; i < kWords; i += kFilterThreads) {
@@ -243,7 +226,7 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThreads, kSharedTableBlocks))
     SharedTableMaxKernel(const __grid_constant__ TableArguments<T> a) {
   extern __shared__ uint4 shared_table_memory[];
-  TableKey<T>* const keys = reinterpret_cast<TableKey<T>*>(shared_table_memory);
+  OrderedKey<T>* const keys = reinterpret_cast<OrderedKey<T>*>(shared_table_memory);
   const int cell_count = static_cast<int>(a.problem.segments * a.problem.features);
   const int64_t b = blockIdx.x / a.blocks_per_batch;
 

@@ -9,10 +9,8 @@ namespace {
 constexpr auto kRun = RunOnCuda<GatherCall>;
 constexpr auto kPlan = CudaPlanOf<CallOf<GatherCall>>;
 
-JB_CUDA_TARGET("segment_sum_backward", (HandleSumBackward<cudaStream_t, kRun>), kPlan, kNothing,
-               JB_MAP_ROWS_STRATEGIES);
-JB_CUDA_TARGET("segment_mean_backward", (HandleMeanBackward<cudaStream_t, kRun>), kPlan, kNothing,
-               JB_MAP_ROWS_STRATEGIES);
+JB_CUDA_TARGET("segment_sum_backward", (HandleSumBackward<cudaStream_t, kRun>), kPlan, JB_NAMES(kMapStrategyNames));
+JB_CUDA_TARGET("segment_mean_backward", (HandleMeanBackward<cudaStream_t, kRun>), kPlan, JB_NAMES(kMapStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::segment

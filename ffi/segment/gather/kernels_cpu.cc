@@ -105,8 +105,8 @@ bool RunGather(ffi::ThreadPool& pool, const GatherCall& call) {
 
 constexpr auto kRun = RunOnCpu<GatherCall, RunGather>;
 
-JB_CPU_TARGET("segment_sum_backward", (HandleSumBackward<ffi::ThreadPool, kRun>), PlanOfGather, kNothing, "gather");
-JB_CPU_TARGET("segment_mean_backward", (HandleMeanBackward<ffi::ThreadPool, kRun>), PlanOfGather, kNothing, "gather");
+JB_CPU_TARGET("segment_sum_backward", (HandleSumBackward<ffi::ThreadPool, kRun>), PlanOfGather, GatherStrategies());
+JB_CPU_TARGET("segment_mean_backward", (HandleMeanBackward<ffi::ThreadPool, kRun>), PlanOfGather, GatherStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

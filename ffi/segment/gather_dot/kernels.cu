@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
         const int edge = static_cast<int>(a.heads.Quotient(static_cast<uint32_t>(product)));
         const int64_t element = (product - edge * heads) * head_features + feature;
         const uint32_t segment = segments[edge];
-        memset(&x[u], 0, sizeof(x[u]));
-        memset(&y[u], 0, sizeof(y[u]));
         if (segment != kDropped) {
           x[u] = LoadPacked<kVec>(cells + element + FirstElement(segment, features));
           y[u] = LoadPacked<kVec>(data + element + FirstElement(rows[edge], features));
+        } else {
+          x[u] = y[u] = Packed<T, kVec>{};
         }
       }
 #pragma unroll

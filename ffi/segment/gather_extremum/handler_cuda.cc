@@ -12,20 +12,19 @@ constexpr auto kPlan = CudaPlanOf<GatherExtremumCallOf<false>>;
 constexpr auto kPlanWithWinner = CudaPlanOf<GatherExtremumCallOf<true>>;
 constexpr auto kPlanBackward = CudaPlanOf<GatherExtremumBackwardCallOf>;
 
-#define JB_STRATEGIES kNothing, "fill", "tiles", "small_tiles"
-
 JB_CUDA_TARGET("gather_segment_max", (HandleGatherExtremum<cudaStream_t, kRun, false, /*kWithWinner=*/false>), kPlan,
-               JB_STRATEGIES);
+               EdgeStrategies());
 JB_CUDA_TARGET("gather_segment_min", (HandleGatherExtremum<cudaStream_t, kRun, true, /*kWithWinner=*/false>), kPlan,
-               JB_STRATEGIES);
+               EdgeStrategies());
 JB_CUDA_TARGET("gather_segment_max_with_winner",
-               (HandleGatherExtremum<cudaStream_t, kRun, false, /*kWithWinner=*/true>), kPlanWithWinner, JB_STRATEGIES);
+               (HandleGatherExtremum<cudaStream_t, kRun, false, /*kWithWinner=*/true>), kPlanWithWinner,
+               EdgeStrategies());
 JB_CUDA_TARGET("gather_segment_min_with_winner", (HandleGatherExtremum<cudaStream_t, kRun, true, /*kWithWinner=*/true>),
-               kPlanWithWinner, JB_STRATEGIES);
+               kPlanWithWinner, EdgeStrategies());
 JB_CUDA_TARGET("gather_segment_max_backward", (HandleGatherExtremumBackward<cudaStream_t, kRunBackward, false>),
-               kPlanBackward, JB_STRATEGIES);
+               kPlanBackward, EdgeStrategies());
 JB_CUDA_TARGET("gather_segment_min_backward", (HandleGatherExtremumBackward<cudaStream_t, kRunBackward, true>),
-               kPlanBackward, JB_STRATEGIES);
+               kPlanBackward, EdgeStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -16,7 +16,7 @@ namespace {
 
 bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
   const Problem& problem = call.problem;
-  const int64_t cells = problem.batch * problem.segments * problem.features;
+  const int64_t cells = problem.NumCells();
   AdviseHugePages(call.output, cells * ElementBytes(call.type));
   if (call.with_winner) AdviseHugePages(call.winner, cells * sizeof(int32_t));
   return DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
@@ -155,7 +155,7 @@ bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwa
       SelectWon<T>(call, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
                    ChunkBegin(problem.rows, chunks, chunk + 1), selection.get());
     });
-    AdviseHugePages(call.d_data, problem.batch * problem.segments * problem.features * sizeof(T));
+    AdviseHugePages(call.d_data, problem.NumCells() * sizeof(T));
     const SelectedRows rows{selection.get(), problem.rows, words};
     return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/false, Sum<T>{call.d_data}, rows));
   });
@@ -172,19 +172,19 @@ constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum, GatherExtremumCallOf
 constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
 
 JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/false>), kPlan,
-              kNothing, "scan", "group_by_segment");
+              ExactStrategies());
 JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/false>), kPlan,
-              kNothing, "scan", "group_by_segment");
+              ExactStrategies());
 JB_CPU_TARGET("gather_segment_max_with_winner",
-              (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/true>), kPlanWithWinner, kNothing,
-              "scan", "group_by_segment");
+              (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/true>), kPlanWithWinner,
+              ExactStrategies());
 JB_CPU_TARGET("gather_segment_min_with_winner",
-              (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/true>), kPlanWithWinner, kNothing,
-              "scan", "group_by_segment");
+              (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/true>), kPlanWithWinner,
+              ExactStrategies());
 JB_CPU_TARGET("gather_segment_max_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, false>),
-              kPlanBackward, kNothing, "scan", "split_scan", "group_by_segment");
+              kPlanBackward, RoundingStrategies());
 JB_CPU_TARGET("gather_segment_min_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, true>),
-              kPlanBackward, kNothing, "scan", "split_scan", "group_by_segment");
+              kPlanBackward, RoundingStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -7,7 +7,7 @@ namespace jax_baracuda::segment {
 namespace {
 
 JB_CUDA_TARGET("gather_segment_sum", (HandleGatherSum<cudaStream_t, RunSortedOnCuda<GatherSumCall>>),
-               (CudaPlanOf<GatherSumCallOf>), kNothing, "fill", "tiles", "small_tiles");
+               (CudaPlanOf<GatherSumCallOf>), EdgeStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

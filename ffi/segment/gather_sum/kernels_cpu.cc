@@ -74,7 +74,7 @@ bool RunGatherSum(ffi::ThreadPool& pool, const GatherSumCall& call) {
     using T = typename decltype(tag)::type;
     const Sum<T> sum{call.output, call.is_wide};
     const int64_t element_bytes = call.is_wide ? sizeof(ComputeType<T>) : sizeof(T);
-    AdviseHugePages(call.output, problem.batch * problem.segments * problem.features * element_bytes);
+    AdviseHugePages(call.output, problem.NumCells() * element_bytes);
     const auto reduce = [&](const auto& input) {
       return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, call.clips_gather_ids, sum, input));
     };
@@ -87,7 +87,7 @@ bool RunGatherSum(ffi::ThreadPool& pool, const GatherSumCall& call) {
 Plan PlanGatherSum(const GatherSumCall& call) { return PlanReduction<Sum>(call, JB_DISPATCH(DispatchFloating)); }
 
 JB_CPU_TARGET("gather_segment_sum", (HandleGatherSum<ffi::ThreadPool, RunOnCpu<GatherSumCall, RunGatherSum>>),
-              (PlanOf<PlanGatherSum, GatherSumCallOf>), kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanGatherSum, GatherSumCallOf>), RoundingStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -9,7 +9,7 @@ namespace {
 constexpr auto kRun = RunOnCuda<LogSumExpCall>;
 
 JB_CUDA_TARGET("segment_logsumexp", (HandleLogSumExp<cudaStream_t, kRun>), (CudaPlanOf<CallOf<LogSumExpCall>>),
-               kNothing, JB_REDUCE_STRATEGIES);
+               ReduceStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

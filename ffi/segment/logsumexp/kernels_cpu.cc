@@ -176,7 +176,7 @@ bool RunLogSumExp(ffi::ThreadPool& pool, const LogSumExpCall& call) {
 constexpr auto kRun = RunOnCpu<LogSumExpCall, RunLogSumExp>;
 
 JB_CPU_TARGET("segment_logsumexp", (HandleLogSumExp<ffi::ThreadPool, kRun>),
-              (PlanOf<PlanLogSumExp, CallOf<LogSumExpCall>>), kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanLogSumExp, CallOf<LogSumExpCall>>), RoundingStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -17,11 +17,6 @@ struct LogSumExpCall : SegmentCall {
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;
 };
 
-template <typename C>
-JB_ALWAYS_INLINE C Exponential(C x) {
-  return std::exp(x);
-}
-
 // The state of a cell after some of its rows: their maximum, NaN if one of them is NaN, and the total of
 // exp(x - maximum). The total of no rows is 0, and so is that of rows of -inf.
 template <typename C>
@@ -35,7 +30,7 @@ struct LogSumExp {
     const bool other_is_larger = other.maximum > maximum || other.maximum != other.maximum;
     const C larger = other_is_larger ? other.maximum : maximum, smaller = other_is_larger ? maximum : other.maximum;
     const C of_larger = other_is_larger ? other.total : total, of_smaller = other_is_larger ? total : other.total;
-    const C scale = smaller == -std::numeric_limits<C>::infinity() ? C{0} : Exponential(smaller - larger);
+    const C scale = smaller == -std::numeric_limits<C>::infinity() ? C{0} : std::exp(smaller - larger);
     maximum = larger;
     total = of_larger + of_smaller * scale;
   }

@@ -10,12 +10,11 @@ constexpr auto kRun = RunOnCuda<ProductCall>;
 constexpr auto kRunBackward = RunOnCuda<ProductBackwardCall>;
 constexpr auto kPlan = CudaPlanOf<CallOf<ProductCall>>;
 
-JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun, /*kHasResidual=*/false>), kPlan, kNothing,
-               JB_REDUCE_STRATEGIES);
+JB_CUDA_TARGET("segment_prod", (HandleProduct<cudaStream_t, kRun, /*kHasResidual=*/false>), kPlan, ReduceStrategies());
 JB_CUDA_TARGET("segment_prod_with_residual", (HandleProduct<cudaStream_t, kRun, /*kHasResidual=*/true>), kPlan,
-               kNothing, JB_REDUCE_STRATEGIES);
+               ReduceStrategies());
 JB_CUDA_TARGET("segment_prod_backward", (HandleProductBackward<cudaStream_t, kRunBackward>),
-               (CudaPlanOf<CallOf<ProductBackwardCall>>), kNothing, JB_MAP_ROWS_STRATEGIES);
+               (CudaPlanOf<CallOf<ProductBackwardCall>>), JB_NAMES(kMapStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -355,7 +355,7 @@ class ProductGradient {
 
 bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
   const Problem& problem = call.problem;
-  const int64_t cells = problem.batch * problem.segments * problem.features;
+  const int64_t cells = problem.NumCells();
   return DispatchOr(true, call.type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](const auto& reduction) {
@@ -390,12 +390,12 @@ constexpr auto kRun = RunOnCpu<ProductCall, RunProduct>;
 constexpr auto kRunBackward = RunOnCpu<ProductBackwardCall, RunProductBackward>;
 constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
 
-JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/false>), kPlan, kNothing, "scan",
-              "split_scan", "group_by_segment");
+JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/false>), kPlan,
+              RoundingStrategies());
 JB_CPU_TARGET("segment_prod_with_residual", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/true>), kPlan,
-              kNothing, "scan", "split_scan", "group_by_segment");
-JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>), PlanOfGather, kNothing,
-              "gather");
+              RoundingStrategies());
+JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>), PlanOfGather,
+              GatherStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

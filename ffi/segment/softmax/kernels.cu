@@ -1,4 +1,6 @@
 // Softmax and its gradient: a reduction of the rows to cells, and then each row from the cells of its segment.
+#include <cmath>
+
 #include "ffi/core/scratch.h"
 #include "ffi/segment/engine/map_rows.cuh"
 #include "ffi/segment/engine/reduce.cuh"
@@ -26,7 +28,7 @@ struct Probability {
     Vector<T, kVec> probabilities;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
-      const C weight = Exponential(values.lane[i] - of_maxima.lane[i]);
+      const C weight = std::exp(values.lane[i] - of_maxima.lane[i]);
       probabilities.lane[i] = static_cast<T>(weight / of_totals.lane[i]);
     }
     return probabilities;
@@ -59,7 +61,7 @@ struct Gradient {
 
 // The sums of the products of two arrays (see engine/reduction.cuh).
 template <typename T>
-struct ProductReduction {
+struct ProductSumReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
   static constexpr int kTileBlocks = 12;
@@ -77,8 +79,6 @@ struct ProductReduction {
 };
 
 ReducePlan PlanOfProducts(const SoftmaxCall& call) { return PlanPairs(call, AccumulatorBytes(call.type)); }
-
-int64_t Cells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
 
 // How the rows are reduced to cells.
 Plan PlanOfCells(const SoftmaxCall& call) {
@@ -105,8 +105,8 @@ CudaStatus LaunchForward(const SoftmaxCall& call, cudaStream_t stream) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   ScratchCarver carver(call.scratch);
-  C* const maxima = carver.Take<C>(Cells(problem));
-  C* const totals = carver.Take<C>(Cells(problem));
+  C* const maxima = carver.Take<C>(problem.NumCells());
+  C* const totals = carver.Take<C>(problem.NumCells());
   auto reduction = ReductionWithScratch<LogSumExpCall>(call, &carver);
   reduction.maxima = maxima;
   reduction.totals = totals;
@@ -123,10 +123,11 @@ CudaStatus LaunchBackward(const SoftmaxCall& call, cudaStream_t stream) {
   const T *const probabilities = static_cast<const T*>(call.inputs[0]), *const d_probabilities =
                                                                             static_cast<const T*>(call.inputs[1]);
   ScratchCarver carver(call.scratch);
-  C* const sums = carver.Take<C>(Cells(problem));
+  C* const sums = carver.Take<C>(problem.NumCells());
   const auto reduction = ReductionWithScratch<SumCall>(call, &carver);
   const RowPairs<T> pairs{d_probabilities, call.is_shared[1]};
-  JB_RETURN_IF_CUDA_ERROR(LaunchReduction<ProductReduction<T>>(reduction, PlanOfProducts(call), {sums}, stream, pairs));
+  JB_RETURN_IF_CUDA_ERROR(
+      LaunchReduction<ProductSumReduction<T>>(reduction, PlanOfProducts(call), {sums}, stream, pairs));
   const int64_t elements = problem.rows * problem.features;
   const Gradient<T> function{
       probabilities, d_probabilities, call.is_shared[0] ? 0 : elements, call.is_shared[1] ? 0 : elements,
@@ -140,7 +141,7 @@ Plan SoftmaxCall::CudaPlan() const {
   if (HasNoResult()) return {kNothing};
   if (problem.segments == 0) return {NameOf(kStrategyNames, Strategy::kFill)};
   const Plan of_cells = PlanOfCells(*this);
-  const int64_t cell_bytes = Cells(problem) * AccumulatorBytes(type);
+  const int64_t cell_bytes = problem.NumCells() * AccumulatorBytes(type);
   ScratchSizes sizes;
   sizes.Add(cell_bytes);
   if (!is_backward) sizes.Add(cell_bytes);

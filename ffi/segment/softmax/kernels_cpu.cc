@@ -15,8 +15,6 @@
 namespace jax_baracuda::segment {
 namespace {
 
-int64_t NumCells(const Problem& problem) { return problem.batch * problem.segments * problem.features; }
-
 // The numbers of a block in the `index`th input.
 template <typename T>
 const T* InputOf(const SoftmaxCall& call, int index, const NumberBlock& block) {
@@ -36,7 +34,7 @@ template <typename T>
 bool Softmax(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
-  const auto maxima = Allocate<C>(NumCells(problem)), totals = Allocate<C>(NumCells(problem));
+  const auto maxima = Allocate<C>(problem.NumCells()), totals = Allocate<C>(problem.NumCells());
   if (maxima == nullptr || totals == nullptr) return false;
   auto reduction = call.ReductionAs<LogSumExpCall>();
   reduction.maxima = maxima.get();
@@ -88,9 +86,9 @@ struct ProductSum : Sum<T> {
 };
 
 template <typename T>
-class ProductReduction final : public TypedReduction<ProductSum<T>> {
+class ProductSumRows final : public TypedReduction<ProductSum<T>> {
  public:
-  ProductReduction(const SoftmaxCall& call, ComputeType<T>* sums)
+  ProductSumRows(const SoftmaxCall& call, ComputeType<T>* sums)
       : TypedReduction<ProductSum<T>>(call.problem, MaxBlockRows<ProductSum<T>>(call.problem),
                                       /*splits_features=*/true, ProductSum<T>{{sums, /*is_wide=*/true}}),
         call_(call) {}
@@ -126,13 +124,13 @@ template <typename T>
 bool Gradient(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
-  const auto sums = Allocate<C>(NumCells(problem));
+  const auto sums = Allocate<C>(problem.NumCells());
   if (sums == nullptr) return false;
   const auto compute = [&](const NumberBlock& block, T* to, const C* of_sums) {
     WriteGradients(InputOf<T>(call, 0, block), InputOf<T>(call, 1, block), of_sums, block.count(), to);
   };
   const RowMap map(problem, static_cast<T*>(call.output), compute, CellArray<C>{sums.get()});
-  return map.RunAfter(pool, SegmentIds(call), ProductReduction<T>(call, sums.get()));
+  return map.RunAfter(pool, SegmentIds(call), ProductSumRows<T>(call, sums.get()));
 }
 
 // Numbers the segments that have rows, if hardly any has one: memory then grows with the rows, not the segments.
@@ -184,12 +182,15 @@ Plan PlanSoftmax(const SoftmaxCall& call) {
 
 constexpr auto kRun = RunOnCpu<SoftmaxCall, RunSoftmax>;
 
-#define JB_SOFTMAX_STRATEGIES kNothing, "fill", "scan", "split_scan", "group_by_segment"
+std::vector<const char*> SoftmaxStrategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kScan, Strategy::kSplitScan,
+                 Strategy::kGroupBySegment);
+}
 
 JB_CPU_TARGET("segment_softmax", (HandleSoftmax<ffi::ThreadPool, kRun>), (PlanOf<PlanSoftmax, SoftmaxCallOf<false>>),
-              JB_SOFTMAX_STRATEGIES);
+              SoftmaxStrategies());
 JB_CPU_TARGET("segment_softmax_backward", (HandleSoftmaxBackward<ffi::ThreadPool, kRun>),
-              (PlanOf<PlanSoftmax, SoftmaxCallOf<true>>), JB_SOFTMAX_STRATEGIES);
+              (PlanOf<PlanSoftmax, SoftmaxCallOf<true>>), SoftmaxStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -12,6 +12,9 @@ struct SumArguments : SegmentCall {
   const void* data = nullptr;
   void* output = nullptr;
   int32_t* count = nullptr;  // with is_mean: [batch, segments]
+
+  // Means return counts even without features.
+  bool HasCounts() const { return is_mean && problem.batch * problem.segments > 0; }
 };
 
 struct SumCall : SumArguments {

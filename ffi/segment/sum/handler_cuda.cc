@@ -9,10 +9,10 @@ namespace {
 constexpr auto kRun = RunOnCuda<SumCall>;
 
 JB_CUDA_TARGET(SumCall::kSumName, (HandleSum<cudaStream_t, SumCall, kRun, /*kIsMean=*/false>),
-               (CudaPlanOf<SumCallOf<SumCall, false>>), kNothing, JB_REDUCE_STRATEGIES, "atomics", "shared_table");
+               (CudaPlanOf<SumCallOf<SumCall, false>>), ReduceStrategies(Strategy::kAtomics, Strategy::kSharedTable));
 JB_CUDA_TARGET(SumCall::kMeanName, (HandleSum<cudaStream_t, SumCall, kRun, /*kIsMean=*/true>),
-               (CudaPlanOf<SumCallOf<SumCall, true>>), kNothing, "fill_counts", JB_REDUCE_STRATEGIES, "atomics",
-               "shared_table");
+               (CudaPlanOf<SumCallOf<SumCall, true>>),
+               ReduceStrategies(Strategy::kFillCounts, Strategy::kAtomics, Strategy::kSharedTable));
 
 }  // namespace
 }  // namespace jax_baracuda::segment

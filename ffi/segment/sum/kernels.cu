@@ -7,24 +7,6 @@
 namespace jax_baracuda::segment {
 namespace {
 
-enum class Algorithm {
-  kReduce,       // in registers (see reduce.cuh)
-  kTable,        // atomic additions to a table in global memory
-  kSharedTable,  // a table for each block in shared memory
-};
-
-inline constexpr const char* kTableNames[] = {"", "atomics", "shared_table"};
-
-struct SumPlan {
-  Algorithm algorithm;
-  ReducePlan reduce;      // of kReduce
-  int64_t shared_tables;  // of kSharedTable: blocks per batch element; otherwise 0
-  Plan summary;
-
-  // The only table of a batch element needs no table in global memory.
-  bool StaysShared() const { return shared_tables == 1; }
-};
-
 // Whether one instruction adds four floats in global memory. In shared memory, each float takes a loop of
 // compare-and-swap.
 bool AddsVectors(const SumCall& call) {
@@ -38,37 +20,28 @@ bool AddsVectors(const SumCall& call) {
 // can keep its own table, it does, and then rows of any number and width are added, unless vectors of floats can be
 // added in global memory. Atomic additions have no fixed order, so deterministic sums never use a table. All other
 // calls too large for the sort's 32-bit numbers use it.
-SumPlan Choose(const SumCall& call) {
+ReducePlan Choose(const SumCall& call) {
   const Problem& problem = call.problem;
   const int64_t element_bytes = ElementBytes(call.type), compute_bytes = AccumulatorBytes(call.type);
   const int64_t state_bytes = compute_bytes * (call.is_mean ? 2 : 1);
-  const Strategy strategy = ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
+  Strategy strategy = ChooseStrategy(problem, element_bytes, state_bytes, call.indices_are_sorted);
   const int64_t row_bytes = problem.features * element_bytes;
   const bool is_small = problem.batch * problem.rows * row_bytes <= Tuning::kMaxAddedBytes;
   const bool is_contended = problem.rows / Tuning::kMinContendedRowsToSegment >= problem.segments;
-  SumPlan plan{};
+  int64_t shared_tables = 0;
   if ((strategy == Strategy::kFewUnsortedRows || strategy == Strategy::kSortThenTiles) && !call.deterministic) {
     const bool is_added = (row_bytes <= Tuning::kMaxAddedRowBytes || is_small) && !is_contended;
     if (!(is_added && AddsVectors(call))) {
-      plan.shared_tables = SharedTableBlocksPerBatch(problem, compute_bytes + (call.is_mean ? sizeof(int32_t) : 0));
+      shared_tables = SharedTableBlocksPerBatch(problem, compute_bytes + (call.is_mean ? sizeof(int32_t) : 0));
     }
-    if (plan.shared_tables > 0) {
-      plan.algorithm = Algorithm::kSharedTable;
+    if (shared_tables > 0) {
+      strategy = Strategy::kSharedTable;
     } else if (is_added || (strategy == Strategy::kSortThenTiles && !OrderFits(problem))) {
-      plan.algorithm = Algorithm::kTable;
+      strategy = Strategy::kAtomics;
     }
   }
-  if (plan.algorithm == Algorithm::kReduce) {
-    plan.reduce = MakeReducePlan(problem, strategy, element_bytes, state_bytes);
-    plan.summary = plan.reduce.Summary();
-    return plan;
-  }
-  ScratchSizes sizes;
-  if (compute_bytes != element_bytes && !plan.StaysShared()) {
-    sizes.Add(problem.batch * problem.segments * problem.features * compute_bytes);
-  }
-  plan.summary = {NameOf(kTableNames, plan.algorithm), sizes.total};
-  return plan;
+  return UsesAtomics(strategy) ? MakeTablePlan(problem, strategy, shared_tables, element_bytes, compute_bytes)
+                               : MakeReducePlan(problem, strategy, element_bytes, state_bytes);
 }
 
 template <typename T>
@@ -99,18 +72,16 @@ CudaStatus AddRowsInSharedTables(const SumTableArguments<T>& a, cudaStream_t str
     SharedSumTableKernel<T, kVec><<<blocks, threads, problem.segments * cell_bytes, stream>>>(a);
     return JB_LAUNCH_STATUS(SharedSumTableKernel);
   };
-  // A batch element is split into vectors as a whole, so only its start must be aligned.
   constexpr int kWidest = 16 / sizeof(ComputeType<T>);
-  const bool is_aligned =
-      problem.batch == 1 || problem.data_is_shared || problem.rows * problem.features % kWidest == 0;
-  return is_aligned ? add_rows(std::integral_constant<int, kWidest>{}) : add_rows(std::integral_constant<int, 1>{});
+  return StartsAligned(problem, kWidest) ? add_rows(std::integral_constant<int, kWidest>{})
+                                         : add_rows(std::integral_constant<int, 1>{});
 }
 
 template <typename T>
-CudaStatus LaunchTable(const SumCall& call, const SumPlan& plan, cudaStream_t stream) {
+CudaStatus LaunchTable(const SumCall& call, const ReducePlan& plan, cudaStream_t stream) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
-  const int64_t cells = problem.batch * problem.segments * problem.features;
+  const int64_t cells = problem.NumCells();
   SumTableArguments<T> a{};
   a.data = static_cast<const T*>(call.data);
   a.ids = {call.segment_ids, call.ids_are_64_bit, problem.segments};
@@ -134,25 +105,26 @@ CudaStatus LaunchTable(const SumCall& call, const SumPlan& plan, cudaStream_t st
 }  // namespace
 
 Plan SumCall::CudaPlan() const {
-  // Counts are returned even without features.
-  if (problem.HasNoResult()) return {is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
-  return Choose(*this).summary;
+  if (problem.HasNoResult()) {
+    return {NameOf(kStrategyNames, HasCounts() ? Strategy::kFillCounts : Strategy::kNothing)};
+  }
+  return Choose(*this).Summary();
 }
 
 CudaStatus SumCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.HasNoResult()) {
-    if (!is_mean || problem.batch * problem.segments == 0) return {};
+    if (!HasCounts()) return {};
     return JB_CUDA_STATUS(cudaMemsetAsync(count, 0, problem.batch * problem.segments * sizeof(int32_t), stream));
   }
-  const SumPlan plan = Choose(*this);
-  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.summary.scratch_bytes) {
+  const ReducePlan plan = Choose(*this);
+  if (!SegmentsFit(problem.segments) || scratch_bytes < plan.scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
-  if (is_mean && plan.algorithm == Algorithm::kReduce) return ReduceMean(*this, plan.reduce, stream);
+  if (is_mean && !UsesAtomics(plan.strategy)) return ReduceMean(*this, plan, stream);
   return LaunchFor(type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (plan.algorithm != Algorithm::kReduce) return LaunchTable<T>(*this, plan, stream);
-    return LaunchReduction<SumReduction<T>>(*this, plan.reduce, {static_cast<T*>(output)}, stream);
+    if (UsesAtomics(plan.strategy)) return LaunchTable<T>(*this, plan, stream);
+    return LaunchReduction<SumReduction<T>>(*this, plan, {static_cast<T*>(output)}, stream);
   });
 }
 

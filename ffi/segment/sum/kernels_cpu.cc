@@ -18,7 +18,7 @@ bool RunSum(ffi::ThreadPool& pool, const SumCall& call) {
   return DispatchOr(true, call.type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     T* const output = static_cast<T*>(call.output);
-    AdviseHugePages(output, problem.batch * problem.segments * problem.features * sizeof(T));
+    AdviseHugePages(output, problem.NumCells() * sizeof(T));
     const Sum<T> sum{output, /*is_wide=*/false, call.is_mean ? problem.features : 0};
     return ReduceRows(pool, call, call.data, sum, call.count);
   });
@@ -31,9 +31,9 @@ Plan PlanSum(const SumCall& call) {
 constexpr auto kRun = RunOnCpu<SumCall, RunSum>;
 
 JB_CPU_TARGET(SumCall::kSumName, (HandleSum<ffi::ThreadPool, SumCall, kRun, /*kIsMean=*/false>),
-              (PlanOf<PlanSum, SumCallOf<SumCall, false>>), kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanSum, SumCallOf<SumCall, false>>), RoundingStrategies());
 JB_CPU_TARGET(SumCall::kMeanName, (HandleSum<ffi::ThreadPool, SumCall, kRun, /*kIsMean=*/true>),
-              (PlanOf<PlanSum, SumCallOf<SumCall, true>>), kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanSum, SumCallOf<SumCall, true>>), RoundingStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

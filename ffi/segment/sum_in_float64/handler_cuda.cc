@@ -4,17 +4,15 @@
 #include "ffi/segment/sum/handler.h"
 #include "ffi/segment/sum_in_float64/call.h"
 
-#define JB_TILE_STRATEGIES "fill", "few_unsorted_rows", "tiles", "staged_tiles", "sort_then_tiles"
-
 namespace jax_baracuda::segment {
 namespace {
 
 constexpr auto kRun = RunOnCuda<Float64SumCall>;
 
 JB_CUDA_TARGET(Float64SumCall::kSumName, (HandleSum<cudaStream_t, Float64SumCall, kRun, /*kIsMean=*/false>),
-               (CudaPlanOf<SumCallOf<Float64SumCall, false>>), kNothing, JB_TILE_STRATEGIES);
+               (CudaPlanOf<SumCallOf<Float64SumCall, false>>), TileStrategies());
 JB_CUDA_TARGET(Float64SumCall::kMeanName, (HandleSum<cudaStream_t, Float64SumCall, kRun, /*kIsMean=*/true>),
-               (CudaPlanOf<SumCallOf<Float64SumCall, true>>), kNothing, "fill_counts", JB_TILE_STRATEGIES);
+               (CudaPlanOf<SumCallOf<Float64SumCall, true>>), TileStrategies(Strategy::kFillCounts));
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -72,14 +72,15 @@ template <typename T>
 inline constexpr bool kStoresCellsAlone<Float64Reduction<T>> = false;
 
 Plan Float64SumCall::CudaPlan() const {
-  // Counts are returned even without features.
-  if (problem.HasNoResult()) return {is_mean && problem.batch * problem.segments > 0 ? "fill_counts" : kNothing};
+  if (problem.HasNoResult()) {
+    return {NameOf(kStrategyNames, HasCounts() ? Strategy::kFillCounts : Strategy::kNothing)};
+  }
   return PlanOf(*this).Summary();
 }
 
 CudaStatus Float64SumCall::LaunchOnCuda(cudaStream_t stream) const {
   if (problem.HasNoResult()) {
-    if (!is_mean || problem.batch * problem.segments == 0) return {};
+    if (!HasCounts()) return {};
     return JB_CUDA_STATUS(cudaMemsetAsync(count, 0, problem.batch * problem.segments * sizeof(int32_t), stream));
   }
   const ReducePlan plan = PlanOf(*this);

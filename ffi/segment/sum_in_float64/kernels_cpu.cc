@@ -65,7 +65,7 @@ bool RunSum(ffi::ThreadPool& pool, const Float64SumCall& call) {
   return DispatchOr(true, call.type, JB_DISPATCH(DispatchBelowFloat64), [&](auto tag) {
     using T = typename decltype(tag)::type;
     T* const output = static_cast<T*>(call.output);
-    AdviseHugePages(output, problem.batch * problem.segments * problem.features * sizeof(T));
+    AdviseHugePages(output, problem.NumCells() * sizeof(T));
     const Float64Sum<T> sum{output, call.is_mean ? problem.features : 0};
     return ReduceRows(pool, call, call.data, sum, call.count);
   });
@@ -78,9 +78,9 @@ Plan PlanSum(const Float64SumCall& call) {
 constexpr auto kRun = RunOnCpu<Float64SumCall, RunSum>;
 
 JB_CPU_TARGET(Float64SumCall::kSumName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun, /*kIsMean=*/false>),
-              (PlanOf<PlanSum, SumCallOf<Float64SumCall, false>>), kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanSum, SumCallOf<Float64SumCall, false>>), RoundingStrategies());
 JB_CPU_TARGET(Float64SumCall::kMeanName, (HandleSum<ffi::ThreadPool, Float64SumCall, kRun, /*kIsMean=*/true>),
-              (PlanOf<PlanSum, SumCallOf<Float64SumCall, true>>), kNothing, "scan", "split_scan", "group_by_segment");
+              (PlanOf<PlanSum, SumCallOf<Float64SumCall, true>>), RoundingStrategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

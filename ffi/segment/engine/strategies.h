@@ -1,0 +1,78 @@
+// The strategies of segment ops on GPUs. Without kernels, for handlers.
+#pragma once
+
+#include <vector>
+
+#include "ffi/core/plan.h"
+#include "ffi/core/strategies.h"
+
+namespace jax_baracuda::segment {
+
+enum class Strategy {
+  kNothing,          // no result
+  kFill,             // no rows
+  kFillCounts,       // means without features, whose counts are returned
+  kPrivateTable,     // few segments: one table per thread
+  kBatchOfFewRows,   // a large batch of few rows that share their ids, in one launch
+  kFewUnsortedRows,  // few unsorted rows, in one launch
+  kFewSortedRows,    // few sorted rows, in one launch
+  kRuns,             // narrow sorted rows, whole rows per thread
+  kTiles,            // sorted rows, in tiles
+  kSmallTiles,       // tiles of few gathered rows, in one launch
+  kStagedTiles,      // tiles of rows too narrow for vector loads, staged in shared memory
+  kSortThenTiles,    // sorts the rows first, then tiles
+  // Sums and extrema of unsorted rows only (see unordered_rows.cuh):
+  kAtomics,          // atomics on a table in global memory
+  kFilteredAtomics,  // the same, but elements are first compared with lower bounds in shared memory
+  kSharedTable,      // one table per block in shared memory
+};
+
+inline constexpr const char* kStrategyNames[] = {kNothing,
+                                                 "fill",
+                                                 "fill_counts",
+                                                 "private_table",
+                                                 "batch_of_few_rows",
+                                                 "few_unsorted_rows",
+                                                 "few_sorted_rows",
+                                                 "runs",
+                                                 "tiles",
+                                                 "small_tiles",
+                                                 "staged_tiles",
+                                                 "sort_then_tiles",
+                                                 "atomics",
+                                                 "filtered_atomics",
+                                                 "shared_table"};
+
+enum class MapStrategy {
+  kNothing,
+  kRowVectors,    // rows that are whole vectors
+  kFlatVectors,   // all rows as one array, in vectors that may cross rows
+  kFlatElements,  // all rows as one array, element by element
+};
+
+inline constexpr const char* kMapStrategyNames[] = {kNothing, "row_vectors", "flat_vectors", "flat_elements"};
+
+// Whether rows are folded into tables by atomics.
+constexpr bool UsesAtomics(Strategy strategy) { return strategy >= Strategy::kAtomics; }
+
+// For JB_CUDA_TARGET: the strategies of a reduction of rows, and the others that an op has.
+template <typename... Others>
+std::vector<const char*> ReduceStrategies(Others... others) {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kPrivateTable,
+                 Strategy::kBatchOfFewRows, Strategy::kFewUnsortedRows, Strategy::kFewSortedRows, Strategy::kRuns,
+                 Strategy::kTiles, Strategy::kStagedTiles, Strategy::kSortThenTiles, others...);
+}
+
+// The same for a reduction that only tiles and the launch for few unsorted rows compute.
+template <typename... Others>
+std::vector<const char*> TileStrategies(Others... others) {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kFewUnsortedRows, Strategy::kTiles,
+                 Strategy::kStagedTiles, Strategy::kSortThenTiles, others...);
+}
+
+// The strategies of a reduction of edges.
+inline std::vector<const char*> EdgeStrategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kTiles, Strategy::kSmallTiles);
+}
+
+}  // namespace jax_baracuda::segment
