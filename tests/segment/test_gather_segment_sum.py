@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 from segment.gather_reference import FORMS, call_of, gathered, make_graph, run_twice
 from support import cases, handlers
-from support.handlers import with_dtypes
 from support.programs import small_floats
 from support.recorded import GoodCall, direct_calls
 
 import jax_baracuda
 from jax_baracuda import SegmentPlan, gather_segment_sum, segment_plan
-from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._examples.segment import gathered_sum
 
 # (nodes, edges, segments, row_shape, weight_dims)
@@ -257,19 +255,6 @@ def test_errors(error: str, call: Callable[[], Any]) -> None:
 def good_call(target: str, **attributes: bool) -> GoodCall:
     """A valid call with these attributes, and its operands."""
     return next(good for good in direct_calls(target) if attributes.items() <= good[0].attributes.items())
-
-
-GATHERS = [target for target in NATIVE_MODULES[cases.PLATFORM].targets if target.startswith("gather_")]
-
-
-@pytest.mark.parametrize("target", sorted(GATHERS))
-def test_other_dtypes_are_refused(target: str) -> None:
-    wide = "transposed_segment_ids" if target.endswith("_backward") else "segment_ids"
-    for good, _ in direct_calls(target)[::3]:
-        names = [x.name for x in good.arrays()] + ["output"]
-        for dtype, array, bad in good.with_other(lambda array: with_dtypes(array, ("int8", "int64", "complex64"))):
-            if (array.name, dtype) != (wide, "int64"):
-                handlers.assert_refused(bad, f"{array.name} of {dtype}", *names)
 
 
 each_order = pytest.mark.parametrize("is_in_range", [True, False], ids=("one edge", "out of range"))
