@@ -1,4 +1,4 @@
-"""Sums of gathered rows, and attention in a segment, in NumPy."""
+"""Sums of gathered rows in NumPy."""
 
 from __future__ import annotations
 
@@ -26,39 +26,6 @@ def gathered(data: np.ndarray, gather_ids: np.ndarray) -> tuple[np.ndarray, np.n
     wrapped = np.array([i + len(data) if i < 0 else i for i in gather_ids.astype(object)], object)
     nearest = np.clip(wrapped, 0, len(data) - 1).astype(np.int64)
     return data[nearest], np.where(wrapped == nearest, nearest, -1)
-
-
-Arrays = tuple[np.ndarray, ...]
-
-
-def attention_in_segment(
-    logits: np.ndarray, sizes: np.ndarray, value: np.ndarray, d_output: np.ndarray
-) -> tuple[Arrays, Arrays, Arrays]:
-    """The sum of the values ``[E, H, D]`` of one segment's edges, weighted by the softmax of their logits ``[E, H]``.
-
-    Returns the result and the gradients of logits and values. Each is the exact array, the sums of magnitudes to which
-    rounding errors are relative, and the effect of a relative error of 1 of the result, whose rounded elements kernels
-    compute gradients from.
-
-    Args:
-      sizes: the magnitudes to which the errors of the logits are relative.
-    """
-    with np.errstate(invalid="ignore"):  # infinity minus infinity
-        highest = logits.max(axis=0)
-        exponentials = np.exp(logits - np.where(highest == -np.inf, 0, highest))
-        total = exponentials.sum(axis=0)
-        p = exponentials / np.where(total == 0, 1, total)
-    inflated = p * (1 + sizes + sizes.max(axis=0))
-    output = (p[..., None] * value).sum(axis=0)
-    of_magnitudes = (inflated[..., None] * abs(value)).sum(axis=0)
-    d_p, size_of_d_p = (d_output * value).sum(-1), (abs(d_output) * abs(value)).sum(-1)
-    d_logits = (
-        p * (d_p - (p * d_p).sum(axis=0)),
-        inflated * (size_of_d_p + (inflated * size_of_d_p).sum(axis=0)),
-        p * (abs(d_output) * abs(output)).sum(-1),
-    )
-    d_value = p[..., None] * d_output, inflated[..., None] * abs(d_output)
-    return (output, of_magnitudes, np.zeros_like(output)), d_logits, (*d_value, np.zeros_like(value))
 
 
 def sum_of_edges(terms: np.ndarray, ids: np.ndarray, segments: int, dtype: np.dtype) -> Expected:

@@ -144,7 +144,6 @@ DATA, CELLS, IDS = np.ones((4, 3), np.float32), np.ones((2, 3), np.float32), np.
             lambda: gather_segment_dot(DATA[:, 0], CELLS[:, 0], IDS, IDS),
         ),
         (r"ValueError: got \(4, 3\) and \(2, 2\)", lambda: gather_segment_dot(DATA, CELLS[:, :2], IDS, IDS)),
-        ("TypeError: segment_ids must be given, or a plan", lambda: gather_segment_dot(DATA, CELLS, IDS)),
         (r"ValueError: one shape \[E\]", lambda: gather_segment_dot(DATA, CELLS, IDS, IDS[1:])),
         (
             r"ValueError: the plan is for 3 segments, got segment_data.shape = \(2, 3\)",

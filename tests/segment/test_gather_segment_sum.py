@@ -233,7 +233,6 @@ PLAN = dict(segment_ids=IDS, num_segments=2, gather_ids=IDS, num_rows=4)
         (r"ValueError: weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones(4))),
         (r"ValueError: weights must be \[E\]", lambda: gather_segment_sum(DATA, IDS, IDS, 2, weights=np.ones((5, 2)))),
         ("ValueError: mode must be None", lambda: gather_segment_sum(DATA, IDS, IDS, 2, mode="wrong")),
-        ("TypeError: plan must be a SegmentPlan, got dict", lambda: gather_segment_sum(DATA, plan={})),
         (
             r"ValueError: segment_plan: num_segments must be at most 2\^31 - 1",
             lambda: segment_plan(**PLAN | {"num_segments": 2**40}),
