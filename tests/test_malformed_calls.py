@@ -437,16 +437,14 @@ def test_other_dtypes_are_refused(target: str) -> None:
         own, names = good.operands[0].dtype, {x.name for x in good.arrays()}
         if names <= seen:
             continue
-        valid = [(good, OTHER_DTYPES)]
-        if own == "float32" and "float64" in of_kernels:
-            valid.append((with_dtype_everywhere(good, own, "float64"), ("float32",)))
-        for call, dtypes in valid:
-            call.run()
-            for dtype, array, bad in call.with_other(lambda x, dtypes=dtypes: handlers.with_dtypes(x, dtypes)):
-                if array.name not in seen and not takes(call, array, dtype):
-                    handlers.assert_refused(
-                        bad, f"{array.name} of {dtype}: {code_of(bad)}", *names, *OTHER_NAMES, "expected"
-                    )
+        others = [(good, *x) for x in good.with_other(lambda x: handlers.with_dtypes(x, OTHER_DTYPES))]
+        if "float64" in of_kernels:
+            wide = max((call for call, _ in direct_calls(target, "float64")), key=lambda call: len(call.arrays()))
+            others += [(wide, *x) for x in wide.with_other(lambda x: handlers.with_dtypes(x, ("float32",)))]
+        for valid, dtype, array, bad in others:
+            if array.name not in seen and not takes(valid, array, dtype):
+                what = f"{array.name} of {dtype}: {code_of(bad)}"
+                handlers.assert_refused(bad, what, *names, *OTHER_NAMES, "expected")
         for dtype in {*windows.SUB_BYTE, *(() if copies else OTHER_DTYPES)} - of_kernels:
             bad = with_dtype_everywhere(good, own, dtype)
             handlers.assert_refused(bad, f"everything of {dtype}", *names, *OTHER_NAMES, "expected")
