@@ -56,7 +56,7 @@ def test_no_temporary_of_the_size_of_the_signal(dtype: str, channels_last: bool)
     outputs = arrays["x"], arrays["initial_state"]
 
     def convolve(arrays: Any, ids: Any) -> Any:
-        return convolutions.Problem(arrays, ids, "silu").call(arrays, channels_last)
+        return convolutions.Convolution(arrays, ids, "silu").call(arrays, channels_last)
 
     def gradients(arrays: Any, ids: Any, outputs: Any) -> Any:
         return jax.vjp(lambda arrays: convolve(arrays, ids), arrays)[1](outputs)
@@ -89,7 +89,7 @@ def test_no_temporary_of_the_size_of_the_features(dtype: str, layout: str) -> No
 
 COMMAND_BUFFER_PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
-from causal_conv1d.reference import LAYOUTS, Problem, in_layout
+from causal_conv1d.reference import LAYOUTS, Convolution, in_layout
 from jax_baracuda import causal_conv1d_update, rope, rope_qk, where, write_slice, write_slices
 from segment.reference import PROD, REDUCTIONS  # which imports support.cases: kernels wherever there are
 
@@ -101,7 +101,7 @@ def program(data, ids, sorted_ids, cells, rows):
         for sequence_ids in (None, packed):
             def convolve(x, weight, bias, state):
                 arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": state}
-                return Problem(arrays, sequence_ids, "silu").call(arrays, channels_last)
+                return Convolution(arrays, sequence_ids, "silu").call(arrays, channels_last)
             signal = in_layout(x, channels_last)
             outputs, vjp = jax.vjp(convolve, signal, weight, bias, state)
             results += [*outputs, *vjp((signal, state))]

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support import meshes
 
@@ -94,7 +93,7 @@ def test_messages_of_no_edges() -> None:
 @pytest.mark.parametrize("implementation", [None, "kernel", "xla"])
 def test_in_shard_map(implementation: Implementation | None) -> None:
     """Sums of no rows are zeros, also if features are split."""
-    mesh = jax.make_mesh(meshes.MESH_SHAPE, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = meshes.make_mesh()
     data, ids = jnp.zeros((0, 4)), jnp.zeros(0, jnp.int32)
 
     def result_by(implementation: Implementation | None) -> jax.Array:

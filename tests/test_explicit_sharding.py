@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from segment.reference import DIFFERENTIABLE, Reduction
 from support import cases, programs, recorded
-from support.meshes import MESH_SHAPE
+from support.meshes import MESH_SHAPE, make_mesh
 
 import jax_baracuda
 from jax_baracuda._core.arrays import reshard_like
@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 @pytest.mark.versions
 def test_sums_that_are_not_reduced_are_refused() -> None:
-    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = make_mesh(AxisType.Explicit)
     spec = P(None, unreduced={"x"})
     for name in ("segment_sum", "segment_max", "segment_mean"):
         message = f"{name}: out_sharding must not be unreduced"
@@ -75,7 +75,7 @@ def assert_split_results_agree(
     function: Function, arrays: Sequence[np.ndarray], specs: Sequence[P], axis_type: AxisType
 ) -> None:
     expected = jax.tree.leaves(jax.jit(function)(*arrays))
-    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(axis_type,) * 2)
+    mesh = make_mesh(axis_type)
     with jax.set_mesh(mesh):
         split = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
         results = jax.tree.leaves(jax.jit(function)(*split))

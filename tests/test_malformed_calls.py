@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +122,16 @@ def other_dtype(rng: np.random.Generator, call: Call) -> Call:
     return with_array(rng, call, lambda x: dataclasses.replace(x, dtype=choice(rng, DTYPES)))
 
 
-def other_dtype_everywhere(rng: np.random.Generator, call: Call) -> Call:
-    old, new = choice(rng, sorted({x.dtype for x in call.arrays()}) or ["int8"]), choice(rng, DTYPES)
-
+def with_dtype_everywhere(call: Call, old: str, new: str) -> Call:
     def changed(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(dataclasses.replace(x, dtype=new if x.dtype == old else x.dtype) for x in arrays)
 
     return dataclasses.replace(call, operands=changed(call.operands), results=changed(call.results))
+
+
+def other_dtype_everywhere(rng: np.random.Generator, call: Call) -> Call:
+    old = choice(rng, sorted({x.dtype for x in call.arrays()}) or ["int8"])
+    return with_dtype_everywhere(call, old, choice(rng, DTYPES))
 
 
 def other_number_of_arrays(rng: np.random.Generator, call: Call) -> Call:
@@ -230,14 +233,16 @@ def why_not(call: Call) -> str | None:
     Filter widths, windows and broadcasting are not checked.
     """
     op, attributes = OPS[call.target], dict(call.attributes)
+    num_batch_dims = int(attributes.pop("num_batch_dims", 1))
     if call.target.startswith("write_") or call.target == "rope_write":
         num_arrays = len(call.results) // (2 if call.target.endswith("_backward") else 1)
         num_arrays -= call.target == "rope_write"  # the queries
         for dest, result in zip(call.operands, call.results[:num_arrays], strict=False):
             if (dest.shape, dest.dtype) != (result.shape, result.dtype):
                 return f"{dest} is not {result}"
+        if len({x.shape[:num_batch_dims] for x in call.results}) > 1:
+            return "results have several batches"
         return None
-    num_batch_dims = int(attributes.pop("num_batch_dims", 1))
     attributes |= op.targets[call.target]
     # A flag of optional operands that is no attribute follows from the number of operands.
     attributes = dict.fromkeys(op.optional.values(), True) | attributes
@@ -384,6 +389,65 @@ def test_calls_changed_in_one_respect(rng: np.random.Generator, target: str) -> 
                 assert named, f"{what}: {message}"
         handlers.assert_other_attributes_refused(good)
     assert refused > 10
+
+
+OTHER_DTYPES = (
+    *("float32", "bfloat16", "float64", "int8", "uint8", "int32", "uint32", "int64", "bool", "complex64", "int4"),
+    "float8_e4m3fn",
+)
+ALSO_TAKEN: dict[str, Collection[str]] = {
+    r".*: (transposed_)?segment_ids|rope.*: positions": ("int64",),
+    r"causal_conv1d.*: (weight|bias)": ("float32",),
+    r"write_rows: rows_\d": ("float32", "bfloat16"),
+    r"write_slice.*: start_\d": cases.INTEGERS,
+    r"where.*: cond": ("uint8",),
+    r"where_backward: (d_output|da|db)": ("float32", "bfloat16"),  # sums of 16 bits have float32 results
+}
+"""By target and array: the dtypes that may stand in place of a valid one, beside unchanged arrays of up to 32 bits."""
+
+
+def takes(call: Call, array: Array, dtype: str) -> bool:
+    """Whether a valid call remains valid if this array has that dtype."""
+    op, name = OPS[call.target], f"{call.target}: {array.name}"
+    if call.operands[0].dtype != "float64" and any(
+        re.fullmatch(pattern, name) and dtype in dtypes for pattern, dtypes in ALSO_TAKEN.items()
+    ):
+        return True
+    if array is not call.operands[0] or op.result_dtypes is None or call.target.startswith(("write_", "rope_write")):
+        return False
+    # Results such as row numbers may not depend on the dtype of the data.
+    changed = OpCall(
+        op,
+        [dataclasses.replace(array, dtype=dtype).aval(), *(x.aval() for x in call.operands[1:])],
+        {**op.targets[call.target], **call.attributes},
+    )
+    results = changed.of_operands(op.result_dtypes)(*changed.operands)
+    is_same = [*map(jnp.dtype, results)] == [jnp.dtype(x.dtype) for x in call.results]
+    return is_same and dtype in changed.resolve(op.dtypes)
+
+
+@each_target
+def test_other_dtypes_are_refused(target: str) -> None:
+    """One array has a dtype that does not fit the others, or all have one that has no kernel."""
+    of_kernels, seen = OPS[target].dtypes_of(target), set()
+    copies = target.startswith(("where", "write_slice_backward"))  # these take all dtypes of whole bytes
+    goods = [call for call, _ in direct_calls(target)]
+    for good in sorted(goods, key=lambda call: (len(call.arrays()), call.operands[0].dtype == "float32"), reverse=True):
+        own, names = good.operands[0].dtype, {x.name for x in good.arrays()}
+        if names <= seen:
+            continue
+        others = [(good, *x) for x in good.with_other(lambda x: handlers.with_dtypes(x, OTHER_DTYPES))]
+        if "float64" in of_kernels:
+            wide = max((call for call, _ in direct_calls(target, "float64")), key=lambda call: len(call.arrays()))
+            others += [(wide, *x) for x in wide.with_other(lambda x: handlers.with_dtypes(x, ("float32",)))]
+        for valid, dtype, array, bad in others:
+            if array.name not in seen and not takes(valid, array, dtype):
+                what = f"{array.name} of {dtype}: {code_of(bad)}"
+                handlers.assert_refused(bad, what, *names, *OTHER_NAMES, "expected")
+        for dtype in {*windows.SUB_BYTE, *(() if copies else OTHER_DTYPES)} - of_kernels:
+            bad = with_dtype_everywhere(good, own, dtype)
+            handlers.assert_refused(bad, f"everything of {dtype}", *names, *OTHER_NAMES, "expected")
+        seen |= names
 
 
 @each_target

@@ -29,7 +29,7 @@ from segment.reference import (
 )
 from support import cases, programs
 from support.cases import Expected, Shape
-from support.meshes import MESH_SHAPE, collectives, exchanges_in
+from support.meshes import MESH_SHAPE, collectives, exchanges_in, make_mesh
 
 import jax_baracuda
 from jax_baracuda import forward_mode, segment_plan, segment_prod_backward
@@ -37,6 +37,7 @@ from jax_baracuda._core.sharding import mesh_axes
 from jax_baracuda._examples import example as an_example
 
 NUM_SEGMENTS = 12
+NAMES = ("rows", "features")
 pytestmark = cases.on_two_devices
 
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
@@ -46,10 +47,6 @@ each_way = pytest.mark.parametrize(
     [(r, r.options[0]) for r in REDUCTIONS] + [(MAX, {"tie_break": "first"}), (SUM, {"deterministic": True})],
     ids=lambda x: str(x) if isinstance(x, Reduction) else options_id(x),
 )
-
-
-def make_mesh(axis_type: AxisType) -> Mesh:
-    return jax.make_mesh(MESH_SHAPE, ("rows", "features"), axis_types=(axis_type,) * 2)
 
 
 def make_operands(
@@ -149,7 +146,7 @@ def test_sharded_operands_give_the_single_device_answer(
     data, ids, cotangent = make_operands(reduction, seed=0)
     function = functools.partial(value_and_gradient, reduction, options)
     expected = jax.jit(function)(data, ids, cotangent)
-    spec, mesh = SPLITS[split], make_mesh(axis_type)
+    spec, mesh = SPLITS[split], make_mesh(axis_type, NAMES)
     result_spec = cells_or_rows(reduction, spec)
     operands = (
         jax.device_put(data, NamedSharding(mesh, spec)),
@@ -182,7 +179,7 @@ def test_softmax_of_logits_beyond_exponentials(rng: np.random.Generator, dtype: 
         offset = {"large": 2e4, "small": -2e4, "far apart": rng.choice([-2e4, 0, 2e4], (len(ids), 1))}[kind]
         logits = logits + offset
     logits = logits.astype(jnp.dtype(dtype))
-    mesh = make_mesh(AxisType.Auto)
+    mesh = make_mesh(AxisType.Auto, NAMES)
     with cases.x64_for(dtype):
         split = [jax.device_put(x, NamedSharding(mesh, P("rows"))) for x in (logits, np.asarray(ids))]
         actual = jax.jit(lambda x, i: SOFTMAX(x, i, NUM_SEGMENTS))(*split)
@@ -202,7 +199,7 @@ def test_row_sharded_results_of_narrow_dtypes(dtype: str) -> None:
             else rng.choice([1, 2, 3], (64, 3), p=[0.6, 0.3, 0.1])
         )
         data, ids = jnp.asarray(data).astype(dtype), rng.integers(-1, NUM_SEGMENTS, 64)
-        sharded = jax.device_put(data, NamedSharding(make_mesh(AxisType.Auto), P(("rows", "features"), None)))
+        sharded = jax.device_put(data, NamedSharding(make_mesh(AxisType.Auto, NAMES), P(("rows", "features"), None)))
         compiled = (
             jax.jit(lambda x, i, reduction=reduction: reduction(x, i, NUM_SEGMENTS)).lower(sharded, ids).compile()
         )
@@ -221,12 +218,12 @@ def test_row_sharded_sums_need_no_16_bit_collective() -> None:
     data = jnp.asarray(np.tile([[6e4], [-6e4]], (32, 1)).repeat(2, axis=1)).astype(jnp.float16)
     data = jnp.concatenate([data[::2], data[1::2]])  # each device has numbers of one sign
     ids = jnp.zeros(64, jnp.int32)
-    sharded = jax.device_put(data, NamedSharding(make_mesh(AxisType.Auto), P("rows", None)))
+    sharded = jax.device_put(data, NamedSharding(make_mesh(AxisType.Auto, NAMES), P("rows", None)))
     for reduction in (SUM, MEAN):
         output = jax.jit(lambda x, reduction=reduction: reduction(x, ids, 1))(sharded)
         np.testing.assert_array_equal(output, np.zeros((1, 2), np.float16))
     powers = np.exp2(np.repeat(np.array([100, -100], np.float32), 32))[:, None]
-    sharded = jax.device_put(powers, NamedSharding(make_mesh(AxisType.Auto), P("rows", None)))
+    sharded = jax.device_put(powers, NamedSharding(make_mesh(AxisType.Auto, NAMES), P("rows", None)))
     for reduce in (lambda x: PROD(x, ids, 1), lambda x: PROD.pullback(x, ids, 1, jnp.ones((1, 1)))[0]):
         np.testing.assert_array_equal(jax.jit(reduce)(sharded), np.ones((1, 1)))
 
@@ -244,7 +241,7 @@ def test_tangents_of_split_rows(reduction: Reduction, axis_type: AxisType) -> No
         return jax.jvp(lambda x: function(x, ids, NUM_SEGMENTS), (data,), (tangent,))
 
     expected = jax.jit(value_and_tangent)(data, tangent, ids)
-    mesh = make_mesh(axis_type)
+    mesh = make_mesh(axis_type, NAMES)
     with jax.set_mesh(mesh):
         specs = P("rows", "features"), P("rows", "features"), P("rows")
         placed = jax.device_put((data, tangent, ids), tuple(NamedSharding(mesh, spec) for spec in specs))
@@ -267,7 +264,7 @@ def test_varying_result_is_refused_as_replicated(reduction: Reduction) -> None:
     data, ids, _ = make_operands(reduction, seed=5)
     function = jax.shard_map(
         lambda data, ids: reduction(data, ids, NUM_SEGMENTS),
-        mesh=make_mesh(AxisType.Auto),
+        mesh=make_mesh(AxisType.Auto, NAMES),
         in_specs=(P("rows"), P("rows")),
         out_specs=P(),
     )
@@ -299,7 +296,7 @@ def test_shard_map_that_leaves_two_axes(reduction: Reduction, of_rows: str | tup
 def test_out_sharding(reduction: Reduction) -> None:
     data, ids, cotangent = make_operands(reduction, seed=8)
     expected = reduction(data, ids, NUM_SEGMENTS)
-    mesh = make_mesh(AxisType.Explicit)
+    mesh = make_mesh(AxisType.Explicit, NAMES)
     with jax.set_mesh(mesh):
         placed = jax.device_put(data, NamedSharding(mesh, P("rows", None)))
 
@@ -347,7 +344,7 @@ def test_program_is_split_under_the_settings_of_its_lowering(
 def test_partitioner_leaves_settings_as_they_were(rng: np.random.Generator) -> None:
     """Compilation leaves JAX's settings unchanged, although the lowering had different ones."""
     data, ids, _ = make_operands(SUM, seed=13)
-    placed = jax.device_put((data, ids), NamedSharding(make_mesh(AxisType.Auto), P("rows")))
+    placed = jax.device_put((data, ids), NamedSharding(make_mesh(AxisType.Auto, NAMES), P("rows")))
     with jax.numpy_dtype_promotion("strict"):
         lowered = jax.jit(lambda data, ids: SUM(data, ids, NUM_SEGMENTS)).lower(*placed)
     before = dict(jax.config.values)
@@ -357,7 +354,7 @@ def test_partitioner_leaves_settings_as_they_were(rng: np.random.Generator) -> N
 
 def test_gradient_by_rows_that_all_devices_share(rng: np.random.Generator) -> None:
     """Only the cotangent varies over devices. With a plan, the gradient returns to the order of the rows."""
-    mesh = make_mesh(AxisType.Auto)
+    mesh = make_mesh(AxisType.Auto, NAMES)
     shards = mesh.shape["rows"]
     data, ids = rng.normal(size=16).astype(np.float32), rng.integers(0, NUM_SEGMENTS, 16)
     d_output = rng.normal(size=(shards, NUM_SEGMENTS)).astype(np.float32)

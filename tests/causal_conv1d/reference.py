@@ -1,4 +1,4 @@
-"""Problems for the causal convolution, a NumPy reference in extended precision, and bounds on rounding errors."""
+"""Random causal convolutions, a NumPy reference in extended precision, and bounds on rounding errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def in_layout(signal: Any, channels_last: bool) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Convolution:
     """A convolution. Its signals have shape ``[B, C, L]``, whatever the layout of a call."""
 
     arrays: dict[str, np.ndarray]
@@ -59,7 +59,7 @@ class Problem:
         )
 
 
-def make_problem(
+def make_convolution(
     rng: np.random.Generator,
     shape: tuple[int, int, int],
     width: int,
@@ -70,7 +70,7 @@ def make_problem(
     has_state: bool = False,
     has_ids: bool = False,
     activation: str | None = "silu",
-) -> Problem:
+) -> Convolution:
     """Random operands of a convolution of ``shape == (B, C, L)``."""
     examples, channels, length = shape
     parameter_dtype = parameter_dtype or dtype
@@ -83,7 +83,7 @@ def make_problem(
         arrays["bias"] = normal(parameter_dtype, channels)
     if has_state:
         arrays["initial_state"] = normal(dtype, examples, channels, width - 1)
-    return Problem(arrays, make_ids(rng, examples, length) if has_ids else None, activation)
+    return Convolution(arrays, make_ids(rng, examples, length) if has_ids else None, activation)
 
 
 def make_ids(rng: np.random.Generator, examples: int, length: int) -> np.ndarray:
@@ -110,7 +110,7 @@ class History:
     """[B, W-1+L]"""
 
     @classmethod
-    def of(cls, problem: Problem) -> History:
+    def of(cls, problem: Convolution) -> History:
         x = _wide(problem.arrays["x"])
         state = problem.arrays.get("initial_state")
         state = np.zeros(problem.state_shape) if state is None else _wide(state)
@@ -132,7 +132,7 @@ class History:
         return (self.ids[:, self.ids.shape[1] - (width - 1) :] == self.ids[:, -1:])[:, None]
 
 
-def _linear_part(problem: Problem, history: History) -> np.ndarray:
+def _linear_part(problem: Convolution, history: History) -> np.ndarray:
     weight = _wide(problem.arrays["weight"])
     z = np.zeros(problem.arrays["x"].shape, np.longdouble)
     for steps in range(problem.width):
@@ -148,7 +148,7 @@ def _sigmoid(z: np.ndarray) -> np.ndarray:
         return 1 / (1 + np.exp(-z))
 
 
-def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+def reference(problem: Convolution) -> tuple[np.ndarray, np.ndarray]:
     """y and the final state."""
     history = History.of(problem)
     z = _linear_part(problem, history)
@@ -159,7 +159,7 @@ def reference(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _linear_gradients(
-    problem: Problem, history: History, dz: np.ndarray, d_final_state: np.ndarray
+    problem: Convolution, history: History, dz: np.ndarray, d_final_state: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The gradients of all differentiable operands, given the cotangent of the linear part."""
     width, weight = problem.width, _wide(problem.arrays["weight"])
@@ -179,7 +179,7 @@ def _linear_gradients(
     return {name: gradients[name] for name in problem.arrays}
 
 
-def _d_linear_part(problem: Problem, history: History, dy: np.ndarray) -> np.ndarray:
+def _d_linear_part(problem: Convolution, history: History, dy: np.ndarray) -> np.ndarray:
     """The cotangent of the linear part."""
     dz = _wide(dy)
     if problem.activation:
@@ -194,28 +194,28 @@ def _d_linear_part(problem: Problem, history: History, dy: np.ndarray) -> np.nda
 # result. The partial sums of a sum, in any order, are at most the sum of its terms' magnitudes.
 
 
-def _magnitudes(problem: Problem) -> Problem:
-    """A problem whose sums are the sums of the terms' magnitudes."""
+def _magnitudes(problem: Convolution) -> Convolution:
+    """A convolution whose sums are the sums of the terms' magnitudes."""
     arrays = {name: np.abs(array) for name, array in problem.arrays.items()}
     return dataclasses.replace(problem, arrays=arrays, activation=None)
 
 
-def _sum_error(problem: Problem) -> float:
+def _sum_error(problem: Convolution) -> float:
     """The relative error of sums over the taps: each term is rounded as a product, then in up to W additions."""
     return (problem.width + 1) / 2 * cases.eps_of(problem.dtype)
 
 
-def _linear_part_error(problem: Problem) -> np.ndarray:
+def _linear_part_error(problem: Convolution) -> np.ndarray:
     magnitudes = _magnitudes(problem)
     return _sum_error(problem) * _linear_part(magnitudes, History.of(magnitudes))
 
 
-def _sigmoid_error(problem: Problem, z: np.ndarray) -> np.ndarray:
+def _sigmoid_error(problem: Convolution, z: np.ndarray) -> np.ndarray:
     """The relative error: from rounding z, an exponential within 2 units in the last place, a sum and a quotient."""
     return cases.eps_of(problem.dtype) * (2 + (1 - _sigmoid(z)) * (2 + np.abs(z)))
 
 
-def _d_linear_part_error(problem: Problem, dy: np.ndarray) -> np.ndarray:
+def _d_linear_part_error(problem: Convolution, dy: np.ndarray) -> np.ndarray:
     dy = np.abs(_wide(dy))
     if not problem.activation:
         return np.zeros_like(dy)
@@ -226,7 +226,7 @@ def _d_linear_part_error(problem: Problem, dy: np.ndarray) -> np.ndarray:
     return dy * of_slope
 
 
-def expected_outputs(problem: Problem) -> tuple[Expected, np.ndarray]:
+def expected_outputs(problem: Convolution) -> tuple[Expected, np.ndarray]:
     """y, and the final state, which is exact."""
     y, state = reference(problem)
     error = _linear_part_error(problem)
@@ -238,20 +238,20 @@ def expected_outputs(problem: Problem) -> tuple[Expected, np.ndarray]:
     return Expected(y, problem.dtype, error), state.astype(problem.dtype)
 
 
-def _squares(problem: Problem) -> Problem:
-    """A problem whose sums are the sums of the terms' squares."""
+def _squares(problem: Convolution) -> Convolution:
+    """A convolution whose sums are the sums of the terms' squares."""
     arrays = {name: _wide(array) ** 2 for name, array in problem.arrays.items()}
     return dataclasses.replace(problem, arrays=arrays, activation=None)
 
 
-def expected_gradients(problem: Problem, dy: np.ndarray, d_final_state: np.ndarray) -> dict[str, Expected]:
+def expected_gradients(problem: Convolution, dy: np.ndarray, d_final_state: np.ndarray) -> dict[str, Expected]:
     """The gradients of all differentiable operands. Each has the dtype of its primal."""
     history, eps = History.of(problem), cases.eps_of(problem.dtype)
     dz = _d_linear_part(problem, history, dy)
     dz_error = _d_linear_part_error(problem, dy)
     exact = _linear_gradients(problem, history, dz, d_final_state)
 
-    def sums(terms: Problem, dz: np.ndarray, d_final_state: np.ndarray) -> dict[str, np.ndarray]:
+    def sums(terms: Convolution, dz: np.ndarray, d_final_state: np.ndarray) -> dict[str, np.ndarray]:
         return _linear_gradients(terms, History.of(terms), dz, d_final_state)
 
     magnitudes, squares, nothing = _magnitudes(problem), _squares(problem), np.zeros(problem.state_shape)
@@ -281,7 +281,7 @@ def part_of(expected: Expected, index: Any) -> Expected:
 # Comparison.
 
 
-def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: Any, where: str = "") -> None:
+def check_outputs(problem: Convolution, channels_last: bool, y: Any, final_state: Any, where: str = "") -> None:
     expected_y, expected_state = expected_outputs(problem)
     assert not y.weak_type, where
     expected_y.check(in_layout(y, channels_last), f"{where} y")
@@ -291,7 +291,7 @@ def check_outputs(problem: Problem, channels_last: bool, y: Any, final_state: An
 def check_gradients(
     actual: dict[str, Any], expected: dict[str, Expected], channels_last: bool, where: str = ""
 ) -> None:
-    """Checks gradients with respect to `Problem.operands`."""
+    """Checks gradients with respect to `Convolution.operands`."""
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         gradient = in_layout(gradient, channels_last) if name == "x" else gradient

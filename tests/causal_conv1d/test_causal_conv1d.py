@@ -19,13 +19,13 @@ from causal_conv1d import matrix
 from causal_conv1d import reference as convolutions
 from causal_conv1d.reference import (
     LAYOUTS,
-    Problem,
+    Convolution,
     check_gradients,
     check_outputs,
     expected_gradients,
     expected_outputs,
     in_layout,
-    make_problem,
+    make_convolution,
     part_of,
 )
 from hypothesis import given, settings
@@ -72,19 +72,19 @@ each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels f
 each_dtype = pytest.mark.parametrize("dtype", FLOATING)
 
 
-def cotangents(rng: np.random.Generator, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+def cotangents(rng: np.random.Generator, problem: Convolution) -> tuple[np.ndarray, np.ndarray]:
     """Random cotangents of y ``[B, C, L]`` and of the final state."""
     return tuple(
         rng.normal(size=shape).astype(problem.dtype) for shape in (problem.arrays["x"].shape, problem.state_shape)
     )
 
 
-def value_and_pullback(problem: Problem, channels_last: bool, arrays: Any, *d_outputs: Any) -> Any:
+def value_and_pullback(problem: Convolution, channels_last: bool, arrays: Any, *d_outputs: Any) -> Any:
     outputs, vjp = jax.vjp(lambda arrays: problem.call(arrays, channels_last), arrays)
     return outputs, vjp(d_outputs)[0]
 
 
-def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_last: bool, where: str) -> None:
+def add_call(batch: Batch, rng: np.random.Generator, problem: Convolution, channels_last: bool, where: str) -> None:
     """Adds a call and the check of its outputs and of the gradients of all arrays."""
     dy, d_state = cotangents(rng, problem)
     operands = problem.operands(channels_last)
@@ -106,7 +106,7 @@ def add_call(batch: Batch, rng: np.random.Generator, problem: Problem, channels_
 def test_reference_itself(rng: np.random.Generator) -> None:
     """The NumPy reference agrees with np.convolve, and sequences do not depend on those that they are packed with. Its
     outputs and gradients agree with the reference of the matrix."""
-    problem = make_problem(rng, (2, 3, 20), 4, "float64", activation=None)
+    problem = make_convolution(rng, (2, 3, 20), 4, "float64", activation=None)
     x, weight, bias = problem.arrays.values()
     y, _ = convolutions.reference(problem)
     for example, channel in np.ndindex(2, 3):
@@ -122,13 +122,13 @@ def test_reference_itself(rng: np.random.Generator) -> None:
         if end == 20:
             np.testing.assert_array_equal(state, convolutions.reference(alone)[1])
 
-    def of_matrix(problem: Problem, arrays: dict[str, Any]) -> Any:
+    def of_matrix(problem: Convolution, arrays: dict[str, Any]) -> Any:
         activation = jax.nn.silu if problem.activation else lambda z: z
         operands = (arrays.get(name) for name in ("x", "weight", "bias", "initial_state"))
         return matrix.reference(activation, *operands, problem.segment_ids)
 
     for options in OPTIONS:
-        problem = make_problem(rng, (2, 3, 20), 4, "float64", **options)
+        problem = make_convolution(rng, (2, 3, 20), 4, "float64", **options)
         dy, d_state = cotangents(rng, problem)
         with jax.enable_x64(True):
             outputs, vjp = jax.vjp(functools.partial(of_matrix, problem), problem.arrays)
@@ -141,7 +141,7 @@ def test_reference_itself(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("count", [1, 11])
 def test_comparison_sees_every_element(rng: np.random.Generator, dtype: str, count: int) -> None:
     """The comparison accepts the exact numbers. It finds each wrong 0, unless 0 is within the error."""
-    problem = make_problem(rng, (1, 2, 4099), 4, dtype, has_state=True)
+    problem = make_convolution(rng, (1, 2, 4099), 4, dtype, has_state=True)
     dy, d_state = cotangents(rng, problem)
     gradients = expected_gradients(problem, dy, d_state)
     for name, expected in ({"y": expected_outputs(problem)[0]} | gradients).items():
@@ -167,7 +167,7 @@ def test_value_and_gradient(rng: np.random.Generator, dtype: str, channels_last:
             options = OPTIONS[(4 * width + k + 5 * channels_last) % len(OPTIONS)]
             parameter_dtype = "float32" if narrow and k % 2 else dtype
             shape = next(sizes)
-            problem = make_problem(rng, shape, width, dtype, parameter_dtype=parameter_dtype, **options)
+            problem = make_convolution(rng, shape, width, dtype, parameter_dtype=parameter_dtype, **options)
             add_call(batch, rng, problem, channels_last, f"{shape} width {width} {parameter_dtype} {options}")
     with cases.x64_for(dtype):
         called = batch.run()
@@ -187,13 +187,13 @@ def test_any_small_problem(
     shape: tuple[int, int, int], width: int, options: dict[str, Any], dtype: str, channels_last: bool, seed: int
 ) -> None:
     rng, batch = np.random.default_rng(seed), Batch()
-    add_call(batch, rng, make_problem(rng, shape, width, dtype, **options), channels_last, "")
+    add_call(batch, rng, make_convolution(rng, shape, width, dtype, **options), channels_last, "")
     batch.run()
 
 
 def test_long_sums(rng: np.random.Generator) -> None:
     """Gradients of parameters over 2^20 terms have no larger errors than sums of some tens of terms."""
-    problem = make_problem(rng, (4, 1, 2**18 + 3), 4)
+    problem = make_convolution(rng, (4, 1, 2**18 + 3), 4)
     dy, d_state = cotangents(rng, problem)
     expected = expected_gradients(problem, dy, np.zeros_like(d_state))
     for channels_last in LAYOUTS:
@@ -229,7 +229,9 @@ def test_extreme_activations() -> None:
 
 def test_float8_runs_as_plain_jax(rng: np.random.Generator) -> None:
     """A dtype without kernels runs as plain JAX, here with float32 parameters."""
-    problem = make_problem(rng, (2, 4, 9), 3, "float8_e4m3fn", parameter_dtype="float32", has_state=True, has_ids=True)
+    problem = make_convolution(
+        rng, (2, 4, 9), 3, "float8_e4m3fn", parameter_dtype="float32", has_state=True, has_ids=True
+    )
     for channels_last in LAYOUTS:
         operands = problem.operands(channels_last)
         call = jax.jit(lambda arrays, c=channels_last: problem.call(arrays, c))
@@ -240,7 +242,7 @@ def test_float8_runs_as_plain_jax(rng: np.random.Generator) -> None:
 
 def test_kernels(rng: np.random.Generator) -> None:
     """Value and gradient are one kernel call each. The only residuals are the arguments."""
-    problem = make_problem(rng, (2, 6, 50), 4, has_state=True, has_ids=True)
+    problem = make_convolution(rng, (2, 6, 50), 4, has_state=True, has_ids=True)
     for channels_last in LAYOUTS:
         operands = problem.operands(channels_last)
         call = jax.jit(lambda arrays, c=channels_last: problem.call(arrays, c))
@@ -263,9 +265,9 @@ def test_nothing_leaks_from_other_sequences(rng: np.random.Generator, dtype: str
     """NaN and infinity in the inputs and cotangents of one sequence do not reach other sequences."""
     ids = np.array([[0] * 6 + [1] * 5 + [0] * 6 + [2] * 2] * 2)
     for bad, width in ((np.nan, 4), (np.inf, 4), (np.nan, 9)):
-        problem = make_problem(rng, (2, 9, ids.shape[1]), width, dtype, has_state=True)
+        problem = make_convolution(rng, (2, 9, ids.shape[1]), width, dtype, has_state=True)
         problem.arrays["x"][:, :, ids[0] == 1] = bad
-        problem = Problem(problem.arrays, ids, problem.activation)
+        problem = Convolution(problem.arrays, ids, problem.activation)
         dy, d_state = cotangents(rng, problem)
         dy[:, :, ids[0] == 1] = bad
         with cases.x64_for(dtype):
@@ -274,7 +276,7 @@ def test_nothing_leaks_from_other_sequences(rng: np.random.Generator, dtype: str
             )
         others = ids[0] != 1
         x, dy = (np.where(others, signal, 0).astype(signal.dtype) for signal in (problem.arrays["x"], dy))
-        clean = Problem(problem.arrays | {"x": x}, ids, problem.activation)
+        clean = Convolution(problem.arrays | {"x": x}, ids, problem.activation)
         expected_y, expected_state = expected_outputs(clean)
         expected = expected_gradients(clean, dy, d_state)
         of_others = np.s_[:, :, others]
@@ -290,15 +292,17 @@ def test_nothing_leaks_into_gradients_of_weights(
     rng: np.random.Generator, function: Callable[..., Any], channels_last: bool
 ) -> None:
     """NaN or infinity in a sequence of one input reaches the gradient of the last tap, but of no other tap."""
-    problem = make_problem(rng, (2, 5, 12), 4, has_state=True, activation=None)
+    problem = make_convolution(rng, (2, 5, 12), 4, has_state=True, activation=None)
     ids = np.array([[0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]] * 2)
     x = problem.arrays["x"].copy()
     x[:, :, 5] = 0
-    expected = expected_gradients(Problem(problem.arrays | {"x": x}, ids), x, np.zeros(problem.state_shape, np.float32))
+    expected = expected_gradients(
+        Convolution(problem.arrays | {"x": x}, ids), x, np.zeros(problem.state_shape, np.float32)
+    )
     dy = in_layout(x, channels_last)
     for bad in (np.nan, np.inf):
         problem.arrays["x"][:, :, 5] = bad
-        packed = Problem(problem.arrays, ids)
+        packed = Convolution(problem.arrays, ids)
         _, vjp = jax.vjp(lambda a, p=packed: p.call(a, channels_last, function)[0], packed.operands(channels_last))
         gradients = vjp(dy)[0]
         part_of(expected["weight"], np.s_[:, :-1]).check(gradients["weight"][:, :-1])
@@ -313,7 +317,7 @@ def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> None:
     ids = np.array(rng.choice(np.array(values, object), (2, 30)), object)
     ids = ids.astype(np.int64 if info.min < 0 else np.uint64).astype(jnp.dtype(ids_dtype))
     for width in (4, 9):
-        problem = Problem(make_problem(rng, (2, 3, 30), width).arrays, ids, "silu")
+        problem = Convolution(make_convolution(rng, (2, 3, 30), width).arrays, ids, "silu")
         with cases.x64_for(ids_dtype):
             y, state = problem.call(problem.arrays, False)
         check_outputs(problem, False, y, state, f"{ids_dtype} width {width}")
@@ -329,7 +333,7 @@ def test_states_of_every_packed_sequence(rng: np.random.Generator, width: int, c
     """Each is the final state of the signal cut off after the sequence; also if ids recur or are missing."""
     num_segments, length = 6, 19
     for has_state, ids_dtype in ((False, "int32"), (True, "int8"), (True, "uint16")):
-        problem = make_problem(rng, (3, 5, length), width, has_state=has_state and width > 1)
+        problem = make_convolution(rng, (3, 5, length), width, has_state=has_state and width > 1)
         ids = (np.cumsum(rng.random((3, length)) < 0.3, axis=1) % 5).astype(ids_dtype)
         ids[:, 0] = 5
 
@@ -384,18 +388,18 @@ def test_state_of_a_filter_without_past(rng: np.random.Generator) -> None:
     assert new_state.shape == state.shape
 
 
-def as_convolution(problem: Problem, state: np.ndarray) -> Problem:
+def as_convolution(problem: Convolution, state: np.ndarray) -> Convolution:
     """An update as a convolution: its initial state is the most recent part of the update's state."""
     recent = state[:, :, state.shape[2] - (problem.width - 1) :]
-    return Problem(problem.arrays | {"initial_state": recent}, None, problem.activation)
+    return Convolution(problem.arrays | {"initial_state": recent}, None, problem.activation)
 
 
-def shifted_state(problem: Problem, state: np.ndarray) -> np.ndarray:
+def shifted_state(problem: Convolution, state: np.ndarray) -> np.ndarray:
     return np.concatenate([state, problem.arrays["x"]], axis=2)[:, :, problem.arrays["x"].shape[2] :]
 
 
 def expected_gradients_of_update(
-    problem: Problem, state: np.ndarray, dy: np.ndarray, d_new_state: np.ndarray
+    problem: Convolution, state: np.ndarray, dy: np.ndarray, d_new_state: np.ndarray
 ) -> dict[str, Expected]:
     """The gradients of the problem's arrays and of the state.
 
@@ -432,13 +436,13 @@ def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> No
     """y, the new state and all gradients are right, for states of minimum length and longer, and one input or more."""
     batch = Batch()
     for width, extra, new_inputs in UPDATES:
-        problem = make_problem(rng, (2, 11, new_inputs), width, dtype, has_bias=(width + extra) % 3 > 0)
+        problem = make_convolution(rng, (2, 11, new_inputs), width, dtype, has_bias=(width + extra) % 3 > 0)
         state = rng.normal(size=(2, 11, width - 1 + extra)).astype(problem.dtype)
         dy = rng.normal(size=(2, 11, new_inputs)).astype(problem.dtype)
         d_new_state = rng.normal(size=state.shape).astype(problem.dtype)
         where = f"width {width}, {extra} more, {new_inputs} inputs"
 
-        def update(arrays: Any, state: Any, dy: Any, d_new_state: Any, problem: Problem = problem) -> Any:
+        def update(arrays: Any, state: Any, dy: Any, d_new_state: Any, problem: Convolution = problem) -> Any:
             call = functools.partial(causal_conv1d_update, activation=problem.activation, channels_last=channels_last)
             outputs, vjp = jax.vjp(lambda arrays, state: call(state=state, **arrays), arrays, state)
             return outputs, vjp((dy, d_new_state))
@@ -446,7 +450,7 @@ def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> No
         def check(
             outputs: Any,
             gradients: Any,
-            problem: Problem = problem,
+            problem: Convolution = problem,
             state: np.ndarray = state,
             dy: np.ndarray = dy,
             d_new_state: np.ndarray = d_new_state,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from causal_conv1d.reference import LAYOUTS, Problem, expected_gradients, expected_outputs, in_layout, part_of
+from causal_conv1d.reference import LAYOUTS, Convolution, expected_gradients, expected_outputs, in_layout, part_of
 from support.cases import assert_same_bits
 from support.large import noise, require_gpu_memory
 
@@ -37,7 +37,7 @@ def test_signals(rng: np.random.Generator, channels_last: bool) -> None:
     weight, bias = (rng.normal(size=size).astype(np.float32) for size in ((CHANNELS, WIDTH), (CHANNELS,)))
     options = {"activation": "silu", "channels_last": channels_last}
     arrays = {"x": of_checked(x, channels_last), "weight": weight[CHECKED], "bias": bias[CHECKED]}
-    problem = Problem(arrays, activation="silu")
+    problem = Convolution(arrays, activation="silu")
     expected_y, _ = expected_outputs(problem)
     no_state = np.zeros(problem.state_shape)
     expected = expected_gradients(problem, of_checked(dy, channels_last), no_state)
@@ -105,5 +105,5 @@ def test_state() -> None:
     y, state = jax.jit(causal_conv1d_update, donate_argnums=1)(x, state, weight)
     new = np.asarray(x[checked])
     assert_same_bits(state[checked], np.concatenate([before, new[..., None]], axis=2)[..., 1:])
-    used = Problem({"x": new[..., None], "weight": weight, "initial_state": before[..., 1:]})
+    used = Convolution({"x": new[..., None], "weight": weight, "initial_state": before[..., 1:]})
     expected_outputs(used)[0].check(np.asarray(y[checked])[..., None])

@@ -10,31 +10,28 @@ import numpy as np
 import pytest
 from causal_conv1d.reference import (
     LAYOUTS,
-    Problem,
+    Convolution,
     check_gradients,
     check_outputs,
     expected_gradients,
     expected_outputs,
     in_layout,
-    make_problem,
+    make_convolution,
 )
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 from support.cases import assert_same_bits
-from support.meshes import MESH_SHAPE, collectives
+from support.meshes import collectives, make_mesh
 
 from jax_baracuda import causal_conv1d, causal_conv1d_update
 
 pytestmark = cases.on_two_devices
 
 WIDTH = 4
+NAMES = ("examples", "channels")
 
 each_layout = pytest.mark.parametrize("channels_last", LAYOUTS, ids=["channels first", "channels last"])
-
-
-def make_mesh(axis_type: AxisType) -> Mesh:
-    return jax.make_mesh(MESH_SHAPE, ("examples", "channels"), axis_types=(axis_type,) * 2)
 
 
 def signal_spec(split: P, channels_last: bool) -> P:
@@ -59,9 +56,9 @@ def test_time_over_devices(
 
     The mesh axes that split time may be in another order than in the mesh.
     """
-    mesh = make_mesh(AxisType.Auto)
+    mesh = make_mesh(names=NAMES)
     split = NamedSharding(mesh, signal_spec(P(None, None, time_axes), channels_last))
-    problem = make_problem(rng, (2, 3, length), width, has_state=width > 1, has_ids=length % 3 == 1)
+    problem = make_convolution(rng, (2, 3, length), width, has_state=width > 1, has_ids=length % 3 == 1)
     dy = in_layout(rng.normal(size=(2, 3, length)).astype(np.float32), channels_last)
 
     def call(arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -81,8 +78,8 @@ def test_time_over_devices(
 
 def test_wide_filter_over_split_time(rng: np.random.Generator) -> None:
     """Filters wider than kernels take are right for packed sequences, too."""
-    split = NamedSharding(make_mesh(AxisType.Auto), P(None, None, "examples"))
-    problem = make_problem(rng, (2, 3, 48), 10, has_ids=True)
+    split = NamedSharding(make_mesh(names=NAMES), P(None, None, "examples"))
+    problem = make_convolution(rng, (2, 3, 48), 10, has_ids=True)
     operands = problem.operands(channels_last=False)
     operands["x"] = jax.device_put(operands["x"], split)
     check_outputs(problem, False, *jax.jit(lambda arrays: problem.call(arrays, False))(operands))
@@ -90,7 +87,7 @@ def test_wide_filter_over_split_time(rng: np.random.Generator) -> None:
 
 def test_derivatives_over_split_time(rng: np.random.Generator) -> None:
     """Second derivatives, with vmap and checkpoint, equal one device's exactly: all sums are of small integers."""
-    mesh = make_mesh(AxisType.Auto)
+    mesh = make_mesh(names=NAMES)
     x = rng.integers(-2, 3, (3, 2, 3, 24)).astype(np.float32)
     weight = rng.integers(-2, 3, (3, WIDTH)).astype(np.float32)
 
@@ -109,7 +106,7 @@ def test_derivatives_over_split_time(rng: np.random.Generator) -> None:
 @each_layout
 def test_sharded_update(rng: np.random.Generator, channels_last: bool) -> None:
     """Decoding on several devices needs no collective, and updates a donated state in place."""
-    mesh = make_mesh(AxisType.Auto)
+    mesh = make_mesh(names=NAMES)
     shapes = {"x": (16, 6), "state": (16, 6, 5), "weight": (6, 4), "bias": (6,)}
     specs = {
         "x": P("examples", "channels"),
@@ -129,7 +126,7 @@ def test_sharded_update(rng: np.random.Generator, channels_last: bool) -> None:
     y, new_state = jax.jit(update, donate_argnums=0)(state, placed)
     assert state.is_deleted()
     inputs = {"x": operands["x"][..., None], "initial_state": operands["state"][..., -3:]}
-    expected_outputs(Problem(others | inputs, None, "silu"))[0].check(np.asarray(y)[..., None])
+    expected_outputs(Convolution(others | inputs, None, "silu"))[0].check(np.asarray(y)[..., None])
     assert_same_bits(new_state, np.concatenate([operands["state"], inputs["x"]], axis=2)[..., 1:])
     assert new_state.sharding.is_equivalent_to(NamedSharding(mesh, specs["state"]), 3)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, specs["x"]), 2)

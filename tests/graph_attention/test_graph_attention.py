@@ -1,30 +1,25 @@
-"""Attention over edges with logits from queries and keys: values and gradients against NumPy, and errors."""
+"""Attention over edges, with given logits or logits from queries and keys: values, gradients and errors."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from graph_attention.matrix import attention, of_additive_scores, of_dot_products
-from segment.gather_reference import attention_in_segment
+from graph_attention.reference import EdgeAttention, check, public, reference
 from support import cases
 
 import jax_baracuda
-from jax_baracuda import forward_mode, segment_plan
+from jax_baracuda import forward_mode, segment_attention, segment_plan
 from jax_baracuda.ops.segment.edge_attention import MAX_HEAD_BYTES
 
 KINDS = ("dot product", "additive")
+"""With logits from queries and keys."""
 each_kind = pytest.mark.parametrize("kind", KINDS)
-NEGATIVE_SLOPE = 0.2
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Arrays and the reference in NumPy.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,43 +36,7 @@ class Sizes:
         return "-".join(map(str, dataclasses.astuple(self)))
 
 
-@dataclasses.dataclass
-class Case:
-    """The arrays of a call."""
-
-    kind: str
-    arrays: dict[str, np.ndarray]
-    gather_ids: np.ndarray
-    segment_ids: np.ndarray
-
-    @property
-    def dtype(self) -> Any:
-        return self.arrays["query"].dtype
-
-    @property
-    def num_segments(self) -> int:
-        return len(self.arrays["query"])
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.arrays["key"])
-
-    def call(self, form: str = "ids", **options: Any) -> Callable[..., jax.Array]:
-        """``(arrays) -> result``"""
-        function = public(self.kind)
-        if form == "plan":
-            plan = segment_plan(self.segment_ids, self.num_segments, self.gather_ids, self.num_rows)
-            return lambda arrays: function(**arrays, plan=plan, **options)
-        options |= {"sorted": {"indices_are_sorted": True}, "clip": {"mode": "clip"}}.get(form, {})
-        ids = {"gather_ids": self.gather_ids, "segment_ids": self.segment_ids}
-        return lambda arrays: function(**arrays, **ids, **options)
-
-
-def public(kind: str) -> Callable[..., jax.Array]:
-    return getattr(jax_baracuda, f"graph_{kind.replace(' ', '_')}_attention")
-
-
-def make(rng: np.random.Generator, kind: str, sizes: Sizes, dtype: Any, bias: str = "head") -> Case:
+def make(rng: np.random.Generator, kind: str, sizes: Sizes, dtype: Any, bias: str = "head") -> EdgeAttention:
     """Random arrays. Row 0 is a hub of every second edge. Some ids are out of range."""
     heads, edges = sizes.heads, sizes.edges
     shapes = {"query": (sizes.segments, heads, sizes.features), "key": (sizes.rows, heads, sizes.features)}
@@ -91,115 +50,16 @@ def make(rng: np.random.Generator, kind: str, sizes: Sizes, dtype: Any, bias: st
     gather_ids = rng.integers(-sizes.rows - 2, sizes.rows + 2, edges)
     gather_ids = np.where(rng.random(edges) < 0.5, 0, gather_ids)
     segment_ids = rng.integers(-1, sizes.segments + 1, edges)
-    return Case(kind, arrays, gather_ids.astype(np.int32), segment_ids.astype(np.int32))
+    return EdgeAttention(kind, arrays, gather_ids.astype(np.int32), segment_ids.astype(np.int32), sizes.segments)
 
 
-@dataclasses.dataclass
-class Result:
-    """An exact result, and what the errors of a kernel are relative to."""
-
-    exact: np.ndarray
-    of_arithmetic: np.ndarray
-    """The sums of the magnitudes of the terms, to which rounding errors in the accumulator are relative."""
-    of_output: np.ndarray
-    """The effect of a relative error of 1 of the result, from whose rounded elements gradients are computed."""
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Result:
-    return Result(*(np.zeros(shape, dtype) for _ in range(3)))
-
-
-def reference(
-    case: Case, d_output: np.ndarray, form: str, logits: np.ndarray | None = None
-) -> tuple[Result, dict[str, Result]]:
-    """The result and the gradients, in loops over segments.
-
-    Args:
-      logits: the exact logits ``[E, H]``, in place of those that follow from the arrays.
-    """
-    wide = cases.wider(case.dtype)
-    arrays = {name: array.astype(wide) for name, array in case.arrays.items()}
-    query, key, d_output = arrays["query"], arrays["key"], d_output.astype(wide)
-    value = arrays.get("value", key)
-    num_segments, num_rows = len(query), len(key)
-    is_additive = case.kind == "additive"
-    rows = np.where(case.gather_ids < 0, case.gather_ids + num_rows, case.gather_ids)
-    has_gradient = (rows >= 0) & (rows < num_rows)
-    rows = np.clip(rows, 0, max(num_rows - 1, 0))
-    ids = cases.in_mode(case.segment_ids, num_segments, "clip" if form == "clip" else None)
-    output = _zeros((num_segments, *value.shape[1:]), wide)
-    gradients = {name: _zeros(array.shape, wide) for name, array in arrays.items()}
-
-    def add(name: str, place: Any, terms: tuple[np.ndarray, ...]) -> None:
-        for total, of_edges in zip(vars(gradients[name]).values(), terms, strict=True):
-            np.add.at(total, place, of_edges)
-
-    for segment in np.unique(ids[(ids >= 0) & (ids < num_segments)]):
-        edges = np.flatnonzero(ids == segment)
-        q, k, v, g = query[segment], key[rows[edges]], value[rows[edges]], d_output[segment]
-        if is_additive:
-            weights, x = arrays["score_weights"], q + k
-            slope = np.where(x >= 0, 1, NEGATIVE_SLOPE).astype(wide)
-            by_query = by_key = weights * slope
-            of_edges = (weights * slope * x).sum(-1)
-            size = (abs(weights) * (abs(q) + abs(k))).sum(-1)
-        else:
-            scale = 1 / np.sqrt(wide.type(max(query.shape[2], 1)))
-            by_query, by_key = scale * k, scale * np.broadcast_to(q, k.shape)
-            of_edges = scale * (q * k).sum(-1)
-            size = scale * (abs(q) * abs(k)).sum(-1)
-        if "bias" in arrays:
-            bias = arrays["bias"][edges].reshape(len(edges), -1)
-            of_edges, size = of_edges + bias, size + np.where(np.isfinite(bias), abs(bias), 0)
-        if logits is not None:
-            of_edges, size = logits[edges].astype(wide), np.zeros_like(size)
-        of_segment, d_logits, to_value = attention_in_segment(of_edges, size, v, g)
-        for total, terms in zip(vars(output).values(), of_segment, strict=True):
-            total[segment] = terms
-        add("query", segment, tuple((x[..., None] * y).sum(0) for x, y in _with_sizes(d_logits, by_query)))
-        if "bias" in arrays:
-            is_shared = arrays["bias"].ndim == 1
-            add("bias", edges, tuple(x.sum(-1) if is_shared else x for x in d_logits))
-        if is_additive:
-            add("score_weights", ..., tuple((x[..., None] * y).sum(0) for x, y in _with_sizes(d_logits, slope * x)))
-        to_key = tuple((d[..., None] * y)[has_gradient[edges]] for d, y in _with_sizes(d_logits, by_key))
-        add("key", rows[edges][has_gradient[edges]], to_key)
-        to_value = tuple(x[has_gradient[edges]] for x in to_value)
-        add("key" if is_additive else "value", rows[edges][has_gradient[edges]], to_value)
-    return output, gradients
-
-
-def _with_sizes(of_logits: tuple[np.ndarray, ...], factor: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    return zip(of_logits, (factor, abs(factor), abs(factor)), strict=True)
-
-
-def check(case: Case, actual: Any, gradients: dict[str, Any], expected: tuple[Result, dict[str, Result]]) -> None:
-    """Every element is within the error of the arithmetic, and of rounded results where gradients use these."""
-    terms = len(case.segment_ids) + case.arrays["query"].shape[2] + expected[0].exact.shape[2]
-    arithmetic = (4 + 4 * math.sqrt(terms)) * cases.eps_of(case.dtype)
-    rounding = float(jnp.finfo(case.dtype).eps)
-    assert gradients.keys() == expected[1].keys()
-    for name, array, of in (("output", actual, expected[0]), *((x, gradients[x], expected[1][x]) for x in gradients)):
-        error = arithmetic * of.of_arithmetic + rounding * of.of_output
-        if name == "bias" and np.ndim(array) == 1:  # the gradients of its heads are rounded and added up
-            error = error + case.arrays["query"].shape[1] * rounding * of.of_arithmetic
-        tiny = 4 * float(jnp.finfo(case.dtype).smallest_subnormal) * (np.dtype(case.dtype).itemsize == 2)
-        cases.Expected(of.exact, case.dtype, error + tiny + float(jnp.finfo(jnp.float32).tiny)).check(array, name)
-
-
-def with_gradients(call: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, Any]]:
-    """``(arrays, d_output) -> (result, gradients)``"""
-
-    def run(arrays: Any, d_output: Any) -> tuple[jax.Array, Any]:
-        output, vjp = jax.vjp(call, arrays)
-        return output, *vjp(d_output)
-
-    return jax.jit(run)
-
-
-def d_output_of(rng: np.random.Generator, case: Case) -> np.ndarray:
-    width = case.arrays.get("value", case.arrays["key"]).shape[2]
-    return rng.normal(size=(*case.arrays["query"].shape[:2], width)).astype(case.dtype)
+def make_logits(rng: np.random.Generator, sizes: Any, dtype: str, logits_dtype: str | None = None) -> EdgeAttention:
+    """Random logits and data, with ids out of range."""
+    nodes, edges, segments, heads, features = sizes
+    logits = (3 * rng.normal(size=(edges, *heads))).astype(jnp.dtype(logits_dtype or dtype))
+    data = rng.normal(size=(nodes, *heads, *features)).astype(jnp.dtype(dtype))
+    gather_ids, ids = rng.integers(-nodes - 2, nodes + 2, edges), rng.integers(-1, segments + 1, edges)
+    return EdgeAttention("given logits", {"logits": logits, "data": data}, gather_ids, ids, segments)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -219,56 +79,66 @@ SIZES = (
     Sizes(3, 4, 9, 2, 0, 2),
 )
 """Heads of one number up to more than a kernel takes; few and many edges of a segment; none of something."""
-FORMS = ("ids", "sorted", "plan", "clip")
+# (nodes, edges, segments, heads, features)
+SIZES_WITH_LOGITS = (
+    (1, 1, 1, (), ()),
+    (5, 0, 4, (2,), (3,)),
+    (50, 900, 41, (), (7,)),
+    (50, 900, 41, (4,), (8,)),
+    (30, 4000, 6, (2, 3), (5,)),
+    (2000, 9000, 12_000, (8,), (16,)),
+    (40, 800, 30, (65,), ()),
+    (40, 300, 30, (), (2, 150)),
+    (30, 300, 20, (3,), (130,)),
+    (6, 50, 0, (2,), (4,)),
+    (9, 40, 5, (0,), (4,)),
+    (9, 40, 5, (2,), (0,)),
+)
+CALLS = [
+    *((kind, sizes) for kind in KINDS for sizes in SIZES),
+    *(("given logits", sizes) for sizes in SIZES_WITH_LOGITS),
+]
+FORMS = ("ids", "sorted", "plan", "clip", "xla")
 
 
-@each_kind
-@cases.each_pair(dtype=cases.FLOATING, sizes=SIZES, form=FORMS)
-def test_values_and_gradients(rng: np.random.Generator, kind: str, dtype: str, sizes: Sizes, form: str) -> None:
-    """Values and all gradients are right, also with dropped edges, and equal from run to run."""
-    if form == "clip" and sizes.segments == 0:
+@cases.each_pair(call=CALLS, form=FORMS, dtype=cases.FLOATING)
+def test_values_and_gradients(rng: np.random.Generator, call: tuple[str, Any], dtype: str, form: str) -> None:
+    """Values and all gradients are right, also with dropped edges. Two runs of a kernel give the same bits."""
+    kind, sizes = call
+    if kind == "given logits":
+        attention = make_logits(rng, sizes, dtype)
+    else:
+        attention = make(rng, kind, sizes, dtype, rng.choice(["", "edge", "head"]))
+    if form == "clip" and attention.num_segments == 0:
         form = "ids"  # there is no segment to clip to
-    case = make(rng, kind, sizes, dtype, rng.choice(["", "edge", "head"]))
     if form == "sorted":
-        case.segment_ids.sort()
-    d_output = d_output_of(rng, case)
-    with cases.x64_for(dtype):
-        run = with_gradients(case.call(form))
-        output, gradients = run(case.arrays, d_output)
-        again = run(case.arrays, d_output)
-    check(case, output, gradients, reference(case, d_output, form))
-    head_bytes = max(x.shape[-1] * x.itemsize for name, x in case.arrays.items() if name in ("query", "key", "value"))
-    if jax.default_backend() != "cpu" and head_bytes > MAX_HEAD_BYTES:
-        return  # plain JAX serves these, which adds in varying order on GPUs
-    for x, y in zip(jax.tree.leaves((output, gradients)), jax.tree.leaves(again), strict=True):
+        attention.segment_ids.sort()
+    d_output = attention.d_output(rng)
+    results = attention.check(form, d_output)
+    arrays = (x for name, x in attention.arrays.items() if name in ("query", "key", "value"))
+    is_wide = max((x.shape[-1] * x.itemsize for x in arrays), default=0) > MAX_HEAD_BYTES
+    if form == "xla" or (cases.PLATFORM != "cpu" and is_wide):
+        return  # plain JAX adds in varying order on GPUs
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(attention.run(form, d_output)), strict=True):
         cases.assert_same_bits(x, np.asarray(y))
 
 
-@each_kind
+@pytest.mark.parametrize("form", ["ids", "plan"])
 @pytest.mark.parametrize("dtype", cases.FLOATING)
-def test_padded_heads(rng: np.random.Generator, padded_heads: None, kind: str, dtype: str) -> None:
-    """Values and gradients are right where programs pad heads, as on GPUs."""
-    case = make(rng, kind, Sizes(41, 50, 900, 3, 5, 9), dtype)
-    d_output = d_output_of(rng, case)
-    with cases.x64_for(dtype):
-        output, gradients = with_gradients(case.call())(case.arrays, d_output)
-    check(case, output, gradients, reference(case, d_output, "ids"))
-
-
-@pytest.mark.parametrize("option", [{"scale": -0.7}, {"negative_slope": -1.5}, {"negative_slope": 0.0}], ids=str)
-def test_options(rng: np.random.Generator, option: dict[str, float]) -> None:
-    """The scale and the slope are those of the call."""
-    kind = "dot product" if "scale" in option else "additive"
-    case = make(rng, kind, Sizes(6, 5, 40, 2, 4, 5), "float64", "")
-    with jax.enable_x64(True):
-        query, key, gather_ids, ids = case.arrays["query"], case.arrays["key"], case.gather_ids, case.segment_ids
-        if kind == "additive":
-            score = of_additive_scores(case.arrays["score_weights"], option["negative_slope"])
-        else:
-            score = of_dot_products(option["scale"])
-        value = case.arrays.get("value", key)
-        expected = attention(score, *map(jnp.asarray, (query, key, value, gather_ids, ids)))
-        np.testing.assert_allclose(case.call(**option)(case.arrays), expected, rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *((kind, Sizes(41, 50, 900, 3, 5, 9)) for kind in KINDS),
+        *(("given logits", x) for x in SIZES_WITH_LOGITS if x[3:] not in (((8,), (16,)), ((4,), (8,)))),
+    ],
+    ids=str,
+)
+def test_padded_heads(
+    rng: np.random.Generator, padded_heads: None, kind: str, sizes: Any, dtype: str, form: str
+) -> None:
+    """Values and gradients are right where programs pad narrow heads and split wide ones, as on GPUs."""
+    attention = make_logits(rng, sizes, dtype) if kind == "given logits" else make(rng, kind, sizes, dtype)
+    attention.check(form, attention.d_output(rng))
 
 
 def test_equals_dense_attention(rng: np.random.Generator) -> None:
@@ -290,88 +160,108 @@ def test_equals_dense_attention(rng: np.random.Generator) -> None:
 
 
 SPECIAL_SIZES = Sizes(5, 6, 60, 3, 8, 8)
-SPECIAL_FORMS = ("ids", "plan", "xla")
+each_special_form = pytest.mark.parametrize("form", ["ids", "plan", "xla"])
+each_way_to_mask = pytest.mark.parametrize("kind", [*KINDS, "given logits"])
 
 
-def run_special(case: Case, form: str, d_output: np.ndarray) -> tuple[Any, Any]:
-    options = {"implementation": "xla"} if form == "xla" else {}
-    with cases.x64_for(case.dtype):
-        return with_gradients(case.call(form, **options))(case.arrays, d_output)
+def make_special(rng: np.random.Generator, kind: str, dtype: Any) -> EdgeAttention:
+    if kind == "given logits":
+        return make_logits(rng, (6, 60, 5, (3,), (8,)), dtype)
+    return make(rng, kind, SPECIAL_SIZES, dtype)
 
 
-@each_kind
-@pytest.mark.parametrize("form", SPECIAL_FORMS)
+@each_way_to_mask
+@each_special_form
 @pytest.mark.parametrize("dtype", cases.FLOATING)
 def test_masked_edges(rng: np.random.Generator, dtype: str, form: str, kind: str) -> None:
-    """A bias of -inf leaves an edge out. A segment without other edges has a result and gradients of 0."""
-    case = make(rng, kind, SPECIAL_SIZES, dtype)
-    case.arrays["bias"][::7] = -np.inf
-    case.arrays["bias"][case.segment_ids == 2, 1] = -np.inf
-    d_output = d_output_of(rng, case)
-    output, gradients = run_special(case, form, d_output)
+    """A bias or a logit of -inf leaves an edge out. A segment without other edges has a result and gradients of 0."""
+    attention = make_special(rng, kind, dtype)
+    attention.masks[::7] = -np.inf
+    attention.masks[attention.segment_ids == 2, 1] = -np.inf
+    output, gradients = attention.check(form, attention.d_output(rng))
     assert (np.asarray(output[2, 1]) == 0).all()
-    assert (np.asarray(gradients["query"][2, 1]) == 0).all()
-    assert (np.asarray(gradients["bias"])[np.isneginf(case.arrays["bias"].astype(np.float64))] == 0).all()
-    check(case, output, gradients, reference(case, d_output, form))
+    if "query" in gradients:
+        assert (np.asarray(gradients["query"][2, 1]) == 0).all()
+    of_masks = gradients["logits" if attention.takes_logits else "bias"]
+    assert (np.asarray(of_masks)[np.isneginf(attention.masks.astype(np.float64))] == 0).all()
 
 
-@each_kind
-@pytest.mark.parametrize("form", SPECIAL_FORMS)
+@each_way_to_mask
+@each_special_form
 @pytest.mark.parametrize("special", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", cases.FLOATING)
 def test_logits_that_are_not_finite(rng: np.random.Generator, dtype: str, special: float, form: str, kind: str) -> None:
     """A logit of NaN or inf makes its segment and head NaN, and no other."""
-    case = make(rng, kind, SPECIAL_SIZES, dtype)
-    edge = np.flatnonzero(case.segment_ids == 3)[1]
-    case.arrays["bias"][edge, 2] = special
-    d_output = d_output_of(rng, case)
-    output, gradients = run_special(case, form, d_output)
-    expected = reference(case, d_output, form)
+    attention = make_special(rng, kind, dtype)
+    attention.masks[np.flatnonzero(attention.segment_ids == 3)[1], 2] = special
+    output, _ = attention.check(form, attention.d_output(rng))
     is_nan = np.zeros(output.shape, bool)
     is_nan[3, 2] = True
     assert (np.isnan(np.asarray(output, np.float64)) == is_nan).all()
-    check(case, output, gradients, expected)
 
 
 @each_kind
-@pytest.mark.parametrize("form", SPECIAL_FORMS)
+@each_special_form
 @pytest.mark.parametrize("mask", [-1e9, 1e9])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_masks(rng: np.random.Generator, dtype: str, mask: float, form: str, kind: str) -> None:
     """Beside a large equal bias, logits of float32 are equal: probabilities are too, for values and gradients."""
-    case = make(rng, kind, SPECIAL_SIZES, dtype)
-    case.arrays["bias"][:] = mask
-    d_output = d_output_of(rng, case)
-    output, gradients = run_special(case, form, d_output)
-    check(case, output, gradients, reference(case, d_output, form, logits=np.zeros_like(case.arrays["bias"])))
+    attention = make(rng, kind, SPECIAL_SIZES, dtype)
+    attention.masks[:] = mask
+    attention.check(form, attention.d_output(rng), logits=np.zeros_like(attention.masks))
 
 
 @each_kind
-@pytest.mark.parametrize("form", SPECIAL_FORMS)
+@each_special_form
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_large_masks(rng: np.random.Generator, dtype: str, form: str, kind: str) -> None:
     """Masks of -1e4, which float16 holds, leave edges out. In a segment of such edges, they cancel."""
-    case = make(rng, kind, SPECIAL_SIZES, dtype)
-    case.arrays["bias"][:] = np.where(rng.random(60) < 0.3, -1e4, 0)[:, None]
-    case.arrays["bias"][case.segment_ids == 1] = -1e4
-    d_output = d_output_of(rng, case)
-    output, gradients = run_special(case, form, d_output)
-    check(case, output, gradients, reference(case, d_output, form))
+    attention = make(rng, kind, SPECIAL_SIZES, dtype)
+    attention.masks[:] = np.where(rng.random(60) < 0.3, -1e4, 0)[:, None]
+    attention.masks[attention.segment_ids == 1] = -1e4
+    attention.check(form, attention.d_output(rng))
 
 
-@pytest.mark.parametrize("form", SPECIAL_FORMS)
+@each_special_form
 def test_logits_near_the_end_of_the_range(rng: np.random.Generator, form: str) -> None:
     """Logits of 1e38 do not overflow: the edges with the largest one share the result."""
-    case = make(rng, "dot product", Sizes(5, 6, 60, 3, 1, 8), "float32", "")
-    case.arrays["query"] = np.full_like(case.arrays["query"], 1e19)
-    case.arrays["key"] = (rng.choice([-1, 1], case.arrays["key"].shape) * 1e19).astype(np.float32)
-    rows = np.where(case.gather_ids < 0, case.gather_ids + 6, case.gather_ids).clip(0, 5)
-    signs = np.sign(case.arrays["key"][rows, :, 0])
-    d_output = d_output_of(rng, case)
-    output, gradients = run_special(case, form, d_output)
-    expected, of_arrays = reference(case, d_output, form, logits=1e38 * signs)
-    small = {name: of_arrays[name] for name in ("value",)}
-    check(case, output, {"value": gradients["value"]}, (expected, small))
+    attention = make(rng, "dot product", Sizes(5, 6, 60, 3, 1, 8), "float32", "")
+    attention.arrays["query"] = np.full_like(attention.arrays["query"], 1e19)
+    attention.arrays["key"] = (rng.choice([-1, 1], attention.arrays["key"].shape) * 1e19).astype(np.float32)
+    rows = np.where(attention.gather_ids < 0, attention.gather_ids + 6, attention.gather_ids).clip(0, 5)
+    signs = np.sign(attention.arrays["key"][rows, :, 0])
+    d_output = attention.d_output(rng)
+    output, gradients = attention.run(form, d_output)
+    expected, of_arrays = reference(attention, d_output, form, logits=1e38 * signs)
+    check(attention, output, {"value": gradients["value"]}, (expected, {"value": of_arrays["value"]}))
+
+
+@each_special_form
+@pytest.mark.parametrize(
+    ("logits_dtype", "dtype"), [("float32", "float16"), ("float32", "bfloat16"), ("float16", "float32")]
+)
+def test_dtypes_of_logits(rng: np.random.Generator, logits_dtype: str, dtype: str, form: str) -> None:
+    """Logits keep their precision beside data of less, and masks of -1e9 stay finite beside float16."""
+    attention = make_logits(rng, (50, 900, 41, (4,), (8,)), dtype, logits_dtype)
+    if logits_dtype == "float32":
+        attention.masks[::5] -= 1e9
+    attention.check(form, attention.d_output(rng))
+
+
+def test_equal_logits(rng: np.random.Generator) -> None:
+    """A segment whose float32 logits are all -1e9 has the mean of its float16 rows."""
+    data = rng.normal(size=(4, 2, 8)).astype(np.float16)
+    output = segment_attention(np.full((4, 2), -1e9, np.float32), data, np.arange(4), np.zeros(4, np.int32), 1)
+    np.testing.assert_allclose(output[0], data.astype(np.float64).mean(0), rtol=1e-3, atol=1e-3)
+
+
+@each_special_form
+def test_rows_out_of_range(rng: np.random.Generator, form: str) -> None:
+    """Edges whose gather ids are out of range read the nearest row, and only their logits have gradients."""
+    attention = make_logits(rng, (3, 500, 4, (2,), (4,)), "float32")
+    attention.gather_ids = rng.choice([-100, 100], 500)
+    _, gradients = attention.check(form, attention.d_output(rng))
+    assert np.any(np.asarray(gradients["logits"]) != 0) and not np.any(gradients["data"])
 
 
 @pytest.mark.parametrize("dropped", [-1, 3])
@@ -412,9 +302,7 @@ PLAN: dict[str, Any] = {"segment_ids": IDS, "num_segments": 2, "gather_ids": IDS
             r"ValueError: key must be \[N, H, D\] .* \(6, 3, 3\) and .* \(2, 3, 4\)",
             {"key": KEY[:, :, :3], "value": VALUE},
         ),
-        ("TypeError: gather_ids must be given, or a plan", {"gather_ids": None}),
         ("TypeError: segment_ids must be given, or a plan", {"segment_ids": None}),
-        ("ValueError: belong to the plan; pass none of them, got gather_ids", {"plan": segment_plan(**PLAN)}),
         (
             r"ValueError: the plan is for 3 segments, got query.shape = \(2, 3, 4\)",
             {"plan": segment_plan(**{**PLAN, "num_segments": 3}), "gather_ids": None, "segment_ids": None},
@@ -423,7 +311,6 @@ PLAN: dict[str, Any] = {"segment_ids": IDS, "num_segments": 2, "gather_ids": IDS
             r"ValueError: the plan is for 7 rows, got key.shape = \(6, 3, 4\)",
             {"plan": segment_plan(**{**PLAN, "num_rows": 7}), "gather_ids": None, "segment_ids": None},
         ),
-        ("TypeError: plan must be a SegmentPlan, got dict", {"plan": {}, "gather_ids": None, "segment_ids": None}),
         ("TypeError: .* bool", {"gather_ids": IDS.astype(bool)}),
         ("ValueError: .* must .*", {"gather_ids": IDS[:3]}),
         ("ValueError: mode must be .*", {"mode": "wrap"}),
@@ -499,3 +386,22 @@ def test_error_of_a_missing_kernel(kind: str) -> None:
     third = weights if kind == "additive" else key
     with cases.raises("ValueError: implementation='kernel' is asked for, .* 512 bytes", f"{public(kind).__name__}: "):
         jax.jit(lambda: public(kind)(query, key, third, IDS, IDS, implementation="kernel"))()
+
+
+DATA, LOGITS = np.ones((4, 2, 3), np.float32), np.ones((5, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        ("TypeError: logits must be an array, got list", lambda: segment_attention([1.0], DATA, IDS, IDS, 2)),
+        ("TypeError: logits must be .* floating", lambda: segment_attention(IDS, DATA, IDS, IDS, 2)),
+        ("TypeError: data must be .* floating", lambda: segment_attention(LOGITS, IDS, IDS, IDS, 2)),
+        (r"ValueError: logits must be \[E\]", lambda: segment_attention(LOGITS[:3], DATA, IDS, IDS, 2)),
+        (r"ValueError: logits must be \[E\]", lambda: segment_attention(np.ones((5, 3)), DATA, IDS, IDS, 2)),
+        ("TypeError: num_segments must be given, or a plan", lambda: segment_attention(LOGITS, DATA, IDS, IDS)),
+    ],
+)
+def test_errors_of_given_logits(error: str, call: Callable[[], Any]) -> None:
+    with cases.raises(error, "segment_attention: .*"):
+        call()

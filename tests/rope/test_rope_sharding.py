@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rope.reference import Rotation, make_features
 from support import cases
 from support.cases import assert_same_bits
-from support.meshes import MESH_SHAPE, collectives
+from support.meshes import collectives, make_mesh
 from support.programs import copies_of
 
 from jax_baracuda import rope
@@ -18,7 +18,7 @@ pytestmark = cases.on_two_devices
 
 
 def put(x: np.ndarray, spec: P) -> jax.Array:
-    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = make_mesh()
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 

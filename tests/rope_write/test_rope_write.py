@@ -15,9 +15,9 @@ from rope_write.reference import LAYERS, RopeWrite, make_call
 from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, assert_same_bits, assert_same_values
-from support.programs import copies_of, small_integers
+from support.programs import copies_of
 
-from jax_baracuda import forward_mode, rope_write
+from jax_baracuda import rope_write
 
 each_dtype = pytest.mark.parametrize("dtype", FLOATING)
 each_implementation = pytest.mark.parametrize("implementation", ["kernel", "xla"])
@@ -205,30 +205,6 @@ def add_gradient(batch: Batch, rng: np.random.Generator, call: RopeWrite, implem
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
     batch.add(both, (call.arrays, cotangents), check)
-
-
-def test_every_order_and_mode(rng: np.random.Generator) -> None:
-    """Derivatives of plain JAX, where a rotation by position 0 is exact."""
-    q, k, v = (small_integers(rng, (4, 2, 2), "float32") for _ in range(3))
-    caches = [small_integers(rng, (5, 2, 2), "float32") for _ in range(2)]
-    slots, positions = np.array([1, 3, 1, -1]), np.zeros(4, np.int32)
-
-    def plain(q: Any, k: Any, v: Any, key_cache: Any, value_cache: Any) -> Any:
-        written = np.array([3, 1])
-        return q, key_cache.at[written].set(k[1:3]), value_cache.at[written].set(v[1:3])
-
-    def loss(function: Callable[..., Any], *arrays: Any) -> Any:
-        return sum((x**3).sum() for x in function(*arrays))
-
-    for derivative, function in (
-        (jax.grad, rope_write), (jax.jacfwd, forward_mode.rope_write), (jax.hessian, rope_write)
-    ):  # fmt: skip
-        got, want = (
-            derivative(lambda *x, f=f: loss(f, *x), (0, 1, 2, 3, 4))(q, k, v, *caches)
-            for f in (lambda *x, function=function: function(*x, positions, slots), plain)
-        )
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(x, y)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Sums of gathered rows, and attention in a segment, in NumPy."""
+"""Sums of gathered rows in NumPy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from support import cases
 from support.cases import Expected
@@ -28,39 +29,6 @@ def gathered(data: np.ndarray, gather_ids: np.ndarray) -> tuple[np.ndarray, np.n
     return data[nearest], np.where(wrapped == nearest, nearest, -1)
 
 
-Arrays = tuple[np.ndarray, ...]
-
-
-def attention_in_segment(
-    logits: np.ndarray, sizes: np.ndarray, value: np.ndarray, d_output: np.ndarray
-) -> tuple[Arrays, Arrays, Arrays]:
-    """The sum of the values ``[E, H, D]`` of one segment's edges, weighted by the softmax of their logits ``[E, H]``.
-
-    Returns the result and the gradients of logits and values. Each is the exact array, the sums of magnitudes to which
-    rounding errors are relative, and the effect of a relative error of 1 of the result, whose rounded elements kernels
-    compute gradients from.
-
-    Args:
-      sizes: the magnitudes to which the errors of the logits are relative.
-    """
-    with np.errstate(invalid="ignore"):  # infinity minus infinity
-        highest = logits.max(axis=0)
-        exponentials = np.exp(logits - np.where(highest == -np.inf, 0, highest))
-        total = exponentials.sum(axis=0)
-        p = exponentials / np.where(total == 0, 1, total)
-    inflated = p * (1 + sizes + sizes.max(axis=0))
-    output = (p[..., None] * value).sum(axis=0)
-    of_magnitudes = (inflated[..., None] * abs(value)).sum(axis=0)
-    d_p, size_of_d_p = (d_output * value).sum(-1), (abs(d_output) * abs(value)).sum(-1)
-    d_logits = (
-        p * (d_p - (p * d_p).sum(axis=0)),
-        inflated * (size_of_d_p + (inflated * size_of_d_p).sum(axis=0)),
-        p * (abs(d_output) * abs(output)).sum(-1),
-    )
-    d_value = p[..., None] * d_output, inflated[..., None] * abs(d_output)
-    return (output, of_magnitudes, np.zeros_like(output)), d_logits, (*d_value, np.zeros_like(value))
-
-
 def sum_of_edges(terms: np.ndarray, ids: np.ndarray, segments: int, dtype: np.dtype) -> Expected:
     """The sum of float64 terms. Kernels may round each term, which is a product, before they add it."""
     magnitude = cases.segment_sum(np.abs(terms), ids, segments)
@@ -79,6 +47,12 @@ class Graph:
     segment_ids: np.ndarray
     num_segments: int
     weights: np.ndarray | None = None
+    segment_data: np.ndarray | None = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The differentiable arrays."""
+        own = {"data": self.data, "weights": self.weights, "segment_data": self.segment_data}
+        return {name: x for name, x in own.items() if x is not None}
 
     def _scales(self) -> np.ndarray:
         """The weights, to multiply rows with."""
@@ -105,6 +79,42 @@ class Graph:
         error = count * cases.eps_of(self.data.dtype) * np.abs(products).sum(axes)
         return Expected(products.sum(axes), self.data.dtype, error)
 
+    def expected(self, kind: str, d_output: np.ndarray, tie_break: str = "split") -> dict[str, Expected]:
+        """The result of the function of this kind, as "value", and the gradients of its arrays."""
+        dtype = self.data.dtype
+        rows, row = gathered(self.data, self.gather_ids)
+        if kind in ("max", "min"):
+            reference, gradient = (getattr(cases, f"reference_{kind}{of}") for of in ("", "_gradient"))
+            of_edges = gradient(d_output, rows, self.segment_ids, tie_break)
+            terms = np.asarray(of_edges, d_output.dtype).astype(np.float64)
+            value = Expected(reference(rows, self.segment_ids, self.num_segments), dtype)
+            return {"value": value, "data": sum_of_edges(terms, row, len(self.data), d_output.dtype)}
+        if kind == "dot":
+            rows, d_rows = rows.astype(np.float64), d_output.astype(np.float64)[..., None]
+            cells = cases.take_cells(self.segment_data.astype(np.float64), self.segment_ids)
+            products = rows * cells
+            error = (1 + products.shape[-1]) * cases.eps_of(dtype) * np.abs(products).sum(-1)
+            return {
+                "value": Expected(products.sum(-1), dtype, error),
+                "data": sum_of_edges(d_rows * cells, row, len(self.data), dtype),
+                "segment_data": sum_of_edges(d_rows * rows, self.segment_ids, len(self.segment_data), dtype),
+            }
+        value = self.value()
+        if kind == "sum":
+            of_weights = {} if self.weights is None else {"weights": self.gradient_of_weights(d_output)}
+            return {"value": value, "data": self.gradient_of_data(d_output), **of_weights}
+        count = np.maximum(cases.counts(self.segment_ids, self.num_segments), 1)
+        count = count.reshape(-1, *(1 for _ in self.data.shape[1:]))
+        # The quotient is rounded before the result is.
+        error = value.error / count + cases.eps_of(np.float32) * np.abs(value.exact / count)
+        shares = d_output.astype(np.float64) / count
+        gradient = self.gradient_of_data(shares)
+        # The share of a cotangent is rounded to its dtype before it is added up.
+        info = jnp.finfo(d_output.dtype)
+        of_shares = float(info.eps) * np.abs(shares) + float(info.smallest_subnormal)
+        of_data = dataclasses.replace(gradient, error=gradient.error + self.gradient_of_data(of_shares).exact)
+        return {"value": Expected(value.exact / count, dtype, error), "data": of_data}
+
 
 def make_graph(
     rng: np.random.Generator,
@@ -125,6 +135,12 @@ def make_graph(
     return Graph(data, gather_ids, segment_ids, segments, weights)
 
 
+def with_segment_data(rng: np.random.Generator, graph: Graph) -> Graph:
+    """The graph of products of rows with those of segments."""
+    shape = graph.num_segments, *graph.data.shape[1:]
+    return dataclasses.replace(graph, segment_data=cases.cotangent(rng, shape, graph.data.dtype))
+
+
 def hot_graph(rng: np.random.Generator, row_shape: tuple[int, ...], form: str) -> Graph:
     """A graph in which three quarters of the edges have the same segment, and three quarters gather the same row."""
     graph = make_graph(rng, 90, 6000, 200, row_shape)
@@ -138,29 +154,29 @@ def hot_graph(rng: np.random.Generator, row_shape: tuple[int, ...], form: str) -
 
 def call_of(kind: str, graph: Graph, form: str, **options: Any) -> Callable[..., jax.Array]:
     """``(data, **arrays) -> output`` of the function of this kind, with ids or a plan."""
-    ids = graph.gather_ids, graph.segment_ids, graph.num_segments
+    edges = {"gather_ids": graph.gather_ids, "segment_ids": graph.segment_ids, "indices_are_sorted": form == "sorted"}
+    edges |= {} if kind == "dot" else {"num_segments": graph.num_segments}
 
     def call(data: Any, **arrays: Any) -> jax.Array:
         if form == "plan":
             plan = segment_plan(graph.segment_ids, graph.num_segments, graph.gather_ids, data.shape[0])
             return function_of(kind)(data, plan=plan, **arrays, **options)
-        return function_of(kind)(data, *ids, indices_are_sorted=form == "sorted", **arrays, **options)
+        return function_of(kind)(data, **edges, **arrays, **options)
 
     return call
 
 
-def run_twice(kind: str, graph: Graph, form: str, d_output: np.ndarray, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The value, and the gradients of data and weights by name. Checks that two runs give the same bits."""
-    arrays = {"data": graph.data} | ({} if graph.weights is None else {"weights": graph.weights})
+def check(kind: str, graph: Graph, form: str, d_output: np.ndarray, **options: Any) -> None:
+    """The value and the gradients of all arrays are right, and two runs give the same bits."""
 
     @jax.jit
     def run(arrays: Any, gather_ids: Any, segment_ids: Any, d_output: Any) -> Any:
         edges = dataclasses.replace(graph, gather_ids=gather_ids, segment_ids=segment_ids)
         output, vjp = jax.vjp(lambda arrays: call_of(kind, edges, form, **options)(**arrays), arrays)
-        return output, *vjp(d_output)
+        return {"value": output, **vjp(d_output)[0]}
 
     with cases.x64_for(d_output.dtype):
-        first, second = (run(arrays, graph.gather_ids, graph.segment_ids, d_output) for _ in range(2))
-    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    return first
+        first, second = (run(graph.arrays(), graph.gather_ids, graph.segment_ids, d_output) for _ in range(2))
+    for name, allowed in graph.expected(kind, d_output, options.get("tie_break", "split")).items():
+        allowed.check(first[name], name)
+        cases.assert_same_memory(first[name], np.asarray(second[name]), name)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.cases import is_floating
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
@@ -21,7 +22,6 @@ from support.matrix.calls import (
     Problem,
     declare,
     finite_numbers,
-    is_floating,
     numbers,
     operand_names,
     passed,

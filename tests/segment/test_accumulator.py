@@ -30,12 +30,8 @@ def cancelling_rows(rng: np.random.Generator, num_rows: int, features: int, dtyp
 
 def exact_sums(rows: np.ndarray, ids: np.ndarray, num_segments: int) -> tuple[np.ndarray, np.ndarray]:
     """The sums of the rows of each segment, and of their magnitudes, in long double."""
-    wide = rows.astype(np.float64).astype(np.longdouble)
-    sums, magnitudes = np.zeros((2, num_segments, *rows.shape[1:]), np.longdouble)
-    is_member = (ids >= 0) & (ids < num_segments)
-    np.add.at(sums, ids[is_member], wide[is_member])
-    np.add.at(magnitudes, ids[is_member], np.abs(wide[is_member]))
-    return sums, magnitudes
+    wide = rows.astype(np.longdouble)
+    return cases.segment_sum(wide, ids, num_segments), cases.segment_sum(np.abs(wide), ids, num_segments)
 
 
 def assert_rounded_once(actual: Any, exact: np.ndarray, error: np.ndarray, dtype: str) -> None:

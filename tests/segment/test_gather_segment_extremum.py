@@ -1,4 +1,4 @@
-"""gather_segment_max, gather_segment_min and gather_segment_mean: values, gradients, transformations and sharding."""
+"""gather_segment_max and gather_segment_min: subnormal numbers, hot segments, transformations, memory, errors."""
 
 from __future__ import annotations
 
@@ -12,74 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.gather_reference import (
-    FORMS,
-    Graph,
-    call_of,
-    function_of,
-    gathered,
-    hot_graph,
-    make_graph,
-    run_twice,
-    sum_of_edges,
-)
+from segment.gather_reference import FORMS, call_of, check, function_of, hot_graph, make_graph
 from support import cases
-from support.cases import Expected
 
 import jax_baracuda
 from jax_baracuda import Implementation, forward_mode, segment_plan
 
-# (nodes, edges, segments, row_shape)
-GRAPHS = (
-    (1, 1, 1, ()),
-    (5, 0, 4, (3,)),
-    (6, 20, 0, (2,)),
-    (7, 30, 3, (0,)),
-    (50, 400, 41, ()),
-    (50, 400, 41, (3,)),
-    (50, 4000, 900, (3, 5)),
-    (300, 9000, 700, (8,)),
-    (300, 9000, 700, (4, 16)),
-    (300, 9000, 5, (2, 3, 11)),
-    (200, 30_000, 3, (128,)),
-    (2000, 30_000, 40_000, (33,)),
-    (40, 3000, 50, (1100,)),
-)
-SMALL_GRAPHS = GRAPHS[:7]
-"""Graphs to test with every dtype. The others are tested with two dtypes."""
-GRAPHS_AND_DTYPES = [
-    (sizes, dtype)
-    for sizes in GRAPHS
-    for dtype in (cases.FLOATING if sizes in SMALL_GRAPHS else ("float32", "bfloat16"))
-]
 each_kind = pytest.mark.parametrize("kind", ["max", "min"])
-KINDS_AND_TIE_BREAKS = (("max", "split"), ("max", "first"), ("min", "split"))
-
-
-def extremum_gradient(kind: str, graph: Graph, d_output: np.ndarray, tie_break: str) -> Expected:
-    """The gradient of data: each row's sum of the cotangents that its edges receive."""
-    rows, row = gathered(graph.data, graph.gather_ids)
-    of_edges = getattr(cases, f"reference_{kind}_gradient")(d_output, rows, graph.segment_ids, tie_break)
-    terms = np.asarray(of_edges, d_output.dtype).astype(np.float64)
-    return sum_of_edges(terms, row, len(graph.data), d_output.dtype)
-
-
-@cases.each_pair(graph_and_dtype=GRAPHS_AND_DTYPES, form=FORMS, kind_and_tie_break=KINDS_AND_TIE_BREAKS)
-def test_extremum(
-    rng: np.random.Generator, graph_and_dtype: tuple[Any, str], form: str, kind_and_tie_break: tuple[str, str]
-) -> None:
-    """Values are exact, also with NaN, infinities, zeros of both signs and ties. Gradients are within rounding."""
-    (*counts, row_shape), dtype = graph_and_dtype
-    kind, tie_break = kind_and_tie_break
-    graph = make_graph(rng, *counts, row_shape, dtype, is_sorted=form == "sorted")
-    graph = dataclasses.replace(graph, data=cases.make_data(rng, graph.data.shape, dtype))
-    d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)
-    output, gradients = run_twice(kind, graph, form, d_output, tie_break=tie_break)
-    rows, _ = gathered(graph.data, graph.gather_ids)
-    Expected(getattr(cases, f"reference_{kind}")(rows, graph.segment_ids, graph.num_segments), graph.data.dtype).check(
-        output, "value"
-    )
-    extremum_gradient(kind, graph, d_output, tie_break).check(gradients["data"], "gradient")
 
 
 @pytest.mark.parametrize("implementation", [None, "kernel", "xla"])
@@ -96,9 +35,9 @@ def test_subnormal_numbers(
     d_output = cases.cotangent(rng, (20, 3), "float32")
     call = call_of(kind, graph, form, tie_break=tie_break, implementation=implementation)
     output, pull_back = jax.vjp(call, jnp.asarray(graph.data))
-    rows, _ = gathered(graph.data, graph.gather_ids)
-    cases.assert_same_bits(output, getattr(cases, f"reference_{kind}")(rows, graph.segment_ids, 20))
-    extremum_gradient(kind, graph, d_output, tie_break).check(pull_back(d_output)[0], "gradient")
+    expected = graph.expected(kind, d_output, tie_break)
+    expected["value"].check(output, "value")
+    expected["data"].check(pull_back(d_output)[0], "gradient")
     # The pushforward is the transpose of the pullback.
     tangent = rng.normal(size=graph.data.shape)
     twin = functools.partial(getattr(forward_mode, f"gather_segment_{kind}"), tie_break=tie_break)
@@ -106,8 +45,8 @@ def test_subnormal_numbers(
     pushed = jax.jvp(
         lambda x: twin(x, *ids, implementation=implementation), (graph.data,), (tangent.astype(np.float32),)
     )[1]
-    expected = (extremum_gradient(kind, graph, d_output, tie_break).exact * tangent).sum()
-    np.testing.assert_allclose((np.asarray(pushed, np.float64) * d_output).sum(), expected, 1e-5, 1e-4)
+    product = (expected["data"].exact * tangent).sum()
+    np.testing.assert_allclose((np.asarray(pushed, np.float64) * d_output).sum(), product, 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -118,35 +57,10 @@ def test_hot_segment_among_few_edges(rng: np.random.Generator, features: int, ti
     graph = hot_graph(rng, (features,), form)
     d_output = cases.cotangent(rng, (graph.num_segments, features), "float32")
     if tie_break is None:
-        output, gradients = run_twice("sum", graph, form, d_output)
-        graph.value().check(output, "value")
-        graph.gradient_of_data(d_output).check(gradients["data"], "gradient")
-        return
-    graph = dataclasses.replace(graph, data=np.round(graph.data))  # with ties
-    output, gradients = run_twice("max", graph, form, d_output, tie_break=tie_break)
-    rows, _ = gathered(graph.data, graph.gather_ids)
-    Expected(cases.reference_max(rows, graph.segment_ids, graph.num_segments), graph.data.dtype).check(output, "value")
-    extremum_gradient("max", graph, d_output, tie_break).check(gradients["data"], "gradient")
-
-
-@cases.each_pair(sizes=GRAPHS, dtype=cases.FLOATING, form=FORMS)
-def test_mean(rng: np.random.Generator, sizes: Any, dtype: str, form: str) -> None:
-    *counts, row_shape = sizes
-    graph = make_graph(rng, *counts, row_shape, dtype, is_sorted=form == "sorted")
-    d_output = cases.cotangent(rng, (graph.num_segments, *row_shape), dtype)
-    output, gradients = run_twice("mean", graph, form, d_output)
-    count = np.maximum(cases.counts(graph.segment_ids, graph.num_segments), 1).reshape(-1, *(1 for _ in row_shape))
-    total = graph.value()
-    # The quotient is rounded before the result is.
-    error = total.error / count + cases.eps_of(np.float32) * np.abs(total.exact / count)
-    Expected(total.exact / count, total.dtype, error).check(output, "value")
-    shares = d_output.astype(np.float64) / count
-    expected = graph.gradient_of_data(shares)
-    # The share of a cotangent is rounded to its dtype before it is added up.
-    info = jnp.finfo(d_output.dtype)
-    of_shares = float(info.eps) * np.abs(shares) + float(info.smallest_subnormal)
-    error = expected.error + graph.gradient_of_data(of_shares).exact
-    Expected(expected.exact, expected.dtype, error).check(gradients["data"], "gradient")
+        check("sum", graph, form, d_output)
+    else:
+        with_ties = dataclasses.replace(graph, data=np.round(graph.data))
+        check("max", with_ties, form, d_output, tie_break=tie_break)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -248,7 +162,6 @@ DATA, IDS = np.ones((4, 3), np.float32), np.zeros(5, np.int32)
         ("TypeError: num_segments must be given, or a plan", lambda f: f(DATA, IDS, IDS)),
         ("ValueError: must have rows for 5 edges", lambda f: f(DATA[:0], IDS, IDS, 2)),
         ("ValueError: num_segments must be non-negative, got -1", lambda f: f(DATA, IDS, IDS, -1)),
-        ("ValueError: belong to the plan", lambda f: f(DATA, IDS, plan=segment_plan(IDS, 2, IDS, 4))),
         ("ValueError: for 4 rows, got data.shape", lambda f: f(DATA[:3], plan=segment_plan(IDS, 2, IDS, 4))),
     ],
 )

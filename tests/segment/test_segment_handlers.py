@@ -4,45 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases, handlers
-from support.handlers import Array, with_dtypes
+from support.handlers import Array
 from support.recorded import direct_calls
 
-from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.op import OPS
 from jax_baracuda.ops.segment.edge_attention import MAX_HEAD_BYTES
 from jax_baracuda.ops.segment.edges import VECTOR_BYTES
 
 OF_ATTENTION = ("segment_attention", "graph_dot_product_attention", "graph_additive_attention")
 TARGETS_OF_ATTENTION = sorted(target for target in OPS if target.startswith(OF_ATTENTION))
-TARGETS = sorted(target for target in OPS if target.startswith("segment_") and target not in TARGETS_OF_ATTENTION)
-
-
-@pytest.mark.parametrize("target", [*TARGETS, *TARGETS_OF_ATTENTION])
-def test_bad_dtypes_are_refused(target: str) -> None:
-    """An operand or result is refused if its dtype has no kernel or does not match the others."""
-    op, (good, _) = OPS[target], direct_calls(target)[0]
-    names = [*(x.name for x in good.arrays()), "expected"]
-
-    def gives_same_results(data: Array) -> bool:
-        """Whether data of this dtype have a kernel whose results are those of the call."""
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (data, *good.operands[1:])]
-        call = OpCall(op, avals, {**op.targets[target], **good.attributes})
-        if op.result_dtypes is None or data.dtype not in call.resolve(op.dtypes):
-            return False
-        return [*map(jnp.dtype, call.of_operands(op.result_dtypes)(*avals))] == [
-            jnp.dtype(x.dtype) for x in good.results
-        ]
-
-    def with_other_dtypes(array: Array) -> dict[str, Array]:
-        others = with_dtypes(array, ("int16", "complex64", "int8", "bool", "uint8", "float16", "int32", "float32"))
-        return {how: x for how, x in others.items() if x.name != "data" or not gives_same_results(x)}
-
-    for dtype, array, call in good.with_other(with_other_dtypes):
-        handlers.assert_refused(call, f"{array.name} {dtype}", *names)
 
 
 @pytest.mark.parametrize("target", ["segment_softmax", "segment_softmax_backward"])

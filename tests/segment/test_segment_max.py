@@ -10,12 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.reference import (
-    MAX,
-    MIN,
-    Reduction,
-    value_and_pullback,
-)
+from segment.reference import ARGMAX, ARGMIN, MAX, MIN, Reduction, value_and_pullback
 from support import cases
 from support.cases import FLOATING, TIE_BREAKS, assert_same_bits
 
@@ -43,7 +38,7 @@ def tiny_data(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> n
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
 def test_subnormal_numbers(rng: np.random.Generator, extremum: Reduction, dtype: str, implementation: str) -> None:
-    """Subnormal numbers are not rounded to zero and do not tie with it, in value and derivatives."""
+    """Subnormal numbers are not rounded to zero and do not tie with it, in value, place and derivatives."""
     data = tiny_data(rng, (40, 6), dtype)
     ids = cases.make_ids(rng, 40, 7)
     cotangent = cases.cotangent(rng, (7, 6), dtype)
@@ -56,9 +51,7 @@ def test_subnormal_numbers(rng: np.random.Generator, extremum: Reduction, dtype:
             extremum.gradient(cotangent, data, ids, 7, **options).check(d_data)
             d_data = extremum.call_backward(cotangent, data, ids, 7, **options, implementation=implementation)
             extremum.gradient(cotangent, data, ids, 7, **options).check(d_data, "public gradient")
-            shares = getattr(cases, f"reference_{extremum}_gradient")(
-                np.ones((7, 6)), data.astype(np.float64), ids, options["tie_break"]
-            )
+            shares = cases.shares(flip(extremum, data), ids, 7, options["tie_break"])
             pushed = jax.jvp(
                 lambda x, o=options: extremum.in_forward_mode(x, ids, 7, **o, implementation=implementation),
                 (data,),
@@ -67,6 +60,8 @@ def test_subnormal_numbers(rng: np.random.Generator, extremum: Reduction, dtype:
             expected = np.tensordot(is_member, shares * tangent.astype(np.float64), 1)
             rounding = 4 * float(jnp.finfo(dtype).eps)
             np.testing.assert_allclose(np.asarray(pushed, np.float64), expected, rounding, rounding)
+        place = ARGMAX if extremum is MAX else ARGMIN
+        place.value(data, ids, 7).check(place(data, ids, 7, implementation=implementation), "place")
 
 
 NARROW_ROWS = (

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from segment.reference import DIFFERENTIABLE, REDUCTIONS, Reduction, kernels_in
-from support import cases
+from support import cases, recorded
 from support.programs import small_floats
 
 import jax_baracuda
 from jax_baracuda import SegmentPlan, segment_plan
-from jax_baracuda._examples import all_examples
+from jax_baracuda._examples import all_examples, examples_of
 
 ROWS, SEGMENTS = 400, 30
 
@@ -70,15 +70,11 @@ def of_data_and_plan(name: str) -> Callable[..., jax.Array]:
     return lambda data, plan: function(data, plan=plan)
 
 
-WITH_PLAN = sorted(
-    name
-    for name in {example.function.__name__ for example in all_examples()}
-    if "plan" in inspect.signature(getattr(jax_baracuda, name)).parameters and not name.endswith("_backward")
-)
+TAKE_PLAN = sorted({example.function.__name__ for example in all_examples() if recorded.takes_plan(example)})
 
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["one", "batch"])
-@pytest.mark.parametrize("name", WITH_PLAN)
+@pytest.mark.parametrize("name", [name for name in TAKE_PLAN if not name.endswith("_backward")])
 def test_any_plan_is_safe(rng: np.random.Generator, name: str, is_mapped: bool) -> None:
     """A plan of arbitrary integers gives some result, and no access out of bounds; later calls are right."""
     function = of_data_and_plan(name)
@@ -166,20 +162,26 @@ def test_plans_are_printed_by_shapes() -> None:
     assert "edge_order=0, " in repr(axes)
 
 
-@pytest.mark.parametrize(
-    ("error", "call"),
-    [
-        ("ValueError: segment_ids, num_segments, mode belong to the plan", {"segment_ids": jnp.zeros(6, int)}),
-        ("ValueError: belong to the plan; pass none of them, got num_segments", {"num_segments": 3}),
-        ("ValueError: got mode", {"mode": "clip"}),
-        ("TypeError: plan must be a SegmentPlan, got dict", {"plan": {}}),
-        ("TypeError: segment_ids must be given, or a plan", {"plan": None}),
-    ],
-)
-@each_reduction
-def test_errors_of_arguments(reduction: Reduction, error: str, call: dict[str, Any]) -> None:
-    with cases.raises(error, f"^{reduction.name}: .*"):
-        reduction(DATA, **{"plan": PLAN, **call})
+@pytest.mark.parametrize("name", TAKE_PLAN)
+def test_errors_of_arguments(rng: np.random.Generator, name: str) -> None:
+    """Anything else in place of a plan is refused, and so are ids, a number of segments or a mode beside a plan."""
+    function, example = getattr(jax_baracuda, name), examples_of(name)[0]
+    operands = example.make_operands(rng, "float32", "small")
+    ids = {key: x for key, x in operands.items() if key in recorded.IDS}
+    plan = recorded.plan_of(example, operands)
+    beside = ids | {"num_segments": 3, "mode": "clip"}
+    taken = inspect.signature(function).parameters
+    for arguments, error in (
+        ({"plan": {}}, "TypeError: plan must be a SegmentPlan, got dict"),
+        ({}, "TypeError: .* must be given, or a plan"),
+        *(
+            ({"plan": plan, key: value}, f"ValueError: .*belong.* to the plan.*{key}")
+            for key, value in beside.items()
+            if key in taken
+        ),
+    ):
+        with cases.raises(error, f"{name}: "):
+            function(**{key: x for key, x in operands.items() if key not in ids}, **arguments)
 
 
 @pytest.mark.parametrize(

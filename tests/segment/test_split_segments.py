@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from segment.reference import ARGMAX, ARGMIN, MAX, MEAN, MIN, PROD, SUM, Reduction, options_id
 from support import cases
 from support.cases import assert_same_values
-from support.meshes import MESH_SHAPE, collectives, exchanges
+from support.meshes import MESH_SHAPE, collectives, exchanges, make_mesh
 from support.programs import small_floats
 
 import jax_baracuda as jb
@@ -43,10 +43,6 @@ NUM_EXCHANGES |= {"segment_argmax": 2, "segment_argmin": 2}
 """How many arrays of cells devices add up if rows are split."""
 
 
-def mesh_of(axis_type: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh(MESH_SHAPE, ("x", "y"), (axis_type,) * 2)
-
-
 def splits(spec: P) -> bool:
     """Whether the spec splits anything. With only two devices, the second mesh axis has one."""
     return "x" in str(spec) or ("y" in str(spec) and MESH_SHAPE[1] > 1)
@@ -61,7 +57,7 @@ def exchanged(function: Callable[..., Any], *operands: Any) -> dict[str, int]:
 @each_placement
 def test_reductions(rng: np.random.Generator, placement: str, reduction: Reduction, options: dict[str, bool]) -> None:
     of_rows, of_cells = PLACEMENTS[placement]
-    mesh = mesh_of()
+    mesh = make_mesh()
     data, ids = small_floats(rng, ROWS, 6), rng.integers(-2, SEGMENTS + 3, ROWS).astype(np.int32)
     ids[:2] = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if options:
@@ -86,7 +82,7 @@ def test_reductions(rng: np.random.Generator, placement: str, reduction: Reducti
 
 
 def test_segments_that_do_not_divide(rng: np.random.Generator) -> None:
-    mesh = mesh_of()
+    mesh = make_mesh()
     data, ids = small_floats(rng, ROWS, 6), rng.integers(0, SEGMENTS, ROWS)
 
     def loss(data: jax.Array) -> jax.Array:
@@ -123,7 +119,7 @@ GRAPHS = {
 def test_message_passing(rng: np.random.Generator, function: str, graph: str) -> None:
     """Both passes gather all rows. Sums over split edges are reduced and scattered to the devices of the nodes."""
     of_rows, of_edges, of_cells = GRAPHS[graph]
-    mesh = mesh_of()
+    mesh = make_mesh()
     data, cotangent = small_floats(rng, NODES, 6), small_floats(rng, SEGMENTS, 6)
     ids = rng.integers(0, NODES, EDGES).astype(np.int32), rng.integers(-1, SEGMENTS + 1, EDGES).astype(np.int32)
 
@@ -162,7 +158,7 @@ def test_message_passing(rng: np.random.Generator, function: str, graph: str) ->
 @pytest.mark.parametrize("of_ids", [P(), P("x"), P("y")], ids=str)
 def test_split_table_of_embeddings(rng: np.random.Generator, of_ids: P, dtype: str) -> None:
     """Each device adds up the gradient of its own rows of the table."""
-    mesh = mesh_of()
+    mesh = make_mesh()
     table, ids = small_floats(rng, SEGMENTS, 6), rng.integers(0, SEGMENTS + 4, (8, 4)).astype(dtype)
     cotangent = small_floats(rng, 8, 4, 6)
 
@@ -185,7 +181,7 @@ def test_split_table_of_embeddings(rng: np.random.Generator, of_ids: P, dtype: s
 )
 def test_features_with_a_plan(rng: np.random.Generator, name: str) -> None:
     """With a plan, edges are replicated. Splitting features needs no collective, in both passes."""
-    mesh, function = mesh_of(), getattr(jb, name)
+    mesh, function = make_mesh(), getattr(jb, name)
     data, cotangent = (
         small_floats(rng, NODES if "gather" in name else EDGES, 8),
         120 * small_floats(rng, SEGMENTS, 8),
@@ -207,7 +203,7 @@ def test_features_with_a_plan(rng: np.random.Generator, name: str) -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_plan_of_each_shard(rng: np.random.Generator, check_vma: bool) -> None:
     """Each shard makes a plan of its edges. Padding fills up the last shard with edges to no segment."""
-    mesh, num_edges = mesh_of(), EDGES - 3
+    mesh, num_edges = make_mesh(), EDGES - 3
     data = small_floats(rng, NODES, 6)
     gather_ids, segment_ids = rng.integers(0, NODES, num_edges), rng.integers(-1, SEGMENTS + 1, num_edges)
     padded = np.pad(gather_ids, (0, 3)), np.pad(segment_ids, (0, 3), constant_values=SEGMENTS)

@@ -206,7 +206,7 @@ def cotangent(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> np.
 
 
 def is_floating(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
 def accumulator(dtype: Any) -> np.dtype[Any]:

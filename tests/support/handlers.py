@@ -197,6 +197,7 @@ def with_other_shapes(array: Array) -> dict[str, Array]:
         "of one dimension more": (*shape, 1),
         "with longer batch": (shape[0] + 1, *shape[1:]),
         "with shorter batch": (shape[0] - 1, *shape[1:]),
+        "shared by the batch": (1, *shape[1:]),
     }
     for i in range(1, len(shape)):
         for how, size in (("longer", shape[i] + 1), ("shorter", shape[i] - 1)):

@@ -9,9 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, Mesh
 
 MESH_SHAPE = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2)}[1 << min(len(jax.devices()), 8).bit_length() - 1]
 """The shape of a mesh of two axes: 8 simulated devices on CPUs, the available devices on GPUs."""
+
+
+def make_mesh(axis_type: AxisType = AxisType.Auto, names: tuple[str, str] = ("x", "y")) -> Mesh:
+    return jax.make_mesh(MESH_SHAPE, names, axis_types=(axis_type,) * 2)
+
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 

@@ -120,11 +120,15 @@ BATCH = 6
 
 
 @functools.cache
-def direct_calls(target: str) -> list[GoodCall]:
-    """Calls of the target on a batch of `BATCH`, with every kind of operands and flags that examples lead to."""
+def direct_calls(target: str, dtype: str | None = None) -> list[GoodCall]:
+    """Calls of the target on a batch of `BATCH`, with every kind of operands and flags that examples lead to.
+
+    By default, in float32 and in bfloat16.
+    """
     rng, found = np.random.default_rng(0), {}
     dtypes = sorted(OPS[target].dtypes_of(target))
-    for dtype in {"float32" if "float32" in dtypes else dtypes[0], "bfloat16" if "bfloat16" in dtypes else dtypes[0]}:
+    chosen = {x if x in dtypes else dtypes[0] for x in ("float32", "bfloat16")} if dtype is None else {dtype}
+    for dtype in sorted(chosen):
         for call in calls_of(rng, target, dtype, BATCH, lambda example: example.sizes["small"]):
             if call.num_batch_dims != 1 and not call.op.broadcasts:
                 continue

@@ -140,11 +140,3 @@ def split_call(
     results = cotangent("da", a_axes), cotangent("db", b_axes)
     axes = {"a_axes": from_the_end(a_axes), "b_axes": from_the_end(b_axes)}
     return handlers.good_call("where_backward", operands, results, axes)
-
-
-GOOD_CALLS = {
-    "where": select_call(),
-    "where_backward": split_call(),
-    "where_backward, a summed": split_call(a_axes=(1,)),
-    "where_backward, both summed": split_call(a_axes=(0, 1), b_axes=(0, 1)),
-}

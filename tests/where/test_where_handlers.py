@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from support import cases
 from support.cases import FLOATING
-from support.handlers import Call, assert_refused, with_dtypes
+from support.handlers import assert_refused
 from where.reference import (
-    GOOD_CALLS,
     GRADIENT_DTYPES,
     KERNEL_DTYPES,
     SHAPE,
@@ -19,9 +18,6 @@ from where.reference import (
     select_call,
     split_call,
 )
-
-each_good_call = pytest.mark.parametrize("good", GOOD_CALLS.values(), ids=list(GOOD_CALLS))
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Valid calls.
@@ -55,22 +51,6 @@ def test_sums_over_nothing(rng: np.random.Generator) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Invalid calls.
-
-
-@each_good_call
-def test_other_dtypes_are_refused(good: Call) -> None:
-    names = ("bool", "uint8", "int8", "int32", "uint32", "float16", "float32", "float64", "complex64", "float8_e4m3fn")
-    for dtype, array, call in good.with_other(lambda array: with_dtypes(array, names)):
-        if array.name == "cond" and dtype in ("bool", "uint8"):
-            call.run()
-        elif array.name != "d_output" or dtype != "float16":  # float32 results may be sums of float16
-            assert_refused(call, f"{array.name} {dtype}")
-
-
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
-def test_elements_of_less_than_a_byte_are_refused(dtype: str) -> None:
-    assert_refused(select_call(dtype), dtype, "output")
-    assert_refused(split_call(dtype), dtype, "d_output")
 
 
 def test_sums_of_other_dtypes_are_refused() -> None:

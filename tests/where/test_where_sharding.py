@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 from support.cases import assert_same_memory
-from support.meshes import MESH_SHAPE
+from support.meshes import make_mesh
 from where.reference import make_condition
 
 from jax_baracuda import where, where_backward
@@ -23,7 +23,7 @@ pytestmark = cases.on_two_devices
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int32", "complex64"])
 def test_dtypes(rng: np.random.Generator, dtype: str) -> None:
     """Devices with a single row of a sum use the same accumulation dtype as devices with more."""
-    mesh = jax.make_mesh(MESH_SHAPE, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = make_mesh()
     # Sums of small integers are exact.
     a, b, dy = (rng.integers(-8, 9, shape).astype(jnp.dtype(dtype)) for shape in ((8, 6, 4), (4,), (8, 6, 4)))
     cond = make_condition(rng, (8, 6, 4))

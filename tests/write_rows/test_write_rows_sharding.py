@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 from support.cases import assert_same_memory
-from support.meshes import MESH_SHAPE, collectives
+from support.meshes import MESH_SHAPE, collectives, make_mesh
 from write_rows.reference import random_slots, reference_taken, reference_write
 
 from jax_baracuda import write_rows
@@ -20,6 +20,7 @@ pytestmark = cases.on_two_devices
 
 # Pools [layers, slots, heads, features].
 POOL, ROWS = (4, 16, 4, 6), (9, 4, 6)
+NAMES = ("a", "b")
 SPLITS = {
     "heads": P(None, None, "b", None),
     "slots": P(None, "a", None, None),
@@ -29,15 +30,11 @@ SPLITS = {
 }
 
 
-def make_mesh(axis_type: AxisType) -> jax.sharding.Mesh:
-    return jax.make_mesh(MESH_SHAPE, ("a", "b"), axis_types=(axis_type,) * 2)
-
-
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_pool(rng: np.random.Generator, axis_type: AxisType, split: str) -> None:
     """Each device writes what lies in its part, in place and without collectives. The result is sharded as the pool."""
-    spec, mesh = SPLITS[split], make_mesh(axis_type)
+    spec, mesh = SPLITS[split], make_mesh(axis_type, NAMES)
     dest, rows = rng.normal(size=POOL).astype(np.float32), rng.normal(size=ROWS).astype(np.float32)
 
     def write(pool: Any, rows: Any, slots: Any, layer: Any) -> Any:
@@ -58,7 +55,7 @@ def test_sharded_pool(rng: np.random.Generator, axis_type: AxisType, split: str)
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_gradient_of_a_sharded_pool(rng: np.random.Generator, split: str) -> None:
-    spec, mesh = SPLITS[split], make_mesh(AxisType.Auto)
+    spec, mesh = SPLITS[split], make_mesh(names=NAMES)
     dest, rows, cotangent = (rng.normal(size=shape).astype(np.float32) for shape in (POOL, ROWS, POOL))
     slots = random_slots(rng, 9, 16)
     pool, ct = (jax.device_put(x, NamedSharding(mesh, spec)) for x in (dest, cotangent))

@@ -82,7 +82,7 @@ def reference_take(
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class RandomWindow:
     """A window of an array."""
 
     shape: tuple[int, ...]
@@ -103,17 +103,17 @@ class Problem:
         return [np.asarray(start, dtype) for start, dtype in zip(starts, self.dtypes, strict=True)]
 
 
-def random_problem(
+def random_window(
     rng: np.random.Generator, rank: int, max_elements: int = 3000, start_dtypes: Sequence[str] = START_DTYPES
-) -> Problem:
-    """A problem with axes of 1 to 40. The window covers each axis in whole, in part, or not at all."""
+) -> RandomWindow:
+    """A window of an array with axes of 1 to 40. The window covers each axis in whole, in part, or not at all."""
     shape: list[int] = []
     for _ in range(rank):
         room = max(1, max_elements // int(np.prod(shape, dtype=np.int64)))
         shape.append(int(rng.integers(1, min(room, rng.choice([3, 9, 40])) + 1)))
     shape = [int(dim) for dim in rng.permutation(shape)]
     sizes = [dim if rng.random() < 0.4 else int(rng.integers(rng.random() > 0.05, dim + 1)) for dim in shape]
-    return Problem(tuple(shape), tuple(sizes), tuple(map(str, rng.choice(list(start_dtypes), rank))))
+    return RandomWindow(tuple(shape), tuple(sizes), tuple(map(str, rng.choice(list(start_dtypes), rank))))
 
 
 def of_batch(function: Callable[..., Any], *arrays: np.ndarray) -> Any:

@@ -23,7 +23,7 @@ from write_slice.reference import (
     SUB_BYTE,
     of_batch,
     random_bits,
-    random_problem,
+    random_window,
     reference_take,
     reference_write,
 )
@@ -48,7 +48,7 @@ def test_every_dtype_and_rank(rng: np.random.Generator, dtype: str, mode: str) -
     """Right for windows of any size, even empty, at traced starts of every integer dtype, in and out of range."""
     with jax.enable_x64(True):
         for rank in (1, 2, 3, 4, 8):
-            problem, run = random_problem(rng, rank), jitted(mode)
+            problem, run = random_window(rng, rank), jitted(mode)
             for _ in range(4):
                 dest, source = random_bits(rng, problem.shape, dtype), random_bits(rng, problem.sizes, dtype)
                 starts = problem.random_starts(rng)
@@ -153,7 +153,7 @@ def test_per_dim_batches_with_shared_and_mapped_starts(rng: np.random.Generator)
 
 def test_write_slices(rng: np.random.Generator) -> None:
     """Arrays of different shapes and dtypes, each with its own window, are written in one launch."""
-    problems = [random_problem(rng, rank, start_dtypes=("int32",)) for rank in (1, 2, 3, 2)]
+    problems = [random_window(rng, rank, start_dtypes=("int32",)) for rank in (1, 2, 3, 2)]
     dtypes = ("float32", "int4", "bfloat16", "bool")
     dests = [random_bits(rng, p.shape, dtype) for p, dtype in zip(problems, dtypes, strict=True)]
     sources = [random_bits(rng, p.sizes, dtype) for p, dtype in zip(problems, dtypes, strict=True)]
@@ -250,7 +250,7 @@ def test_gradient(rng: np.random.Generator, dtype: str, mode: str) -> None:
     """The cotangent's window goes to the source and the rest to dest, with the bits of NaN and infinity."""
     with cases.x64_for(dtype):
         for rank in (1, 2, 3, 5):
-            problem = random_problem(rng, rank, start_dtypes=("int32", "uint8", "int16"))
+            problem = random_window(rng, rank, start_dtypes=("int32", "uint8", "int16"))
             for _ in range(2):
                 dest, source = random_bits(rng, problem.shape, dtype), random_bits(rng, problem.sizes, dtype)
                 dy, starts = random_bits(rng, problem.shape, dtype), problem.random_starts(rng)

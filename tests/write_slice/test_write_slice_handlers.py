@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from support import handlers
 from support.cases import assert_same_memory
-from support.handlers import Array, Call, with_dtypes
+from support.handlers import Call
 from write_slice.reference import (
-    ALL_DTYPES,
     BATCH,
     SHAPES,
-    SUB_BYTE,
     TARGETS,
     WINDOWS,
     bits_of,
@@ -95,42 +93,12 @@ def test_large_windows(rng: np.random.Generator, dtype: str) -> None:
 # Invalid calls.
 
 
-@each_target
-def test_shared_arrays_are_refused(target: str) -> None:
-    """The batch cannot share an array that is written."""
-    shared = ["dest 0", "result 0", *(["source 0"] if target == "write_slice_backward" else [])]
-    for name in shared:
-        assert_refused(good_call(target, shared=[name]), f"{name} shared")
-
-
 @pytest.mark.parametrize("rank", [0, 9])
 @each_batched
 @each_target
 def test_bad_ranks_are_refused(target: str, batched: bool, rank: int) -> None:
     call = good_call(target, batched, shapes=((2,) * rank,), dtypes=("float32",), start_dtypes=(), windows=())
     assert_refused(call, f"rank {rank}", "dest 0")
-
-
-@each_target
-def test_bad_dtypes_are_refused(target: str) -> None:
-    """Arrays are refused with another dtype than dest, and starts with a dtype that is not an integer."""
-    good = good_call(target)
-    good.run()
-    others = ("float32", "bfloat16", "int32", "bool", "complex64", "int4")
-
-    def with_bad_dtypes(array: Array) -> dict[str, Array]:
-        if array.name.startswith("start"):
-            return with_dtypes(array, ("float32", "bool", "bfloat16", "int4", "complex64"))
-        return with_dtypes(array, others)
-
-    for dtype, array, call in good.with_other(with_bad_dtypes):
-        assert_refused(call, f"{array.name} {dtype}")
-
-
-def test_gradients_of_packed_elements_are_refused() -> None:
-    for dtype in SUB_BYTE:
-        assert dtype in ALL_DTYPES
-        assert_refused(good_call("write_slice_backward", dtypes=(dtype, dtype)), dtype, "dest 0")
 
 
 BAD_WINDOWS: dict[str, tuple[tuple[int, ...], ...]] = {

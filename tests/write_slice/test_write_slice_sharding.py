@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases
 from support.cases import assert_same_memory
-from support.meshes import MESH_SHAPE, collectives
+from support.meshes import MESH_SHAPE, collectives, make_mesh
 from write_slice.reference import MODES, random_bits, reference_write
 
 from jax_baracuda import write_slice, write_slices
@@ -25,6 +25,7 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 
 # A cache [examples, times, heads].
 CACHE, NEW = (8, 24, 6), (8, 5, 6)
+NAMES = ("a", "b")
 SPLITS = {
     "times over both axes": P(None, ("a", "b"), None),
     "times": P(None, "a", None),
@@ -35,10 +36,6 @@ SPLITS = {
 }
 STARTS = (0, 3, 4, 11, 19, 20, 22, 23, 24, 40, -2, -5, -24, -40)
 """Starts of windows within one shard, across several, at the ends, and outside."""
-
-
-def make_mesh(axis_type: AxisType) -> Mesh:
-    return jax.make_mesh(MESH_SHAPE, ("a", "b"), axis_types=(axis_type,) * 2)
 
 
 def put(mesh: Mesh, x: Any, spec: P) -> jax.Array:
@@ -55,7 +52,7 @@ def small(split: P) -> P:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_cache(rng: np.random.Generator, axis_type: AxisType, split: str, mode: str) -> None:
     """Each device writes its part of the window in place, without collectives. The result has the cache's sharding."""
-    spec, mesh = SPLITS[split], make_mesh(axis_type)
+    spec, mesh = SPLITS[split], make_mesh(axis_type, NAMES)
     dest, source = random_bits(rng, CACHE, "int32"), random_bits(rng, NEW, "int32")
 
     def write(cache: Any, new: Any, start: Any) -> Any:
@@ -79,7 +76,7 @@ def test_sharded_cache(rng: np.random.Generator, axis_type: AxisType, split: str
 @pytest.mark.parametrize("split", ["examples", "times", "times and heads"])
 def test_decode_loop_over_a_sharded_cache(rng: np.random.Generator, split: str) -> None:
     """A decode loop needs no collective, and copies no shard."""
-    mesh, spec = make_mesh(AxisType.Auto), SPLITS[split]
+    mesh, spec = make_mesh(names=NAMES), SPLITS[split]
     row = random_bits(rng, (8, 1, 6), "int16")
 
     def fill(cache: Any) -> Any:
@@ -102,7 +99,7 @@ def test_arrays_that_different_vmaps_map(rng: np.random.Generator) -> None:
         return write_slices([keys, values], [2 * keys[:3], 3 * values[:3]], ((1, 4), 0))
 
     of_all = jax.jit(jax.vmap(jax.vmap(write, (None, 0)), (0, None)))
-    mesh = jax.make_mesh(MESH_SHAPE, ("inner", "other"), axis_types=(AxisType.Auto,) * 2)
+    mesh = make_mesh(names=("inner", "other"))
     placed = jax.device_put(values, NamedSharding(mesh, P("inner")))
     for got, want in zip(of_all(keys, placed), of_all(keys, values), strict=True):
         np.testing.assert_array_equal(got, want)
@@ -111,7 +108,7 @@ def test_arrays_that_different_vmaps_map(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("spec", [SPLITS["examples"], SPLITS["heads"], P(None, None, None)], ids=str)
 def test_plain_form_is_dynamic_update_slice(rng: np.random.Generator, spec: P) -> None:
     """In plain JAX, the choice on GPUs, a loop that writes rows has the instructions of dynamic_update_slice."""
-    mesh = make_mesh(AxisType.Auto)
+    mesh = make_mesh(names=NAMES)
     cache = put(mesh, random_bits(rng, CACHE, "int32"), spec)
     rows = put(mesh, random_bits(rng, (CACHE[1], CACHE[0], 1, CACHE[2]), "int32"), P(None, *small(spec)))
 
@@ -134,7 +131,7 @@ def test_plain_form_is_dynamic_update_slice(rng: np.random.Generator, spec: P) -
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_windows_computed_from_the_array_itself(rng: np.random.Generator, axis_type: AxisType) -> None:
     """A source may read dest in the program of a shard, too, which knows only its arguments."""
-    mesh, x = make_mesh(axis_type), rng.normal(size=(8, 6)).astype(np.float32)
+    mesh, x = make_mesh(axis_type, NAMES), rng.normal(size=(8, 6)).astype(np.float32)
 
     def write(x: Any) -> Any:
         h = x + 1

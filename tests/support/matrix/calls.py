@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.cases import is_floating
 
 import jax_baracuda
 from jax_baracuda._examples import examples_of
@@ -168,11 +169,6 @@ def load_all() -> dict[str, Call]:
 # Shared by the declarations.
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
-INTEGERS = ("int32", "uint32", "int64", "uint64", "int8", "uint8", "int16", "uint16")
-
-
-def is_floating(dtype: Any) -> bool:
-    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
 def is_inexact(dtype: Any) -> bool:

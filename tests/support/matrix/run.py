@@ -24,14 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_floating, is_inexact
+from support.cases import is_floating
+from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_inexact
 from support.matrix.generator import DERIVATIVES, EXPORTS, FORWARD, JACOBIANS, SECOND_DERIVATIVES, SHARD_MAPS, Case
 
 import jax_baracuda
-from jax_baracuda._core import selection
-from jax_baracuda._core.selection import ScopedValue
-
-selection._of_context = ScopedValue("implementation", jax.make_user_context(selection.KERNEL_IF_ANY))
 
 AXES = ("a", "b")
 WIDE = ("int64", "uint64", "float64", "complex128")
