@@ -219,12 +219,12 @@ PREFILLED = {
     "cuda": {"token": 65_536, "sequence": 64, "slot": 512, "channel": 4096, "tap": 4, "state": 3},
 }
 POOLED = {
-    "small": {"example": 3, "channel": 5, "draft": 2, "slot": 9, "tap": 4, "state": 3, "long_state": 4},
-    "check": {"example": 17, "channel": 33, "draft": 3, "slot": 67, "tap": 4, "state": 3, "long_state": 5},
+    "small": {"example": 3, "channel": 5, "draft": 2, "slot": 9, "tap": 4, "entry": 4},
+    "check": {"example": 17, "channel": 33, "draft": 3, "slot": 67, "tap": 4, "entry": 5},
 }
 DECODED_POOLS = {
-    "cpu": {"example": 16, "channel": 8192, "slot": 64, "tap": 4, "state": 3},
-    "cuda": {"example": 256, "channel": 8192, "slot": 4096, "tap": 4, "state": 3},
+    "cpu": {"example": 16, "channel": 8192, "slot": 64, "tap": 4, "entry": 3},
+    "cuda": {"example": 256, "channel": 8192, "slot": 4096, "tap": 4, "entry": 3},
 }
 TIMED = {
     "cpu": {"example": 2, "channel": 1024, "time": 2048, "tap": 4},
@@ -246,7 +246,7 @@ X = {False: Operand(("example", "channel", "time")), True: Operand(("example", "
 WEIGHT, BIAS = Operand(("channel", "tap")), Operand(("channel",))
 STATE = Operand(("example", "channel", "state"))
 IDS = Operand(("example", "time"), packed, "int32")
-POOL, LONG_POOL = Operand(("slot", "channel", "state")), Operand(("slot", "channel", "long_state"))
+POOL, UPDATED_POOL = Operand(("slot", "channel", "state")), Operand(("slot", "channel", "entry"))
 DRAFTS, ACCEPTED = Operand(("example", "draft", "channel")), Operand(("example",), integers(1, 3), "int32")
 
 
@@ -298,16 +298,22 @@ EXAMPLES = [
         Example(
             jb.causal_conv1d_update,
             causal_conv1d_update_pool,
-            {"x": x, "pool": pool, **PARAMETERS, "state_slots": Operand(("example",), distinct_slots, "int32"), **more},
+            {
+                "x": x,
+                "pool": UPDATED_POOL,
+                **PARAMETERS,
+                "state_slots": Operand(("example",), distinct_slots, "int32"),
+                **more,
+            },
             {**POOLED, **timed},
             variant,
             options,
             update_of_pool,
             tolerance=OF_POOLS,
         )
-        for variant, x, pool, more, options, timed in (
-            ("a pool", Operand(("example", "channel")), POOL, {}, SILU, DECODED_POOLS),
-            ("a pool, drafts", DRAFTS, LONG_POOL, {"num_accepted": ACCEPTED}, SILU | LAST, {}),
+        for variant, x, more, options, timed in (
+            ("a pool", Operand(("example", "channel")), {}, SILU, DECODED_POOLS),
+            ("a pool, drafts", DRAFTS, {"num_accepted": ACCEPTED}, SILU | LAST, {}),
         )
     ),
     Example(

@@ -103,9 +103,11 @@ def _summed(terms: np.ndarray, shape: Shape) -> Expected:
     return Expected(total, terms.dtype, (1 + np.sqrt(count)) * cases.eps_of(terms.dtype) * magnitude)
 
 
-def reference_gradients(cond: np.ndarray, dy: np.ndarray, a_shape: Shape, b_shape: Shape) -> tuple[Expected, Expected]:
-    zero = np.zeros((), dy.dtype)
-    return _summed(reference(cond, dy, zero), a_shape), _summed(reference(cond, zero, dy), b_shape)
+def reference_gradients(
+    cond: np.ndarray, d_output: np.ndarray, a_shape: Shape, b_shape: Shape
+) -> tuple[Expected, Expected]:
+    zero = np.zeros((), d_output.dtype)
+    return _summed(reference(cond, d_output, zero), a_shape), _summed(reference(cond, zero, d_output), b_shape)
 
 
 def joint_shape(shapes: Shapes) -> Shape:

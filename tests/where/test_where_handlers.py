@@ -33,20 +33,20 @@ def test_sums_of_neighbouring_dimensions(rng: np.random.Generator, dtype: str) -
         for size in (0, 1, 7):
             shape = (2, *(size if axis in axes else 6 for axis in range(3)))
             call = split_call(dtype, *((axes, ()), ((), axes), (axes, axes))[i % 3], shape=shape)
-            cond, dy = make_condition(rng, shape), rng.normal(size=shape).astype(call.operands[0].aval().dtype)
-            results = call.results_of({"d_output": dy, "cond": cond})
-            expected = reference_gradients(cond, dy, *(x.shape for x in call.results))
+            cond, d_output = make_condition(rng, shape), rng.normal(size=shape).astype(call.operands[0].aval().dtype)
+            results = call.results_of({"d_output": d_output, "cond": cond})
+            expected = reference_gradients(cond, d_output, *(x.shape for x in call.results))
             for (name, result), allowed in zip(results.items(), expected, strict=True):
                 dataclasses.replace(allowed, dtype=result.dtype).check(result, f"{name} {axes} {size}")
 
 
 def test_sums_over_nothing(rng: np.random.Generator) -> None:
-    """If a device has one element along a summed axis, the sum has the shape of dy, but its own dtype."""
+    """If a device has one element along a summed axis, the sum has the shape of d_output, but its own dtype."""
     call = split_call("bfloat16", a_axes=(1,), b_axes=(1,), shape=(3, 5, 1, 6))
-    cond, dy = make_condition(rng, (3, 5, 1, 6)), rng.normal(size=(3, 5, 1, 6)).astype("bfloat16")
-    results = call.results_of({"d_output": dy, "cond": cond})
-    cases.assert_same_memory(results["da"], np.where(cond, dy, 0).astype(np.float32))
-    cases.assert_same_memory(results["db"], np.where(cond, 0, dy).astype(np.float32))
+    cond, d_output = make_condition(rng, (3, 5, 1, 6)), rng.normal(size=(3, 5, 1, 6)).astype("bfloat16")
+    results = call.results_of({"d_output": d_output, "cond": cond})
+    cases.assert_same_memory(results["da"], np.where(cond, d_output, 0).astype(np.float32))
+    cases.assert_same_memory(results["db"], np.where(cond, 0, d_output).astype(np.float32))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ def test_sums_over_nothing(rng: np.random.Generator) -> None:
 def test_sums_of_other_dtypes_are_refused() -> None:
     for dtype in sorted({*KERNEL_DTYPES, *GRADIENT_DTYPES} - {*FLOATING}):
         call = split_call(a_axes=(1,))
-        dy, db = (dataclasses.replace(x, dtype=dtype) for x in (call.operands[0], call.results[1]))
-        call = dataclasses.replace(call, operands=(dy, call.operands[1]), results=(call.results[0], db))
+        d_output, db = (dataclasses.replace(x, dtype=dtype) for x in (call.operands[0], call.results[1]))
+        call = dataclasses.replace(call, operands=(d_output, call.operands[1]), results=(call.results[0], db))
         assert_refused(call, dtype)
 
 
