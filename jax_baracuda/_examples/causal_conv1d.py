@@ -219,8 +219,8 @@ PREFILLED = {
     "cuda": {"token": 65_536, "sequence": 64, "slot": 512, "channel": 4096, "tap": 4, "state": 3},
 }
 POOLED = {
-    "small": {"example": 3, "channel": 5, "draft": 2, "slot": 9, "tap": 4, "entry": 4},
-    "check": {"example": 17, "channel": 33, "draft": 3, "slot": 67, "tap": 4, "entry": 5},
+    "small": {"example": 3, "channel": 5, "time": 2, "slot": 9, "tap": 4, "entry": 4},
+    "check": {"example": 17, "channel": 33, "time": 3, "slot": 67, "tap": 4, "entry": 5},
 }
 DECODED_POOLS = {
     "cpu": {"example": 16, "channel": 8192, "slot": 64, "tap": 4, "entry": 3},
@@ -247,7 +247,7 @@ WEIGHT, BIAS = Operand(("channel", "tap")), Operand(("channel",))
 STATE = Operand(("example", "channel", "state"))
 IDS = Operand(("example", "time"), packed, "int32")
 POOL, UPDATED_POOL = Operand(("slot", "channel", "state")), Operand(("slot", "channel", "entry"))
-DRAFTS, ACCEPTED = Operand(("example", "draft", "channel")), Operand(("example",), integers(1, 3), "int32")
+DRAFTS, ACCEPTED = Operand(("example", "time", "channel")), Operand(("example",), integers(1, 3), "int32")
 
 
 SILU, LAST = {"activation": "silu"}, {"channels_last": True}
