@@ -50,7 +50,7 @@ from jax_baracuda._core.selection import (
     not_redirected,
     selecting,
 )
-from jax_baracuda.ops.segment.cells import are_added_flat
+from jax_baracuda.ops.segment.cells import are_added_one_by_one
 from jax_baracuda.ops.segment.comparisons import identity_of
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM
 from jax_baracuda.ops.segment.ids import clamped_ids, signed_ids
@@ -318,7 +318,7 @@ def _service_of_reduction(
 def _add_flat_rows(ctx: Any, operands: Sequence[Any], numbers: Any, params: dict[str, Any]) -> Any:
     """JAX's scatter of flat rows; None if it takes no less time."""
     rows = _rows_of(_types_of(ctx), numbers)
-    if rows.batch is not None or not are_added_flat(rows.row_shape):
+    if rows.batch is not None or not are_added_one_by_one(rows.row_shape, ctx.avals_in[2].dtype):
         return None
     num_features = math.prod(rows.row_shape)
 
