@@ -290,7 +290,7 @@ def _is_donated_argument(value: ir.Value[Any]) -> bool:
 
 def _can_fuse(call: OpCall, ctx: Any, operands: Sequence[Any]) -> bool:
     """Whether XLA could fuse the computation of the first operand, or of one of the largest, with plain JAX."""
-    return any([_is_computed(ctx, operands[i]) for i in call.main_operands])
+    return any([_is_computed(ctx, operands[i]) and not _repeats_softmax(ctx, operands[i]) for i in call.main_operands])
 
 
 _IN_MEMORY = frozenset(
@@ -321,6 +321,42 @@ def _is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
     if operation.name in _VIEWS and _num_elements(operation.operands[0]) == _num_elements(value):
         return _is_computed(ctx, operation.operands[0])
     return operation.name not in _IN_MEMORY and len(operation.regions) == 0
+
+
+def _repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
+    """Whether a fusion would compute the weights of an attention again for each feature that they multiply.
+
+    It would compute exponentials, and gather the maxima and totals of segments, behind a broadcast.
+    """
+    path = (_expands, lambda operation: operation.name == "stablehlo.exponential", _is_gather)
+    seen: set[Any] = set()
+    pending = [(value, 0)]
+    while pending and len(seen) < _MAX_VISITED:
+        value, steps = pending.pop()
+        operation: Any = value.owner
+        if (value, steps) in seen or isinstance(operation, ir.Block):
+            continue
+        seen.add((value, steps))
+        if operation.name == "func.call":
+            pending.append((_returned(ctx, value), steps))
+            continue
+        if path[steps](operation):
+            steps += 1
+            if steps == len(path):
+                return True
+        if operation.name not in _IN_MEMORY and len(operation.regions) == 0:
+            pending += [(x, steps) for x in operation.operands]
+    return False
+
+
+def _expands(operation: Any) -> bool:
+    """Whether each number of an array is used for several numbers of the result."""
+    is_broadcast = operation.name == "stablehlo.broadcast_in_dim"
+    return is_broadcast and 1 < _num_elements(operation.operands[0]) < _num_elements(operation.results[0])
+
+
+def _is_gather(operation: Any) -> bool:
+    return bool(operation.name == "stablehlo.gather")
 
 
 def _num_elements(value: ir.Value[Any]) -> int:

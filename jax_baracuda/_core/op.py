@@ -513,9 +513,9 @@ class OpCall:
     def measures(self) -> dict[str, int]:
         """What rules compare: the sizes of the named dimensions, and these.
 
-        "batch": the number of its elements. "rows": those of data, or the edges, in the whole batch. "ids": those of segments, which are
-        fewer than the rows if a batch shares them. "features": see :func:`num_features`. "bytes": of all operands and results. "element_bits": of the narrowest operand. "rank" and
-        "row_bytes": of the first operand.
+        "batch": the number of its elements. "rows": those of data, or the edges, in the whole batch. "ids": those of
+        segments, fewer than the rows if a batch shares them. "features": see :func:`num_features`. "bytes": of all
+        operands and results. "element_bits": of the narrowest operand. "row_bytes": of the first operand.
         """
         sizes = self.sizes
         row_dim = next((name for name in ("row", "edge") if name in sizes), None)
@@ -530,7 +530,6 @@ class OpCall:
             "features": num_features(sizes),
             "bytes": num_bits // 8,
             "element_bits": min(element_bits(x.dtype) for x in self.operands),
-            "rank": len(self.own_operands[0].shape),
             "row_bytes": math.prod(self.own_operands[0].shape[1:]) * self.dtype.itemsize,
         }
 

@@ -260,7 +260,8 @@ def _are_added_by_xla(traits: Traits) -> bool:
 # H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.8 for wide rows that XLA computes (48 loops). It is 4 for 1.3M
 # computed rows of 8 numbers, and up to 80 for two segments. 0.91 for 32M computed numbers that are added to a grid of
 # 2M, with the gradient. H200, 200,000 to 1.2M computed rows of 32 to 512 numbers, flat or in heads, uniform ids and
-# power laws: 0.44 to 0.98, one 1.0 (70 calls). Rows in memory, up to 92 MB: 0.4 to 0.75, one 1.06 (9 calls); 0.8 to 1.3
+# power laws: 0.44 to 0.98, one 1.0 (70 calls). But 5 to 10 if XLA computes the softmax of an attention again for each
+# feature. Rows in memory, up to 92 MB: 0.4 to 0.75, one 1.06 (9 calls); 0.8 to 1.3
 # for 180 to 560 MB of rows of 32, 1.2 to 2.0 for longer ones.
 SUM_RULES = (
     on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB)),
