@@ -326,9 +326,9 @@ def _is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
 def _repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
     """Whether a fusion would compute the weights of an attention again for each feature that they multiply.
 
-    It would compute exponentials, and gather the maxima and totals of segments, behind a broadcast.
+    It would gather the maxima of segments, and compute exponentials of differences from them, behind a broadcast.
     """
-    path = (_expands, lambda operation: operation.name == "stablehlo.exponential", _is_gather)
+    path = (_expands, _is_exponential_of_difference, _is_gather)
     seen: set[Any] = set()
     pending = [(value, 0)]
     while pending and len(seen) < _MAX_VISITED:
@@ -337,8 +337,8 @@ def _repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
         if (value, steps) in seen or isinstance(operation, ir.Block):
             continue
         seen.add((value, steps))
-        if operation.name == "func.call":
-            pending.append((_returned(ctx, value), steps))
+        if operation.name == "func.call":  # its result may depend on any operand
+            pending += [(x, steps) for x in (_returned(ctx, value), *operation.operands)]
             continue
         if path[steps](operation):
             steps += 1
@@ -353,6 +353,11 @@ def _expands(operation: Any) -> bool:
     """Whether each number of an array is used for several numbers of the result."""
     is_broadcast = operation.name == "stablehlo.broadcast_in_dim"
     return is_broadcast and 1 < _num_elements(operation.operands[0]) < _num_elements(operation.results[0])
+
+
+def _is_exponential_of_difference(operation: Any) -> bool:
+    is_exponential = operation.name == "stablehlo.exponential"
+    return is_exponential and getattr(operation.operands[0].owner, "name", None) == "stablehlo.subtract"
 
 
 def _is_gather(operation: Any) -> bool:
