@@ -1119,6 +1119,25 @@ def test_traced_programs_are_those_of_jax(rng: np.random.Generator) -> None:
         assert equations() == plain
 
 
+@pytest.mark.parametrize("weights", ["softmax", "sigmoid", "softmax, one feature"])
+def test_attention_stays_with_kernels(monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
+    """On GPUs, where a fusion would compute the softmax of an edge again for each feature of a head."""
+    cases.use_rules(monkeypatch)
+    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
+    nodes, edges, heads, features = 100_000, 1 << 20, 8, 1 if weights.endswith("one feature") else 16
+
+    def program(logits: Any, maxima: Any, values: Any, ids: Any) -> Any:
+        of_edges = jnp.exp(logits - maxima[ids]) if weights.startswith("softmax") else jax.nn.sigmoid(logits)
+        rows = jax.nn.relu(of_edges)[:, :, None] * values
+        return jax.ops.segment_sum(rows.reshape(edges, -1) if features == 1 else rows, ids, nodes)
+
+    shapes = ((edges, heads), (nodes, heads), (edges, heads, features))
+    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    with redirect() as report:
+        kernels(program, *types, jax.ShapeDtypeStruct((edges,), "int32"), platform="cuda")
+    assert report.redirected.total() == (weights != "sigmoid"), report
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Ids that are known to be sorted.
 
