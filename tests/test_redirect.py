@@ -1148,7 +1148,8 @@ def test_sorted_ids_are_found(rng: np.random.Generator, kind: str) -> None:
     ids = {"unsorted": rng.permutation(ids[::-1]), "descending": ids[::-1], "negative": ids - 7}.get(kind, ids)
 
     def constant(rows: jax.Array) -> list[jax.Array]:
-        return [jax.ops.segment_sum(rows, ids, 7), jnp.zeros((7, 3)).at[ids].add(rows)]
+        extrema_and_products = [getattr(jax.ops, f"segment_{name}")(rows, ids, 7) for name in ("max", "min", "prod")]
+        return [jax.ops.segment_sum(rows, ids, 7), jnp.zeros((7, 3)).at[ids].add(rows), *extrema_and_products]
 
     def argument(rows: jax.Array, ids: jax.Array) -> list[jax.Array]:
         own = jnp.sort(ids) if kind == "sorted" else ids
@@ -1162,8 +1163,7 @@ def test_sorted_ids_are_found(rng: np.random.Generator, kind: str) -> None:
     with redirect(indexed_updates=True):
         flags = re.findall(r"indices_are_sorted = (\w+)", lowered(function, *operands))
         actual = jax.jit(function)(*operands)
-    of_sums = {"negative": ["true", "false"], "unsorted": ["false"] * 2, "descending": ["false"] * 2}
-    assert flags == of_sums.get(kind, ["true"] * len(expected))
+    assert flags == ["false" if kind in ("unsorted", "descending") else "true"] * len(expected)
     for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -1194,6 +1194,24 @@ def test_equal_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch, rng: np.rand
     assert compiled.as_text().count('custom_call_target="jax_baracuda.segment_order"') == 2
     assert not re.findall(r"jax_baracuda\.segment_(?:sum|max|min)(?:_with_winner)?\"", compiled.as_text())
     actual, pulled = compiled(nodes, senders, receivers)
+    np.testing.assert_allclose(actual, value, rtol=1e-5)
+    np.testing.assert_allclose(pulled, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_constant_ids_are_sorted_at_compile_time(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """As above, for ids in the program: it holds their orders instead of calls that sort them."""
+    nodes = rng.normal(size=(40, 32)).astype(np.float32)
+    senders, receivers = rng.integers(-45, 45, 200), rng.integers(-5, 45, 200)
+    step = jax.value_and_grad(lambda nodes: three_layers("segment_sum", nodes, senders, receivers))
+    value, gradient = step(nodes)
+    monkeypatch.setitem(
+        SEGMENT_SUM.alternatives, on_cpu("as on GPUs", sorts_apart), SEGMENT_SUM.alternatives[SORTED_APART]
+    )
+    monkeypatch.setattr(lowering, "_sorts_rows", lambda call, platform: True)
+    with redirect(), jax_baracuda.implementation("kernel"):
+        compiled = jax.jit(step).lower(nodes).compile()
+    assert set(re.findall(r'custom_call_target="jax_baracuda\.(\w+)"', compiled.as_text())) == {"gather_segment_sum"}
+    actual, pulled = compiled(nodes)
     np.testing.assert_allclose(actual, value, rtol=1e-5)
     np.testing.assert_allclose(pulled, gradient, rtol=1e-4, atol=1e-5)
 

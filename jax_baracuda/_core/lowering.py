@@ -290,7 +290,9 @@ def _is_donated_argument(value: ir.Value[Any]) -> bool:
 
 def _can_fuse(call: OpCall, ctx: Any, operands: Sequence[Any]) -> bool:
     """Whether XLA could fuse the computation of the first operand, or of one of the largest, with plain JAX."""
-    return any([_is_computed(ctx, operands[i]) and not _repeats_softmax(ctx, operands[i]) for i in call.main_operands])
+    sums_segments = "segment_ids" in call.operand_dims
+    main = [operands[i] for i in call.main_operands]
+    return any([_is_computed(ctx, x) and not (sums_segments and _repeats_softmax(ctx, x)) for x in main])
 
 
 _IN_MEMORY = frozenset(
