@@ -163,10 +163,14 @@ def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted
     require(decision.implementation == "kernel", decision.reason)
 
 
-def _ascend(ids: Any) -> bool:
-    """Whether ids are known while the program is traced, and ascend."""
-    known = None if isinstance(ids, jax.core.Tracer) else np.asarray(ids)
-    return known is not None and known.ndim == 1 and bool(np.all(known[:-1] <= known[1:]))
+def _are_known_to_ascend(segment_ids: Any, ids: Any) -> bool:
+    """Whether ids ascend that a NumPy array holds while the program is traced. `ids`: the same as JAX takes them."""
+    is_known = (
+        isinstance(segment_ids, np.ndarray)
+        and segment_ids.ndim == 1
+        and segment_ids.size <= lowering.MAX_KNOWN_INTEGERS
+    )
+    return is_known and lowering.ascend(segment_ids.astype(ids.dtype))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -200,7 +204,7 @@ def _segment_update(
         num_segments = int(largest) + 1
     _require_static(num_segments)
     require(num_segments >= 0, f"num_segments={num_segments}")
-    is_sorted = bool(indices_are_sorted) or _ascend(segment_ids)
+    is_sorted = bool(indices_are_sorted) or _are_known_to_ascend(segment_ids, ids)
     _require_kernel(name, data, ids, num_segments, is_sorted)
     options = {"bucket_size": bucket_size, "mode": mode, "out_sharding": out_sharding}
     return getattr(forward_mode, name)(data, ids, num_segments, is_sorted, unique_indices, **options)

@@ -290,9 +290,9 @@ def _is_donated_argument(value: ir.Value[Any]) -> bool:
 
 def _can_fuse(call: OpCall, ctx: Any, operands: Sequence[Any]) -> bool:
     """Whether XLA could fuse the computation of the first operand, or of one of the largest, with plain JAX."""
-    sums_segments = "segment_ids" in call.operand_dims
+    has_segments = "segment_ids" in call.operand_dims  # the search takes time, and others have no attention weights
     main = [operands[i] for i in call.main_operands]
-    return any([_is_computed(ctx, x) and not (sums_segments and _repeats_softmax(ctx, x)) for x in main])
+    return any([_is_computed(ctx, x) and not (has_segments and _repeats_softmax(ctx, x)) for x in main])
 
 
 _IN_MEMORY = frozenset(
@@ -328,9 +328,9 @@ def _is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
 def _repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
     """Whether a fusion would compute the weights of an attention again for each feature that they multiply.
 
-    It would gather the maxima of segments, and compute exponentials of differences from them, behind a broadcast.
+    It would compute exponentials of differences from gathered maxima behind a broadcast.
     """
-    path = (_expands, _is_exponential_of_difference, _is_gather)
+    path = (_expands, functools.partial(_is_softmax, ctx))
     seen: set[Any] = set()
     pending = [(value, 0)]
     while pending and len(seen) < _MAX_VISITED:
@@ -357,13 +357,22 @@ def _expands(operation: Any) -> bool:
     return is_broadcast and 1 < _num_elements(operation.operands[0]) < _num_elements(operation.results[0])
 
 
-def _is_exponential_of_difference(operation: Any) -> bool:
-    is_exponential = operation.name == "stablehlo.exponential"
-    return is_exponential and getattr(operation.operands[0].owner, "name", None) == "stablehlo.subtract"
+def _is_softmax(ctx: Any, operation: Any) -> bool:
+    """Whether an operation is the exponential of a difference from numbers that are gathered, as maxima are."""
+    if operation.name != "stablehlo.exponential" or isinstance(operation.operands[0].owner, ir.Block):
+        return False
+    difference: Any = operation.operands[0].owner
+    return difference.name == "stablehlo.subtract" and _is_gathered(ctx, difference.operands[1])
 
 
-def _is_gather(operation: Any) -> bool:
-    return bool(operation.name == "stablehlo.gather")
+def _is_gathered(ctx: Any, value: ir.Value[Any]) -> bool:
+    """Whether numbers are gathered, also if a select replaces those of ids out of range."""
+    operation: Any = _origin(ctx, value).owner
+    if isinstance(operation, ir.Block):
+        return False
+    if operation.name == "stablehlo.select":
+        return any(_is_gathered(ctx, x) for x in operation.operands[1:])
+    return operation.name == "stablehlo.gather"
 
 
 def _num_elements(value: ir.Value[Any]) -> int:
@@ -508,12 +517,15 @@ def is_ascending(ctx: Any, ids: ir.Value[Any]) -> bool:
     if math.prod(shape := ir.RankedTensorType(ids.type).shape) != max(shape, default=0):
         return False
     origin = _origin(ctx, ids)
-    if list(ir.RankedTensorType(origin.type).shape) != [max(shape)] or isinstance(origin.owner, ir.Block):
-        return False
-    if origin.owner.name == "stablehlo.sort":
-        return _sorts(origin.owner, ir.OpResult(origin).result_number)
-    known = known_integers(ctx, origin)
-    return known is not None and bool(np.all(known[:-1] <= known[1:]))
+    if not isinstance(origin.owner, ir.Block) and origin.owner.name == "stablehlo.sort":
+        is_whole = list(ir.RankedTensorType(origin.type).shape) == [max(shape)]
+        return is_whole and _sorts(origin.owner, ir.OpResult(origin).result_number)
+    known = known_integers(ctx, ids)
+    return known is not None and ascend(known.reshape(-1))
+
+
+def ascend(ids: np.ndarray) -> bool:
+    return bool(np.all(ids[:-1] <= ids[1:]))
 
 
 def _sorts(operation: Any, result: int) -> bool:
@@ -529,7 +541,7 @@ def _sorts(operation: Any, result: int) -> bool:
     )
 
 
-_MAX_KNOWN_INTEGERS = 1 << 22
+MAX_KNOWN_INTEGERS = 1 << 20
 _MAX_EVALUATED = 50
 """The treatment of negative ids and the clipping of ids take fewer operations."""
 _COMPARISONS = {"LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal}
@@ -548,7 +560,9 @@ def known_integers(ctx: Any, value: ir.Value[Any]) -> np.ndarray | None:
             return arguments[number] if number < len(arguments) else None
         num_evaluated += 1
         is_evaluated = operation.name == "func.call" or operation.name in _EVALUATED
-        if num_evaluated > _MAX_EVALUATED or _num_elements(value) > _MAX_KNOWN_INTEGERS or not is_evaluated:
+        if num_evaluated > _MAX_EVALUATED or not is_evaluated or not _is_array(value):
+            return None
+        if _num_elements(value) > MAX_KNOWN_INTEGERS:
             return None
         operands = [known(x, arguments) for x in operation.operands]
         if operation.name == "func.call":
@@ -558,6 +572,13 @@ def known_integers(ctx: Any, value: ir.Value[Any]) -> np.ndarray | None:
         return _EVALUATED[operation.name](value, *operands)
 
     return known(value)
+
+
+def _is_array(value: ir.Value[Any]) -> bool:
+    """Whether a value is an array, and no token of an ordered effect."""
+    with contextlib.suppress(ValueError, TypeError):
+        return ir.RankedTensorType(value.type) is not None
+    return False
 
 
 def _integers_of_constant(value: ir.Value[Any]) -> np.ndarray | None:
@@ -572,10 +593,12 @@ def _converted(value: ir.Value[Any], x: np.ndarray) -> np.ndarray | None:
     return x.astype(name.replace("i", "int")) if is_integer else None
 
 
-def _broadcast(value: ir.Value[Any], x: np.ndarray) -> np.ndarray:
+def _broadcast(value: ir.Value[Any], x: np.ndarray) -> np.ndarray | None:
     operation: Any = value.owner
-    shape = ir.RankedTensorType(value.type).shape
-    own = dict(zip(operation.attributes["broadcast_dimensions"], x.shape, strict=True))
+    shape, dims = ir.RankedTensorType(value.type).shape, list(operation.attributes["broadcast_dimensions"])
+    if dims != sorted(dims):  # a transpose, which JAX itself does not write so
+        return None
+    own = dict(zip(dims, x.shape, strict=True))
     return np.broadcast_to(x.reshape([own.get(d, 1) for d in range(len(shape))]), shape)
 
 

@@ -48,6 +48,8 @@ from support.cases import (
 from support.programs import small_integers
 
 import jax_baracuda
+from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._core.op import OPS, OpCall
 
 GatherScatterMode = jax.lax.GatherScatterMode
 
@@ -118,13 +120,13 @@ def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtyp
 
 
 @pytest.mark.parametrize("of_ids", ["own", "shared", "sorted"])
-@pytest.mark.parametrize("row_shape", [(), (3,), (8,), (4, 40)], ids=str)
+@pytest.mark.parametrize("row_shape", [(), (3,), (8,), (4, 44)], ids=str)
 @each_reduction
 def test_batch_of_many_small_problems(
     rng: np.random.Generator, reduction: Reduction, row_shape: tuple[int, ...], of_ids: str
 ) -> None:
     """Values and gradients under ``vmap``, of more elements than GPUs have multiprocessors: each has few rows."""
-    size, shape = 600 if len(row_shape) < 2 else 270, Shape(101, row_shape, 24)
+    size, shape = 601 if len(row_shape) < 2 else 271, Shape(101, row_shape, 24)
     dtype = str(rng.choice([x for x in reduction.dtypes if x != "bool"]))
     number = () if of_ids == "shared" else (size,)
     ids = rng.integers(-3, shape.segments + 3, (*number, shape.rows)).astype(np.int32)
@@ -150,6 +152,28 @@ def test_batch_of_many_small_problems(
             residual = reduction.residual(data[b], output[b])
             expected = reduction.gradient(d_output[b], residual, own_ids, shape.segments, **options)
             expected.check(d_data[0][b], f"gradient of element {b}")
+
+
+@pytest.mark.skipif(NATIVE_MODULES["cuda"].module is None, reason="plans of CUDA kernels are in their module")
+def test_strategy_of_batches_that_share_ids() -> None:
+    """It takes the batches above, up to its limits."""
+
+    def strategy(elements: int, rows: int, segments: int, features: int, dtype: str, own: int = 1) -> str:
+        types = [jax.ShapeDtypeStruct((elements, rows, features), dtype), jax.ShapeDtypeStruct((own, rows), np.int32)]
+        params = {"num_segments": segments, "indices_are_sorted": False, "deterministic": True, "num_batch_dims": 1}
+        return OpCall(OPS["segment_sum"], types, params).plan("cuda").strategy
+
+    taken = [
+        *((264, 1024, 256, 2, "float32"), (601, 101, 24, 1, "float16"), (271, 101, 24, 176, "float64")),
+        *((264, 64, 1, 7, "float32"), (5000, 9, 3, 1, "bfloat16"), (264, 512, 20, 20, "float32")),
+    ]
+    others = [
+        *((263, 1024, 256, 2, "float32"), (264, 1025, 256, 2, "float32"), (264, 1024, 257, 2, "float32")),
+        *((264, 65, 1, 7, "float32"), (264, 1000, 20, 32, "float32"), (264, 83, 9, 33, "bfloat16")),
+        (264, 64, 1, 7, "float32", 264),
+    ]
+    assert {strategy(*call) for call in taken} == {"batch_of_few_rows"}
+    assert "batch_of_few_rows" not in {strategy(*call) for call in others}
 
 
 UNEVEN = {
@@ -355,6 +379,11 @@ BROADCAST_CASES = {
     "ids of rank 2 and one block of data": ((1, 3, 3), (2, 3), None),
     "ids of rank 2 and a row for all": ((3,), (2,), None),
 }
+
+
+def test_ids_of_leading_axes_are_to_be_flattened() -> None:
+    with pytest.raises(ValueError, match="flatten the ids and the axes that they label"):
+        SUM(np.ones((3, 4, 2)), np.zeros((3, 4), int), 5)
 
 
 @pytest.mark.parametrize("case", BROADCAST_CASES)

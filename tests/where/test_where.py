@@ -384,3 +384,14 @@ def test_integers_have_no_gradient(rng: np.random.Generator) -> None:
     x = a.astype(np.float32)
     # Mixed with an integer, which has none.
     np.testing.assert_array_equal(jax.grad(lambda x: where(cond, x, b).sum())(x), cond.astype(np.float32))
+
+
+def test_gradient_of_sums_of_16_bits(rng: np.random.Generator) -> None:
+    """The gradient of 16-bit sums is right, though the sums are accumulated in a wider dtype."""
+    cond, d_output = make_condition(rng, (5, 1)), rng.normal(size=(5, 40)).astype(jnp.bfloat16)
+    _, vjp = jax.vjp(lambda d_output: where_backward(d_output, cond, a_shape=(40,), b_shape=()), d_output)
+    d_row, d_scalar = rng.normal(size=40).astype(d_output.dtype), np.asarray(2, d_output.dtype)
+    assert_same_memory(vjp((d_row, d_scalar))[0], reference(cond, d_row, d_scalar))
+    _, vjp = jax.vjp(lambda d_output: where_backward(d_output, cond, a_shape=(), b_shape=()), d_output)
+    expected = np.broadcast_to(reference(cond, d_scalar, -d_scalar), (5, 40))
+    assert_same_memory(vjp((d_scalar, -d_scalar))[0], expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -263,6 +264,27 @@ def test_gradient(rng: np.random.Generator, dtype: str, implementation: str) -> 
             rest, taken = reference_taken(cotangent, slots, axis, layer)
             assert_same_memory(d_dest, rest)
             assert_same_memory(d_rows, taken)
+
+
+def plain(dest: Any, rows: Any, slots: np.ndarray) -> Any:
+    """In plain JAX, for derivatives of every order."""
+    last = {slot: t for t, slot in enumerate(slots.tolist()) if 0 <= slot < dest.shape[0]}
+    return dest.at[np.array(list(last))].set(rows[np.array(list(last.values()))])
+
+
+def test_every_order_and_mode(rng: np.random.Generator) -> None:
+    dest, rows = small_integers(rng, (5, 2), "float32"), small_integers(rng, (6, 2), "float32")
+    slots = np.array([1, 3, 1, -1, 5, 0])
+
+    def loss(write: Callable[..., Any], dest: Any, rows: Any) -> Any:
+        return (write(dest, rows, slots) ** 3 * np.arange(1, 11).reshape(5, 2)).sum()
+
+    for derivative, write in ((jax.grad, write_rows), (jax.jacfwd, forward_mode.write_rows), (jax.hessian, write_rows)):
+        got, want = (
+            derivative(lambda d, r, f=function: loss(f, d, r), (0, 1))(dest, rows) for function in (write, plain)
+        )
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(x, y)  # products of small integers are exact
 
 
 def test_gradient_of_scaled_rows(rng: np.random.Generator) -> None:

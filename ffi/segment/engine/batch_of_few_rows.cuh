@@ -24,7 +24,7 @@ inline constexpr int64_t kChunkBytes = 32 * 1024;  // at most; a block has two c
 struct FewRowBatchGrid {
   int elements = 0;       // batch elements per chunk; 0 if chunks do not fit
   FeatureLanes features;  // vectors of 16 bytes per row of a chunk if there are several columns
-  int64_t chunks;
+  int64_t chunks = 0;
 
   FewRowBatchGrid(const Problem& problem, int64_t element_bytes) : features{1, 1} {
     const int64_t row_bytes = problem.features * element_bytes, bytes = problem.rows * row_bytes;

@@ -21,7 +21,7 @@ enum class Strategy {
   kSmallTiles,       // tiles of few gathered rows, in one launch
   kStagedTiles,      // tiles of rows too narrow for vector loads, staged in shared memory
   kSortThenTiles,    // sorts the rows first, then tiles
-  // Sums and extrema of unsorted rows only (see unordered_rows.cuh):
+  // Sums and extrema of unsorted rows only (see unordered_rows.cuh). These stay last: UsesAtomics compares.
   kAtomics,          // atomics on a table in global memory
   kFilteredAtomics,  // the same, but elements are first compared with lower bounds in shared memory
   kSharedTable,      // one table per block in shared memory

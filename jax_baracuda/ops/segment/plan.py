@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -272,7 +273,13 @@ def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:
 
 
 def _order_of_constants(segment_ids: np.ndarray, *, num_segments: int) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.where((segment_ids >= 0) & (segment_ids < num_segments), segment_ids, num_segments).astype(np.int32)
+    return _order_of_bytes(np.ascontiguousarray(segment_ids, np.int32).tobytes(), num_segments)
+
+
+@functools.lru_cache(maxsize=2)  # the two ends of a graph's edges, which all layers share
+def _order_of_bytes(segment_ids: bytes, num_segments: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.frombuffer(segment_ids, np.int32)
+    ids = np.where((ids >= 0) & (ids < num_segments), ids, num_segments).astype(np.int32)
     order = np.argsort(ids, stable=True).astype(index_dtype(ids.shape[0]))
     return order, ids[order]
 

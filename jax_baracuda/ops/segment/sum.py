@@ -257,12 +257,10 @@ def _are_added_by_xla(traits: Traits) -> bool:
     return measures["features"] >= 32 and measures["bytes"] <= 1 << 30
 
 
-# H100, time of plain JAX / kernel: 0.8 up to 4 MB, 0.8 for wide rows that XLA computes (48 loops). It is 4 for 1.3M
-# computed rows of 8 numbers, and up to 80 for two segments. 0.91 for 32M computed numbers that are added to a grid of
-# 2M, with the gradient. H200, 200,000 to 1.2M computed rows of 32 to 512 numbers, flat or in heads, uniform ids and
-# power laws: 0.44 to 0.98, one 1.0 (70 calls). But 5 to 10 if XLA computes the softmax of an attention again for each
-# feature. Rows in memory, up to 92 MB: 0.4 to 0.75, one 1.06 (9 calls); 0.8 to 1.3
-# for 180 to 560 MB of rows of 32, 1.2 to 2.0 for longer ones.
+# Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes, flat or in heads: 0.4 to 1.0
+# for 200,000 to 1.2M rows of 32 to 512 numbers, uniform or of a power law (H200, 70 calls); 4 for rows of 8 numbers, up
+# to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature. Rows in memory:
+# 0.4 to 0.75, once 1.06, up to 92 MB; 0.8 to 1.3 for 180 to 560 MB in rows of 32, 1.2 to 2.0 in longer ones (H200).
 SUM_RULES = (
     on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB)),
     on_gpu("XLA adds rows as it computes them", unordered, uncontended, _own_ids, fused, _are_added_by_xla),
