@@ -44,13 +44,12 @@ def of_yarn(size: int, base: float, factor: float, length: int, fast: float, slo
     return inv_freq / factor * ramp + inv_freq * (1 - ramp)
 
 
-def rotate(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, interleaved: bool, scale: float) -> np.ndarray:
-    """Features ``[B, S, H, D]`` as complex numbers, multiplied. Features beyond the frequencies stay."""
-    size = 2 * len(inv_freq)
+def rotate(x: np.ndarray, angles: np.ndarray, interleaved: bool, scale: float = 1.0) -> np.ndarray:
+    """Features ``[B, S, H, D]`` as complex numbers, multiplied. Features beyond the angles ``[B, S, pairs]`` stay."""
+    size = 2 * angles.shape[-1]
     rotated, rest = x[..., :size].astype(np.float64), x[..., size:]
     pairs = rotated.reshape(*x.shape[:-1], -1, 2) if interleaved else np.stack(np.split(rotated, 2, axis=-1), axis=-1)
-    angles = positions[:, :, None, None] * inv_freq
-    product = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles) * scale
+    product = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles[:, :, None]) * scale
     parts = np.stack([product.real, product.imag], axis=-1)
     joined = parts.reshape(rotated.shape) if interleaved else np.concatenate([parts[..., 0], parts[..., 1]], axis=-1)
     return np.concatenate([joined, rest], axis=-1)
@@ -116,8 +115,49 @@ def test_class(rng: np.random.Generator, name: str, dtype: Any) -> None:
 
     x = jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS, SIZE)), dtype)
     positions = rng.integers(0, 16384, (BATCH, LENGTH))
-    exact = rotate(np.asarray(x, np.float64), positions, expected_freq, interleaved, expected_scale)
+    exact = rotate(np.asarray(x, np.float64), positions[:, :, None] * expected_freq, interleaved, expected_scale)
     options = {"interleaved": interleaved, "layout": "BSHD", "rotary_dim": 2 * len(inv_freq)}
     y = jb.rope(x, jnp.asarray(positions), inv_freq=inv_freq, scale=scale, **options)
+    largest = float(np.abs(exact).max())
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=0, atol=ROUNDED[dtype] * largest)
+
+
+def patches_of_llama(side: int) -> np.ndarray:
+    """Columns and rows of a square of patches, from 1 on, and a class token that is not rotated."""
+    number = np.arange(side**2)
+    return np.concatenate([[number % side + 1, number // side + 1], np.zeros((2, 1), int)], axis=1)
+
+
+def patches_of_qwen(height: int, width: int, block: int) -> np.ndarray:
+    """Rows and columns of patches, square block by square block."""
+    places = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"))
+    blocks = places.reshape(2, height // block, block, width // block, block)
+    return blocks.swapaxes(2, 3).reshape(2, -1)
+
+
+VISION = {
+    "LlamaVisionRotaryEmbedding": (patches_of_llama(4), True),
+    "Qwen3OmniMoeVisionRotaryEmbedding": (patches_of_qwen(4, 6, 2), False),
+}
+"""Two positions of each patch, and whether pairs are neighbours."""
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", VISION)
+def test_vision_class(rng: np.random.Generator, name: str, dtype: Any) -> None:
+    """Each of the two positions rotates half of the pairs, by the same frequencies."""
+    positions, interleaved = VISION[name]
+    of_half = frequencies(SIZE // 2, 1e4)
+    x = jnp.asarray(rng.normal(size=(BATCH, positions.shape[1], HEADS, SIZE)), dtype)
+    angles = np.concatenate([at[None, :, None] * of_half for at in positions], axis=-1)
+    exact = rotate(np.asarray(x, np.float64), angles, interleaved)
+    y = jb.rope(
+        x,
+        jnp.asarray(positions),
+        inv_freq=np.concatenate([of_half, of_half]),
+        sections=(SIZE // 4, SIZE // 4),
+        interleaved=interleaved,
+        layout="BSHD",
+    )
     largest = float(np.abs(exact).max())
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=0, atol=ROUNDED[dtype] * largest)
