@@ -17,6 +17,7 @@ import importlib.util
 import os
 import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 # Both flags concern one back end and are ignored by the other.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -45,6 +46,7 @@ if folder := os.environ.get("JAX_BARACUDA_INSTRUMENTED"):
     instrumented.load(folder)
 from support import cases  # noqa: E402  (after the environment is set)
 
+from jax_baracuda._core.native import NATIVE_MODULES, NativeModule  # noqa: E402
 from jax_baracuda.ops.segment import edge_attention  # noqa: E402
 
 
@@ -100,3 +102,11 @@ def padded_heads() -> Iterator[None]:
     for op, alternatives in saved:
         op.alternatives.clear()
         op.alternatives.update(alternatives)
+
+
+@pytest.fixture
+def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake CUDA module, so that programs for CUDA can be lowered on any machine."""
+    cpu = NATIVE_MODULES["cpu"]
+    module = SimpleNamespace(plan=cpu.module.plan, device_problem=lambda: None)
+    monkeypatch.setitem(NATIVE_MODULES, "cuda", NativeModule("cuda", module, cpu.targets, None))

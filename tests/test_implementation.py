@@ -10,7 +10,6 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -59,14 +58,6 @@ def set_rules(monkeypatch: pytest.MonkeyPatch, **rules: Rule) -> None:
 
 def plain_jax(platform: str, *conditions: dispatch.Condition) -> Rule:
     return Rule(platform, "of this test", conditions)
-
-
-@pytest.fixture
-def cuda_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake CUDA module, so that programs for CUDA can be lowered on any machine."""
-    cpu = NATIVE_MODULES["cpu"]
-    module = SimpleNamespace(plan=cpu.module.plan, device_problem=lambda: None)
-    monkeypatch.setitem(NATIVE_MODULES, "cuda", NativeModule("cuda", module, cpu.targets, None))
 
 
 X = jax.ShapeDtypeStruct((2, 3, 8, 16), np.float32)

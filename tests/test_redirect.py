@@ -31,7 +31,6 @@ from jax_baracuda import _indexed, _redirect, redirect
 from jax_baracuda._core import lowering
 from jax_baracuda._core.dispatch import on_cpu, on_gpu, sorts_apart
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._core.op import OpCall
 from jax_baracuda._tools.calls import equations_of
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM
 from jax_baracuda.ops.segment.plan import SORTED_APART
@@ -861,15 +860,10 @@ def test_what_others_replace_in_jax_is_kept(monkeypatch: pytest.MonkeyPatch, rng
     assert scatter._segment_update is of_others
 
 
-needs_cuda_module = pytest.mark.skipif(
-    NATIVE_MODULES["cuda"].module is None, reason="plans of CUDA kernels are in their module"
-)
-
-
 WIDE, NARROW = ((1 << 20, 64), "float32"), ((1 << 20, 4), "float32")
 
 
-@pytest.mark.parametrize("platform", [pytest.param("cuda", marks=needs_cuda_module), "cpu"])
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
 @pytest.mark.parametrize(
     ("rows", "num_segments", "is_left"),
     [
@@ -883,11 +877,10 @@ WIDE, NARROW = ((1 << 20, 64), "float32"), ((1 << 20, 4), "float32")
     ids=["wide", "heads", "16 bits", "two segments", "narrow", "small"],
 )
 def test_sums_that_xla_fuses_are_left_to_it(
-    monkeypatch: pytest.MonkeyPatch, platform: str, rows: Any, num_segments: int, is_left: bool
+    monkeypatch: pytest.MonkeyPatch, cuda_module: None, platform: str, rows: Any, num_segments: int, is_left: bool
 ) -> None:
     """On GPUs, sums are left to JAX if the op's rules for computed rows say so, unless a kernel is requested."""
     cases.use_rules(monkeypatch)
-    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
     data, ids = jax.ShapeDtypeStruct(*rows), jax.ShapeDtypeStruct(rows[0][:1], "int32")
     nodes = jax.ShapeDtypeStruct((num_segments, *data.shape[1:]), data.dtype)
 
@@ -912,11 +905,9 @@ def test_sums_that_xla_fuses_are_left_to_it(
     ids=["cuda", "whole vectors", "cpu"],
 )
 def test_short_rows_that_are_left_to_xla_are_flat_on_gpus(
-    monkeypatch: pytest.MonkeyPatch, platform: str, row_shape: tuple[int, ...], is_flat: bool
+    cuda_module: None, platform: str, row_shape: tuple[int, ...], is_flat: bool
 ) -> None:
     """There, XLA adds vectors of the last axis."""
-    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(lowering, "_sorts_rows", lambda *_: False)  # asks the CUDA module, which may be missing
     nodes, rows = np.zeros((5, *row_shape), np.float32), np.ones((7, *row_shape), np.float32)
     ids = np.arange(7, dtype=np.int32) - 1
 
@@ -931,11 +922,10 @@ def test_short_rows_that_are_left_to_xla_are_flat_on_gpus(
     assert updates == ["x".join(map(str, shape))] * 3
 
 
-@pytest.mark.parametrize("backend", [pytest.param("gpu", marks=needs_cuda_module), "cpu"])
-def test_small_maxima_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_small_maxima_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, cuda_module: None, backend: str) -> None:
     cases.use_rules(monkeypatch)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
     for num_rows, is_left in ((1 << 14, backend == "gpu"), (1 << 15, False)):
         data, ids = jax.ShapeDtypeStruct((num_rows, 8), "float32"), jax.ShapeDtypeStruct((num_rows,), "int32")
         with redirect() as report:
@@ -1131,12 +1121,10 @@ def test_traced_programs_are_those_of_jax(rng: np.random.Generator) -> None:
         assert equations() == plain
 
 
-@needs_cuda_module
 @pytest.mark.parametrize("weights", ["softmax", "softmax of jnp.where", "sigmoid", "cutoff"])
-def test_attention_stays_with_kernels(monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
+def test_attention_stays_with_kernels(monkeypatch: pytest.MonkeyPatch, cuda_module: None, weights: str) -> None:
     """On GPUs, where a fusion would compute the softmax of an edge again for each feature of a head."""
     cases.use_rules(monkeypatch)
-    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
     nodes, edges, heads, features = 100_000, 1 << 20, 8, 16
     of_edges = {
         "softmax": lambda logits, maxima, ids: jnp.exp(logits - maxima[ids]),
@@ -1284,7 +1272,7 @@ def test_constant_ids_are_sorted_at_compile_time(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_allclose(pulled, gradient, rtol=1e-4, atol=1e-5)
 
 
-@needs_cuda_module
+@pytest.mark.skipif(NATIVE_MODULES["cuda"].module is None, reason="plans of CUDA kernels are in their module")
 @pytest.mark.parametrize("name", ["segment_sum", "segment_max"])
 def test_kernels_that_sort_share_their_orders_on_gpus(name: str) -> None:
     """Inside the context only, also calls of our functions, where the kernel would sort: not of narrow or few rows."""

@@ -330,24 +330,21 @@ def _repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
 
     It would compute exponentials of differences from gathered maxima behind a broadcast.
     """
-    path = (_expands, functools.partial(_is_softmax, ctx))
     seen: set[Any] = set()
-    pending = [(value, 0)]
+    pending = [(value, False)]  # and whether its numbers are repeated
     while pending and len(seen) < _MAX_VISITED:
-        value, steps = pending.pop()
+        value, is_repeated = pending.pop()
         operation: Any = value.owner
-        if (value, steps) in seen or isinstance(operation, ir.Block):
+        if (value, is_repeated) in seen or isinstance(operation, ir.Block):
             continue
-        seen.add((value, steps))
+        seen.add((value, is_repeated))
         if operation.name == "func.call":  # its result may depend on any operand
-            pending += [(x, steps) for x in (_returned(ctx, value), *operation.operands)]
+            pending += [(x, is_repeated) for x in (_returned(ctx, value), *operation.operands)]
             continue
-        if path[steps](operation):
-            steps += 1
-            if steps == len(path):
-                return True
+        if is_repeated and _is_softmax(ctx, operation):
+            return True
         if operation.name not in _IN_MEMORY and len(operation.regions) == 0:
-            pending += [(x, steps) for x in operation.operands]
+            pending += [(x, is_repeated or _expands(operation)) for x in operation.operands]
     return False
 
 
