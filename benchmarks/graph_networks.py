@@ -1,5 +1,5 @@
-"""Graph neural networks, with this package's functions or in plain JAX: GraphSAGE, GAT, GATv2, graph transformers, edge
-networks and SchNet.
+"""Graph neural networks, with this package's functions or in plain JAX: GraphSAGE, GCN, GAT, GATv2, graph transformers,
+edge networks and SchNet.
 
 Benchmarks time their training steps, and tests examine what XLA compiles them to.
 """
@@ -109,6 +109,7 @@ class Plain:
         return self.attention((weights * jax.nn.leaky_relu(sums, SLOPE)).sum(-1), key, edges)
 
     def weighted_sum(self, h: jax.Array, weights: jax.Array, edges: Edges) -> jax.Array:
+        weights = weights.reshape(weights.shape[0], -1)
         return self.sum_of_edges(self.of_senders(h, edges) * weights, edges)
 
     def sum_of_edges(self, messages: jax.Array, edges: Edges) -> jax.Array:
@@ -117,7 +118,8 @@ class Plain:
 
 Model = Callable[[Ours | Plain, Sequence[jax.Array], Any, Edges], jax.Array]
 """``(functions, weights, features, edges) -> features of nodes``. The features are those of nodes; for edge networks,
-those of nodes and those of edges; for SchNet, those of nodes and their positions."""
+those of nodes and those of edges; for GCN, those of nodes and the weights of edges; for SchNet, those of nodes and
+their positions."""
 
 
 def training_step(model: Model, ops: Ours | Plain) -> Callable[..., Any]:
@@ -140,6 +142,16 @@ def sage(
         else:
             messages = ops.sum(h, edges)
         h = jax.nn.relu(jnp.concatenate([h, messages], axis=-1) @ w)
+    return h
+
+
+def gcn(
+    ops: Ours | Plain, weights: Sequence[jax.Array], features: tuple[jax.Array, jax.Array], edges: Edges
+) -> jax.Array:
+    """Graph convolutions: each edge has a weight, as in a normalized adjacency matrix."""
+    h, of_edges = features
+    for w in weights:
+        h = jax.nn.relu(ops.weighted_sum(h @ w, of_edges, edges))
     return h
 
 

@@ -24,6 +24,7 @@ from benchmarks.graph_networks import (
     edge_network,
     gat,
     gatv2,
+    gcn,
     graph_transformer,
     product_of_concatenation,
     sage,
@@ -39,11 +40,12 @@ try:
 except ImportError:
     geometric = None
 
-SAGE_MAX, SAGE_SUM, GAT = "GraphSAGE-max", "GraphSAGE-sum", "GAT"
+SAGE_MAX, SAGE_SUM, GCN, GAT = "GraphSAGE-max", "GraphSAGE-sum", "GCN", "GAT"
 GRAPH_TRANSFORMER, GATV2, EDGE_NETWORK, SCHNET = "graph transformer", "GATv2", "edge network", "SchNet"
 MODELS: dict[str, Model] = {
     SAGE_MAX: functools.partial(sage, "max"),
     SAGE_SUM: functools.partial(sage, "sum"),
+    GCN: gcn,
     GAT: gat,
     GRAPH_TRANSFORMER: graph_transformer,
     GATV2: gatv2,
@@ -69,10 +71,10 @@ class Program:
         return f"{heads}{self.layers} {'layer' if self.layers == 1 else 'layers'}, {self.dtype}"
 
     def weight_shapes(self) -> list[tuple[int, ...]]:
-        """GraphSAGE: a matrix per layer. GAT: a matrix, and the logits' weights for senders and for receivers. Graph
-        transformer: matrices of queries, keys and values. GATv2: those of queries and keys, and the logits' weights.
-        Edge network: two matrices of messages and two of nodes for each layer. SchNet: five matrices for each layer,
-        and one for energies."""
+        """GraphSAGE and GCN: a matrix per layer. GAT: a matrix, and the logits' weights for senders and for receivers.
+        Graph transformer: matrices of queries, keys and values. GATv2: those of queries and keys, and the logits'
+        weights. Edge network: two matrices of messages and two of nodes for each layer. SchNet: five matrices for each
+        layer, and one for energies."""
         width, of_heads = self.graph.features, (self.heads, self.graph.features // self.heads)
         if self.model == GAT:
             return [(width, width), *[of_heads] * 2]
@@ -84,7 +86,7 @@ class Program:
             return [(3 * width, width), (width, width), (2 * width, width), (width, width)] * self.layers
         if self.model == SCHNET:
             return [*[(NUM_RADIAL, width), *[(width, width)] * 4] * self.layers, (width, 1)]
-        return [(2 * width, width)] * self.layers
+        return [(width if self.model == GCN else 2 * width, width)] * self.layers
 
 
 SMALL_EDGES, SMALL_STEPS = 1_000_000, 20
@@ -99,6 +101,10 @@ GPU_PROGRAMS = (
     Program(SAGE_SUM, Graph("arxiv", 169_343, 1_166_243, 256, 2.5), layers=3),
     Program(SAGE_MAX, Graph("arxiv", 169_343, 1_166_243, 128, 2.5), layers=3, dtype="bfloat16"),
     Program(SAGE_MAX, Graph("large", 2_449_029, 30_000_000, 32, 2.0), layers=2),
+    *(
+        Program(GCN, Graph("even", 169_343, 2_332_486, 256, 1.0), layers=3, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ),
     Program(GAT, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
     Program(GRAPH_TRANSFORMER, Graph("arxiv", 169_343, 1_166_243, 128, 1.7), heads=8),
     Program(GRAPH_TRANSFORMER, Graph("arxiv", 169_343, 1_166_243, 256, 1.7), heads=4, dtype="bfloat16"),
@@ -132,12 +138,13 @@ def cases(backend: str, quick: bool = False) -> Iterator[Case]:
 
 
 def floor_bytes(program: Program) -> int:
-    """Bytes of features, ids, weights, loss and gradients."""
+    """Bytes of features, ids, weights of edges and of the model, loss and gradients."""
     graph = program.graph
     weights = sum(map(math.prod, program.weight_shapes()))
     rows = graph.nodes + (graph.edges if program.model == EDGE_NETWORK else 0)
+    of_edges = graph.edges if program.model == GCN else 0
     element_bytes = jnp.dtype(program.dtype).itemsize
-    return element_bytes * (rows * graph.features + 2 * weights + 1) + 8 * graph.edges
+    return element_bytes * (rows * graph.features + of_edges + 2 * weights + 1) + 8 * graph.edges
 
 
 def contenders(program: Program) -> Iterator[Contender]:
@@ -167,16 +174,19 @@ def contenders(program: Program) -> Iterator[Contender]:
         yield of_jax(OURS, "no plan", program, Ours(nodes), weights, (x, positions), ids)
         yield of_jax(XLA, "", program, Plain(nodes), weights, (x, positions), ids)
         return
-    yield of_jax(OURS, "plan", program, Ours(), weights, x, {"plan": plan})
-    yield of_jax(OURS, "no plan", program, Ours(nodes), weights, x, ids)
-    yield of_jax(XLA, "", program, Plain(nodes), weights, x, ids)
+    features: Any = x
+    if program.model == GCN:
+        features = x, jax.random.uniform(jax.random.key(0), (graph.edges,), program.dtype)
+    yield of_jax(OURS, "plan", program, Ours(), weights, features, {"plan": plan})
+    yield of_jax(OURS, "no plan", program, Ours(nodes), weights, features, ids)
+    yield of_jax(XLA, "", program, Plain(nodes), weights, features, ids)
     step = training_step(MODELS[program.model], Plain(nodes))
-    yield of_step(OURS, "plain JAX, redirected", program, step, weights, x, ids, contender=RedirectedContender)
+    yield of_step(OURS, "plain JAX, redirected", program, step, weights, features, ids, contender=RedirectedContender)
     if geometric is None or not torch.cuda.is_available():
         return
     torch.set_float32_matmul_precision("high")  # TF32, which is JAX's default.
     torch.compiler.reset()  # Else each program would count as a recompilation of the previous one.
-    step = torch_step(program, *(torch.from_dlpack(array) for array in (x, senders, receivers)))
+    step = torch_step(program, jax.tree.map(torch.from_dlpack, features), *map(torch.from_dlpack, (senders, receivers)))
     operands = [torch.from_dlpack(w) for w in weights]
     one = torch.ones((), device=operands[0].device)
     for formulation, function in (("eager", step), ("compiled", torch.compile(step, dynamic=False))):
@@ -228,9 +238,10 @@ def repeated(step: Callable[..., Any], steps: int) -> Callable[..., Any]:
     return run
 
 
-def torch_step(program: Program, x: Any, senders: Any, receivers: Any) -> Callable[..., Any]:
+def torch_step(program: Program, features: Any, senders: Any, receivers: Any) -> Callable[..., Any]:
     """The loss as a function of the weights, with torch_geometric's operations."""
     nodes, senders, receivers = program.graph.nodes, senders.long(), receivers.long()
+    x, of_edges = features if program.model == GCN else (features, None)
     reduce = "max" if program.model == SAGE_MAX else "sum"
 
     def sage_loss(*weights: Any) -> Any:
@@ -238,6 +249,13 @@ def torch_step(program: Program, x: Any, senders: Any, receivers: Any) -> Callab
         for w in weights:
             messages = geometric.scatter(h.index_select(0, senders), receivers, 0, nodes, reduce)
             h = torch.relu(torch.cat([h, messages], -1) @ w)
+        return h.square().mean()
+
+    def gcn_loss(*weights: Any) -> Any:
+        h = x
+        for w in weights:
+            messages = (h @ w).index_select(0, senders) * of_edges.unsqueeze(-1)
+            h = torch.relu(geometric.scatter(messages, receivers, 0, nodes, "sum"))
         return h.square().mean()
 
     def gat_loss(w: Any, of_sender: Any, of_receiver: Any) -> Any:
@@ -261,5 +279,5 @@ def torch_step(program: Program, x: Any, senders: Any, receivers: Any) -> Callab
         sums = query.index_select(0, receivers) + key.index_select(0, senders)
         return attention_loss((of_logits * torch.nn.functional.leaky_relu(sums, SLOPE)).sum(-1), key)
 
-    losses = {GAT: gat_loss, GRAPH_TRANSFORMER: transformer_loss, GATV2: gatv2_loss}
+    losses = {GCN: gcn_loss, GAT: gat_loss, GRAPH_TRANSFORMER: transformer_loss, GATV2: gatv2_loss}
     return losses.get(program.model, sage_loss)

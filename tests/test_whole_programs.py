@@ -26,6 +26,7 @@ from benchmarks.graph_networks import (
     Model,
     edge_network,
     gat,
+    gcn,
     product_of_concatenation,
     sage,
     schnet,
@@ -333,18 +334,19 @@ def test_moves_are_found() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [functools.partial(sage, "max"), functools.partial(sage, "sum"), gat],
-    ids=["GraphSAGE-max", "GraphSAGE-sum", "GAT"],
+    [functools.partial(sage, "max"), functools.partial(sage, "sum"), gcn, gat],
+    ids=["GraphSAGE-max", "GraphSAGE-sum", "GCN", "GAT"],
 )
 def test_graph_networks_learn_as_in_plain_jax(rng: np.random.Generator, model: Model) -> None:
     """Loss and gradients of the models in benchmarks agree with plain JAX. The last node has no incoming edges."""
     nodes, edges, width, heads = 40, 300, 12, 3
     graph = {"gather_ids": rng.integers(0, nodes, edges), "segment_ids": rng.integers(0, nodes - 1, edges)}
-    shapes = [(width, width), (heads, 4), (heads, 4)] if model is gat else [(2 * width, width)] * 2
-    weights = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    shapes = {gat: [(width, width), (heads, 4), (heads, 4)], gcn: [(width, width)] * 2}
+    weights = [rng.normal(size=shape).astype(np.float32) for shape in shapes.get(model, [(2 * width, width)] * 2)]
     x = rng.normal(size=(nodes, width)).astype(np.float32)
+    features = (x, rng.normal(size=edges).astype(np.float32)) if model is gcn else x
     ours, plain = (
-        jax.jit(training_step(model, functions(nodes)))(weights, x, graph)
+        jax.jit(training_step(model, functions(nodes)))(weights, features, graph)
         for functions in (graph_networks.Ours, graph_networks.Plain)
     )
     for ours_of_it, plain_of_it in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):

@@ -124,6 +124,19 @@ def test_values_and_gradients(rng: np.random.Generator, call: tuple[str, Any], d
 
 
 @pytest.mark.parametrize("form", ["ids", "plan"])
+@pytest.mark.parametrize("kind", [*KINDS, "given logits"])
+def test_hub_of_a_million_edges(rng: np.random.Generator, kind: str, form: str) -> None:
+    """Values and gradients of a segment with a million edges, whose softmax is merged from many parts."""
+    edges, dtype = 1_000_003, rng.choice(cases.FLOATING)
+    if kind == "given logits":
+        attention = make_logits(rng, (50, edges, 4, (2,), (3,)), dtype)
+    else:
+        attention = make(rng, kind, Sizes(4, 50, edges, 2, 4, 3), dtype)
+    attention.segment_ids[rng.random(edges) < 0.999] = 1
+    attention.check(form, attention.d_output(rng))
+
+
+@pytest.mark.parametrize("form", ["ids", "plan"])
 @pytest.mark.parametrize("dtype", cases.FLOATING)
 @pytest.mark.parametrize(
     ("kind", "sizes"),
