@@ -166,6 +166,8 @@ def scaled_sizes(rng: np.random.Generator, example: Example, platform: str) -> d
     sizes |= drawn_choices(rng, example)
     if "state" in example.dims:
         sizes["state"] = sizes["tap"] - 1
+    if "entry" in example.dims:
+        sizes["entry"] = max(sizes["entry"], sizes["tap"] - 1)
     return sizes
 
 
