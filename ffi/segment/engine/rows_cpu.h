@@ -430,8 +430,9 @@ JB_CPU_CLONES void FoldWide(const RowBlock block, const int32_t* places, const t
                             int64_t stride, const Reduction reduction, const FoldTarget target) {
   const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
   const int64_t width = target.width;
+  const bool has_gaps = block.offsets != kAllOffsets.values;  // which the hardware prefetcher cannot predict
   ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
-    if (target.rows_are_scattered && i + kPrefetchDistance < block.known) {
+    if (has_gaps && i + kPrefetchDistance < block.known) {
       PrefetchRow(rows + places[i + kPrefetchDistance] * stride, width);
     }
     reduction.Fold(rows + places[i] * stride, RowNumber(block, i), width, cells + segment * width);
