@@ -18,7 +18,7 @@ from support.programs import small_floats
 from support.recorded import GoodCall, direct_calls
 
 import jax_baracuda
-from jax_baracuda import SegmentPlan, gather_segment_sum, segment_plan
+from jax_baracuda import SegmentPlan, gather_segment_sum, implementation, segment_plan
 from jax_baracuda._examples.segment import gathered_sum
 
 # (nodes, edges, segments, row_shape, weight_dims)
@@ -87,6 +87,43 @@ def test_value_and_gradients(rng: np.random.Generator, call: Any, dtype: str, fo
         graph = with_segment_data(rng, graph)
     of_results = (edges, *row_shape[:-1]) if kind == "dot" else (segments, *row_shape)
     check(kind, graph, form, cases.cotangent(rng, of_results, dtype), **options)
+
+
+SMALL_GRAPHS: list[tuple[str, int | None, tuple[str, ...]]] = [
+    *((kind, None, mapped) for kind in ("sum", "mean", "max", "min") for mapped in (("data",), ("data", "ids"))),
+    *(("sum", 1, mapped) for mapped in (("data",), ("weights",), ("data", "weights"), ("data", "weights", "ids"))),
+]
+"""The function, the dimensions of its weights, and what the elements of a batch do not share."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("row_shape", [(1,), (2, 3), (4, 5)], ids=str)
+@pytest.mark.parametrize(("kind", "weight_dims", "mapped"), SMALL_GRAPHS, ids=str)
+def test_batch_of_many_small_graphs(
+    rng: np.random.Generator, kind: str, weight_dims: int | None, mapped: tuple[str, ...], row_shape: Any, form: str
+) -> None:
+    """Values and gradients under ``vmap`` of so many graphs that CPUs take several at a time."""
+    dtype = str(rng.choice(cases.FLOATING))
+    graph = make_graph(rng, 12, 31, 9, row_shape, dtype, weight_dims, is_sorted=form == "sorted")
+    others = [make_graph(rng, 12, 31, 9, row_shape, dtype, weight_dims, is_sorted=form == "sorted") for _ in range(70)]
+    own = {"data", "weights"} & {*mapped} | ({"gather_ids", "segment_ids"} if "ids" in mapped else set())
+    graphs = [dataclasses.replace(graph, **{name: getattr(other, name) for name in own}) for other in others]
+    d_output = np.stack([cases.cotangent(rng, (9, *row_shape), dtype) for _ in graphs])
+
+    def run(arrays: Any, d_output: Any) -> Any:
+        ids = {name: arrays.pop(name) for name in ("gather_ids", "segment_ids")}
+        call = call_of(kind, dataclasses.replace(graph, **ids), form)
+        output, vjp = jax.vjp(lambda arrays: call(**arrays), arrays)
+        return {"value": output, **vjp(d_output)[0]}
+
+    arrays = graph.arrays() | {"gather_ids": graph.gather_ids, "segment_ids": graph.segment_ids}
+    arrays |= {name: np.stack([getattr(graph, name) for graph in graphs]) for name in own}
+    axes = {name: 0 if name in own else None for name in arrays}
+    with cases.x64_for(dtype), implementation("kernel"):
+        results = jax.jit(jax.vmap(run, (axes, 0)))(arrays, d_output)
+    for i in (0, 1, *rng.integers(2, 69, 5), 69):
+        for name, allowed in graphs[i].expected(kind, d_output[i]).items():
+            allowed.check(results[name][i], f"{name} of element {i}")
 
 
 @pytest.mark.parametrize("ids_dtype", cases.INTEGERS)

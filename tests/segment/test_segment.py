@@ -176,6 +176,26 @@ def test_strategy_of_batches_that_share_ids() -> None:
     assert "batch_of_few_rows" not in {strategy(*call) for call in others}
 
 
+def test_strategy_of_batches_of_few_rows_on_cpus() -> None:
+    """It takes the batches above, up to its limits, also with ids of their own."""
+
+    def strategy(elements: int, rows: int, segments: int, features: int, dtype: str, own: int = 1) -> str:
+        types = [jax.ShapeDtypeStruct((elements, rows, features), dtype), jax.ShapeDtypeStruct((own, rows), np.int32)]
+        params = {"num_segments": segments, "indices_are_sorted": False, "deterministic": False, "num_batch_dims": 1}
+        return OpCall(OPS["segment_sum"], types, params).plan("cpu").strategy
+
+    taken = [
+        *((64, 1024, 256, 16, "float32"), (601, 101, 24, 1, "float16"), (271, 0, 8, 256, "float64")),
+        *((64, 9, 9, 400, "bfloat16"), (100_000, 9, 4, 16, "float32", 100_000)),
+    ]
+    others = [
+        *((63, 1024, 256, 16, "float32"), (64, 1025, 256, 16, "float32"), (64, 1024, 257, 16, "float32")),
+        *((64, 9, 9, 228, "float64"), (64, 9, 9, 456, "bfloat16")),
+    ]
+    assert {strategy(*call) for call in taken} == {"batch_of_few_rows"}
+    assert "batch_of_few_rows" not in {strategy(*call) for call in others}
+
+
 UNEVEN = {
     "power law": (POWER_LAW_SHAPES, cases.power_law_ids),  # one segment has a third of all rows and most have few
     "mostly empty": (MOSTLY_EMPTY_SHAPES, cases.make_ids),  # two to 25 segments to a row

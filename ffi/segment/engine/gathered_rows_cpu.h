@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "ffi/segment/engine/rows_cpu.h"
 
@@ -100,6 +101,9 @@ JB_CPU_CLONES void FoldGathered(const RowBlock block, const EdgesOfBatch<typenam
 struct PlainRows {
   JB_INLINE PlainRows OfBatch(int64_t /*batch*/) const { return {}; }
 
+  // Whether the batch shares what else an edge has.
+  bool IsShared() const { return false; }
+
   JB_INLINE void Prefetch(int64_t /*edge*/) const {}
 
   // Folds the row of an edge.
@@ -128,11 +132,18 @@ class GatheredReduction final : public TypedReduction<Reduction> {
             /*splits_features=*/false, reduction),
         call_(call),
         clips_(clips),
-        input_(input) {}
+        input_(input),
+        elements_at_once_(ElementsAtOnce(call.problem, this->type)) {
+    const bool have_numbers = !kKeepsRows<Reduction> && call.edge_order == nullptr && !input.IsShared();
+    const bool fit = elements_at_once_ * call.num_rows <= std::numeric_limits<int32_t>::max();
+    if (elements_at_once_ > 1 && call.gather_ids_are_shared && have_numbers && fit) NumberRows();
+  }
+
+  bool FoldsElementsTogether() const override { return rows_of_elements_ != nullptr; }
 
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
     if (call_.num_rows == 0) return;
-    const EdgesOfBatch<Element> edges(call_, clips_, target.batch, block.first_row);
+    const auto edges = EdgesOf<Element>(block, target);
     const Input input = input_.OfBatch(target.batch);
     if (!IsNarrow(target.width)) return FoldGathered(block, edges, input, this->reduction, target);
     int32_t numbers[kConvertedIds], ids[kConvertedIds + kScanPrefetchDistance];
@@ -144,8 +155,7 @@ class GatheredReduction final : public TypedReduction<Reduction> {
     }
     using Bits = BitsOf<Element>;
     Element rows[kConvertedNumbers];
-    CopyNarrowRows(block, EdgesOfBatch<Bits>(call_, clips_, target.batch, block.first_row),
-                   reinterpret_cast<Bits*>(rows));
+    CopyNarrowRows(block, EdgesOf<Bits>(block, target), reinterpret_cast<Bits*>(rows));
     const auto fold = [&](auto* elements, const Narrow& reduction) {
       input.Change(numbers, block.count, target.width, elements);
       FoldNarrow(of_numbers, kAllOffsets.values, elements, reduction, target);
@@ -160,9 +170,36 @@ class GatheredReduction final : public TypedReduction<Reduction> {
   }
 
  private:
+  // Numbers the gathered rows of several elements of the batch in turn; -1 for edges that add nothing.
+  void NumberRows() {
+    rows_of_elements_ = Allocate<int32_t>(elements_at_once_ * call_.problem.rows);
+    if (rows_of_elements_ == nullptr) return;
+    int32_t* to = rows_of_elements_.get();
+    const EdgesOfBatch<Element> edges(call_, clips_, 0, 0);
+    for (int64_t element = 0; element < elements_at_once_; ++element) {
+      const int64_t first_row = call_.problem.data_is_shared ? 0 : element * call_.num_rows;
+      for (int32_t place = 0; place < call_.problem.rows; ++place) {
+        const int64_t row = first_row + NearestRow(edges.gather_ids[place], call_.num_rows);
+        *to++ = edges.HasRow(place) ? static_cast<int32_t>(row) : -1;
+      }
+    }
+  }
+
+  template <typename T>
+  EdgesOfBatch<T> EdgesOf(const RowBlock& block, const FoldTarget& target) const {
+    EdgesOfBatch<T> edges(call_, clips_, target.batch, block.first_row);
+    if (rows_of_elements_ != nullptr) {
+      edges.gather_ids = rows_of_elements_.get() + block.first_row;
+      edges.num_rows *= elements_at_once_;
+    }
+    return edges;
+  }
+
   const GatheringCall& call_;
   const bool clips_;
   const Input input_;
+  const int64_t elements_at_once_;
+  Memory<int32_t> rows_of_elements_;  // of up to elements_at_once_ elements; nullptr if these are folded one by one
 };
 
 }  // namespace jax_baracuda::segment

@@ -25,6 +25,7 @@ constexpr int64_t kSortedBlockBytes = 16 * 1024;   // cells of segments that are
 constexpr int64_t kGroupedBlockBytes = 4 * 1024;   // likewise, while wide rows stream through the same cache
 constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // rows and cells per part of the segments
 constexpr int64_t kMaxSegmentParts = 16;           // each part reads all ids
+constexpr int64_t kMinElementsOfFewRows = 64;      // threads may share the rows of an element in smaller batches
 
 struct SegmentRange {
   int64_t begin, end;
@@ -117,6 +118,13 @@ void ForEachBlockOfRows(const Problem& problem, SegmentIds ids, int64_t batch, i
   }
 }
 
+UntypedCells CellsAfter(UntypedCells cells, CellType type, int64_t count) {
+  const auto after = [&](void* numbers, int64_t bytes) -> void* {
+    return numbers == nullptr ? nullptr : static_cast<char*>(numbers) + count * bytes;
+  };
+  return {after(cells.first, type.first_bytes), after(cells.second, type.second_bytes)};
+}
+
 // Memory for unfinished cells; numbers that `results` can hold need none.
 class CellMemory {
  public:
@@ -134,11 +142,10 @@ class CellMemory {
 
   // The cells at `place` of the memory, or at `result_place` of the results.
   UntypedCells At(int64_t place, int64_t result_place) const {
-    const auto at = [&](const Memory<char>& memory, void* result, int64_t bytes) -> void* {
-      if (memory != nullptr) return memory.get() + place * bytes;
-      return result == nullptr ? nullptr : static_cast<char*>(result) + result_place * bytes;
-    };
-    return {at(first_, results_.first, type_.first_bytes), at(second_, results_.second, type_.second_bytes)};
+    const UntypedCells own = CellsAfter({first_.get(), second_.get()}, type_, place),
+                       of_results = CellsAfter(results_, type_, result_place);
+    return {own.first != nullptr ? own.first : of_results.first,
+            own.second != nullptr ? own.second : of_results.second};
   }
 
  private:
@@ -370,6 +377,63 @@ int64_t BytesOfWork(const Problem& problem, int64_t row_bytes) {
 
 int64_t RowBytes(const RowReduction& reduction) { return reduction.problem.features * reduction.type.element_bytes; }
 
+// Numbers the segments of several elements of the batch in turn; -1 for dropped rows.
+void NumberSegments(const Problem& problem, SegmentIds ids, int64_t first_element, int64_t elements, int32_t* to) {
+  Visit(ids, [&](const auto* values) {
+    for (int64_t element = 0; element < elements; ++element) {
+      const auto* const of_element = values + problem.IdIndex(first_element + element, 0);
+      for (int64_t row = 0; row < problem.rows; ++row) {
+        const int64_t id = of_element[row];
+        const bool is_member = static_cast<uint64_t>(id) < static_cast<uint64_t>(problem.segments);
+        *to++ = static_cast<int32_t>(is_member ? element * problem.segments + id : -1);
+      }
+    }
+  });
+}
+
+// Reduces several elements of the batch at a time. A single one would take longer to start than to reduce.
+bool ReduceElements(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts) {
+  const Problem& problem = reduction.problem;
+  const CellType type = reduction.type;
+  const int64_t at_once = ElementsAtOnce(problem, type);
+  const bool are_together = reduction.FoldsElementsTogether();
+  std::atomic<bool> has_memory{true};
+  const auto reduce_range = [&](int64_t range_begin, int64_t range_end) {
+    CellsOfThread cells(reduction, row_counts);
+    if (!cells.Allocate(at_once * problem.segments, 0, problem.features)) {
+      has_memory = false;
+      return;
+    }
+    int32_t numbered[kConvertedIds];
+    if (are_together && problem.ids_are_shared) NumberSegments(problem, ids, 0, at_once, numbered);
+    for (int64_t begin = range_begin, end; begin < range_end; begin = end) {
+      end = std::min(begin + at_once, range_end);
+      const SegmentRange segments{0, (end - begin) * problem.segments};
+      FoldTarget target = cells.Start(begin, segments);
+      if (are_together) {
+        if (!problem.ids_are_shared) NumberSegments(problem, ids, begin, end - begin, numbered);
+        target.num_segments = static_cast<uint64_t>(segments.end);
+        FoldBlocks(reduction, segments.end, target, [&](FunctionRef<void(const RowBlock&)> fold) {
+          const int64_t rows = (end - begin) * problem.rows;
+          for (int64_t row = 0, count; row < rows; row += count) {
+            count = std::min(reduction.block_rows, rows - row);
+            fold({count, count, row, 0, kAllOffsets.values, numbered + row});
+          }
+        });
+      } else {
+        for (FoldTarget of_element = target; of_element.batch < end; ++of_element.batch) {
+          FoldInOrder(ids, reduction, 0, problem.rows, {0, problem.segments}, /*are_listed=*/false, of_element);
+          of_element.cells = CellsAfter(of_element.cells, type, problem.segments * problem.features);
+          if (row_counts != nullptr) of_element.row_counts += problem.segments;
+        }
+      }
+      cells.Write(target, segments);
+    }
+  };
+  ForEachRange(pool, problem.batch, BytesOfWork(problem, RowBytes(reduction)), reduce_range);
+  return has_memory;
+}
+
 // `then` may be nullptr.
 bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts,
                   const FunctionRef<void(const Block&, const RowBlock&)>* then) {
@@ -507,6 +571,13 @@ bool ReducesInOrder(const Problem& problem, int64_t element_bytes, int64_t cell_
   return row_bytes < narrow_bytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
 }
 
+int64_t ElementsAtOnce(const Problem& problem, CellType type) {
+  if (problem.batch < kMinElementsOfFewRows) return 0;
+  const int64_t cell_bytes = problem.segments * std::max<int64_t>(problem.features, 1) * type.Bytes();
+  return std::min(kConvertedIds / std::max<int64_t>(problem.rows, 1),
+                  kSortedBlockBytes / std::max<int64_t>(cell_bytes, 1));
+}
+
 Strategy ChooseScan(const Problem& problem, bool rounds, int64_t row_bytes) {
   return rounds && NumRanges(problem, rounds, row_bytes, /*num_threads=*/1) > 1 ? Strategy::kSplitScan
                                                                                 : Strategy::kScan;
@@ -514,6 +585,7 @@ Strategy ChooseScan(const Problem& problem, bool rounds, int64_t row_bytes) {
 
 Strategy ChooseStrategy(const Problem& problem, CellType type, bool has_counts) {
   if (problem.batch * problem.segments == 0 || (problem.features == 0 && !has_counts)) return Strategy::kNothing;
+  if (ElementsAtOnce(problem, type) > 0) return Strategy::kBatchOfFewRows;
   return ReducesInOrder(problem, type.element_bytes, type.Bytes())
              ? ChooseScan(problem, type.rounds, problem.features * type.element_bytes)
              : Strategy::kGroupBySegment;
@@ -544,6 +616,8 @@ bool ReduceAll(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduct
   switch (ChooseStrategy(reduction.problem, reduction.type, row_counts != nullptr)) {
     case Strategy::kNothing:
       return true;
+    case Strategy::kBatchOfFewRows:
+      return ReduceElements(pool, ids, reduction, row_counts);
     case Strategy::kGroupBySegment:
       return ReduceGroups(pool, ids, reduction, row_counts, /*then=*/nullptr);
     default:
@@ -573,12 +647,15 @@ void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, Segment
   const int64_t bytes_per_batch = problem.rows * problem.features * element_bytes;
   AdviseHugePages(result, problem.batch * bytes_per_batch);
   const int64_t chunks = ChunksFor(pool, bytes_per_batch);
-  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-    const int64_t batch = index / chunks, chunk = index % chunks;
-    ForEachBlockOfRows(problem, ids, batch, ChunkBegin(problem.rows, chunks, chunk),
-                       ChunkBegin(problem.rows, chunks, chunk + 1), SegmentRange{0, problem.segments},
-                       /*are_listed=*/false, max_rows, [&](const RowBlock& block) { body(batch, block); });
-  });
+  const auto visit = [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t batch = index / chunks, chunk = index % chunks;
+      ForEachBlockOfRows(problem, ids, batch, ChunkBegin(problem.rows, chunks, chunk),
+                         ChunkBegin(problem.rows, chunks, chunk + 1), SegmentRange{0, problem.segments},
+                         /*are_listed=*/false, max_rows, [&](const RowBlock& block) { body(batch, block); });
+    }
+  };
+  ForEachRange(pool, problem.batch * chunks, problem.batch * bytes_per_batch, visit);
 }
 
 }  // namespace jax_baracuda::segment

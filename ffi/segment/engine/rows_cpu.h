@@ -1,7 +1,7 @@
 // How the CPU kernels of the segment ops traverse the rows. Results do not depend on the number of threads, nor on
 // whether the ids are sorted.
 //
-// A reduction has two strategies. Both accumulate in ComputeType, so that 16-bit types vectorise:
+// A reduction has three strategies. All accumulate in ComputeType, so that 16-bit types vectorise:
 // - Scan: each range of rows is folded, in order, into its own cells; then the cells of the ranges are merged. Used if
 //   rows are narrow, or if the cells fit in a near cache. kScan has two variants with the same result: sorted ids are
 //   reduced a few neighbouring segments at a time, and instead of a single range, each thread reduces the rows of its
@@ -9,6 +9,8 @@
 // - Group by segment: each thread owns a range of segments (or of features, if there are few segments). A counting sort
 //   of row numbers groups its rows by segment. A segment's cells then stay in the L1 cache while its rows stream by,
 //   and are written once.
+// - Batch of few rows: the cells of several elements of a batch stay in the L1 cache together. Where possible, their rows
+//   are folded as those of one element with as many times the segments.
 //
 // Kernels take small structs by value. Through a reference, the compiler would have to reload them after every store,
 // which might alias them.
@@ -18,8 +20,9 @@
 //   Element         of a row
 //   First, Second   the one or two numbers of an unfinished cell; Second may be NoNumber
 //   Narrow          the reduction that folds narrow rows after Convert, often for several types; may be itself
-// and the constants kRounds (whether merging in another grouping changes the bits) and, optionally, kSecondIsRare
-// (whether few cells have a second number: Start leaves it unset, and it is not prefetched). The functions are
+// and the constant kRounds (whether merging in another grouping changes the bits). Two constants are optional:
+// kSecondIsRare (whether few cells have a second number: Start leaves it unset, and it is not prefetched) and kKeepsRows
+// (whether cells keep the numbers of rows). The functions are
 //   Start(count, cells)                       initialises `count` cells
 //   Fold(values, row, width, cells)           folds a row into `width` cells; rows of a cell come in ascending order
 //   ForNarrow(), Convert(from, count, to)     the Narrow reduction, and elements as its elements; unless Narrow is itself
@@ -73,13 +76,15 @@ enum class Strategy {
   kFill,            // no segments: all rows are dropped
   kScan,            // rows in order; one range, or one per thread if merging does not round
   kSplitScan,       // rows in order; ranges depend on shapes only, because merging rounds
+  kBatchOfFewRows,  // rows in order, of several elements of a batch at a time
   kGroupBySegment,  // rows grouped by segment
   kStreamedGroups,  // the same, with streaming stores of row results
   kGather,          // rows in order, each computed from its segment's cells
 };
 
 inline constexpr const char* kStrategyNames[] = {
-    kNothing, "fill", "scan", "split_scan", "group_by_segment", "group_by_segment_streamed", "gather"};
+    kNothing, "fill", "scan", "split_scan", "batch_of_few_rows", "group_by_segment", "group_by_segment_streamed",
+    "gather"};
 
 // Runs a call with kRun(pool, call), which returns false if memory allocation fails.
 template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
@@ -211,6 +216,9 @@ class RowReduction {
   const int64_t block_rows;
   const bool splits_features;
 
+  // Whether Fold takes rows of several elements of the batch at once. These continue the rows of element target.batch,
+  // and ids number the segments of all.
+  virtual bool FoldsElementsTogether() const { return false; }
   virtual UntypedCells ResultCells() const = 0;
   virtual void Start(int64_t count, UntypedCells cells) const = 0;
   virtual void Fold(const RowBlock& block, const FoldTarget& target) const = 0;
@@ -233,6 +241,9 @@ class RowReduction {
 
 // Whether to scan rows in order rather than group them.
 bool ReducesInOrder(const Problem& problem, int64_t element_bytes, int64_t cell_bytes);
+
+// The number of elements of the batch whose rows are reduced at a time; 0 if their rows are too many, or they are too few.
+int64_t ElementsAtOnce(const Problem& problem, CellType type);
 
 Strategy ChooseScan(const Problem& problem, bool rounds, int64_t row_bytes);
 Strategy ChooseStrategy(const Problem& problem, CellType type, bool has_counts);
@@ -276,6 +287,11 @@ inline constexpr bool kSecondIsRare = false;
 template <typename Reduction>
 inline constexpr bool kSecondIsRare<Reduction, std::void_t<decltype(Reduction::kSecondIsRare)>> =
     Reduction::kSecondIsRare;
+
+template <typename Reduction, typename = void>
+inline constexpr bool kKeepsRows = false;
+template <typename Reduction>
+inline constexpr bool kKeepsRows<Reduction, std::void_t<decltype(Reduction::kKeepsRows)>> = Reduction::kKeepsRows;
 
 template <typename Reduction>
 constexpr CellType CellTypeOf() {
@@ -414,8 +430,9 @@ JB_CPU_CLONES void FoldWide(const RowBlock block, const int32_t* places, const t
                             int64_t stride, const Reduction reduction, const FoldTarget target) {
   const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
   const int64_t width = target.width;
+  const bool has_gaps = block.offsets != kAllOffsets.values;  // which the hardware prefetcher cannot predict
   ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
-    if (target.rows_are_scattered && i + kPrefetchDistance < block.known) {
+    if (has_gaps && i + kPrefetchDistance < block.known) {
       PrefetchRow(rows + places[i + kPrefetchDistance] * stride, width);
     }
     reduction.Fold(rows + places[i] * stride, RowNumber(block, i), width, cells + segment * width);
@@ -515,6 +532,8 @@ class DirectReduction final : public TypedReduction<Reduction> {
       : TypedReduction<Reduction>(problem, MaxBlockRows<Reduction>(problem), /*splits_features=*/true, reduction),
         data_(static_cast<const Element*>(data)) {}
 
+  bool FoldsElementsTogether() const override { return !this->problem.data_is_shared && !kKeepsRows<Reduction>; }
+
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
     FoldOwnRows(block, FirstRow(block, target), this->problem.features, this->reduction, target);
   }
@@ -554,11 +573,13 @@ Plan PlanReduction(const SegmentCall& call, const Dispatch& dispatch, bool has_c
 
 // For JB_CPU_TARGET: the strategies of a reduction whose merge rounds, and of one whose merge does not.
 inline std::vector<const char*> RoundingStrategies() {
-  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kScan, Strategy::kSplitScan, Strategy::kGroupBySegment);
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kScan, Strategy::kSplitScan, Strategy::kBatchOfFewRows,
+                 Strategy::kGroupBySegment);
 }
 
 inline std::vector<const char*> ExactStrategies() {
-  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kScan, Strategy::kGroupBySegment);
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kScan, Strategy::kBatchOfFewRows,
+                 Strategy::kGroupBySegment);
 }
 
 // Reduces the rows `data` of a call.

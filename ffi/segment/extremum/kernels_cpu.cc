@@ -54,7 +54,7 @@ struct ArgExtremum {
   using First = std::common_type_t<Key, int32_t>;
   using Second = int32_t;
   using Narrow = ArgOfKeys<First>;
-  static constexpr bool kRounds = false;
+  static constexpr bool kRounds = false, kKeepsRows = true;
 
   Format format;
   int32_t no_row;  // result of an empty segment

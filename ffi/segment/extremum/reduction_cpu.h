@@ -179,7 +179,7 @@ struct ExtremumWithWinner {
   using First = std::common_type_t<Key, int32_t>;  // at least as wide as winners, so that vectors need no repacking
   using Second = int32_t;
   using Narrow = WinnerOfKeys<First>;
-  static constexpr bool kRounds = false;
+  static constexpr bool kRounds = false, kKeepsRows = true;
 
   Format format;
   bool first_wins;

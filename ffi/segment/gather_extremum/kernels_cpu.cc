@@ -58,6 +58,8 @@ struct SelectedRows {
 
   JB_INLINE SelectedRows OfBatch(int64_t batch) const { return {selection + batch * edges * words, edges, words}; }
 
+  bool IsShared() const { return false; }
+
   JB_INLINE void Prefetch(int64_t edge) const { PrefetchRow(selection + edge * words, words); }
 
   template <typename T>

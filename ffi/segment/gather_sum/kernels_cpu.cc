@@ -41,6 +41,8 @@ struct WeightedRows {
     return {OfElement(weights, are_shared, batch, edges * heads), true, edges, heads};
   }
 
+  bool IsShared() const { return are_shared; }
+
   JB_INLINE void Prefetch(int64_t /*edge*/) const {}
 
   JB_INLINE void Fold(const Sum<T>&, const T* row, int64_t edge, int64_t width, CellsOf<Sum<T>> cells) const {

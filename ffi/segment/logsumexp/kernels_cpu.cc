@@ -137,6 +137,8 @@ class LogSumExpRows final : public TypedReduction<LogSumExpReduction<T>> {
                                   Reduction{static_cast<C*>(call.maxima), static_cast<C*>(call.totals)}),
         data_(static_cast<const T*>(call.data)) {}
 
+  bool FoldsElementsTogether() const override { return !this->problem.data_is_shared; }
+
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
     const Problem& problem = this->problem;
     const T* const rows =

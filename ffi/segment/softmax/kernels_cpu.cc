@@ -93,6 +93,8 @@ class ProductSumRows final : public TypedReduction<ProductSum<T>> {
                                       /*splits_features=*/true, ProductSum<T>{{sums, /*is_wide=*/true}}),
         call_(call) {}
 
+  bool FoldsElementsTogether() const override { return !call_.is_shared[0] && !call_.is_shared[1]; }
+
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
     const Problem& problem = this->problem;
     ProductSum<T> of_batch = this->reduction;
@@ -184,7 +186,7 @@ constexpr auto kRun = RunOnCpu<SoftmaxCall, RunSoftmax>;
 
 std::vector<const char*> SoftmaxStrategies() {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kScan, Strategy::kSplitScan,
-                 Strategy::kGroupBySegment);
+                 Strategy::kBatchOfFewRows, Strategy::kGroupBySegment);
 }
 
 JB_CPU_TARGET("segment_softmax", (HandleSoftmax<ffi::ThreadPool, kRun>), (PlanOf<PlanSoftmax, SoftmaxCallOf<false>>),
