@@ -21,7 +21,7 @@ enum class Strategy {
   kSmallTiles,       // tiles of few gathered rows, in one launch
   kStagedTiles,      // tiles of rows too narrow for vector loads, staged in shared memory
   kSortThenTiles,    // sorts the rows first, then tiles
-  // Sums and extrema of unsorted rows only (see unordered_rows.cuh). These stay last: UsesAtomics compares.
+  // Sums and extrema of unsorted rows only (see unordered_rows.cuh).
   kAtomics,          // atomics on a table in global memory
   kFilteredAtomics,  // the same, but elements are first compared with lower bounds in shared memory
   kSharedTable,      // one table per block in shared memory
@@ -53,7 +53,9 @@ enum class MapStrategy {
 inline constexpr const char* kMapStrategyNames[] = {kNothing, "row_vectors", "flat_vectors", "flat_elements"};
 
 // Whether rows are folded into tables by atomics.
-constexpr bool UsesAtomics(Strategy strategy) { return strategy >= Strategy::kAtomics; }
+constexpr bool UsesAtomics(Strategy strategy) {
+  return strategy == Strategy::kAtomics || strategy == Strategy::kFilteredAtomics || strategy == Strategy::kSharedTable;
+}
 
 // For JB_CUDA_TARGET: the strategies of a reduction of rows, and the others that an op has.
 template <typename... Others>

@@ -48,7 +48,17 @@ BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
   return static_cast<BitsOf<T>>((is_minimum ? reversing : 0) ^ (IsUnsigned(type) ? kHighest : 0));
 }
 
-JB_HOST_DEVICE int32_t TieCount(int32_t winner) { return winner >= 0 ? 1 : -winner; }
+JB_ALWAYS_INLINE int32_t TieCount(int32_t winner) { return winner < kNoWinner ? -winner : 1; }
+
+// The lower of two rows. kNoWinner, the greatest unsigned number, is above every row.
+JB_ALWAYS_INLINE int32_t FirstRow(int32_t a, int32_t b) {
+  return static_cast<uint32_t>(b) < static_cast<uint32_t>(a) ? b : a;
+}
+
+// The winner of two sets of rows with the same maximum. `counted_twice` is 1 if both tie counts include the identity.
+JB_ALWAYS_INLINE int32_t WinnerOfBoth(int32_t a, int32_t b, bool first_wins, int32_t counted_twice) {
+  return first_wins ? FirstRow(a, b) : counted_twice - TieCount(a) - TieCount(b);
+}
 
 // Whether the gradient must find the rows that attain the maximum; only then are data and output read again.
 JB_HOST_DEVICE bool IsTie(int32_t winner) { return winner < kNoWinner; }
@@ -60,7 +70,7 @@ JB_HOST_DEVICE T TiedShare(int32_t winner, T d_output) {
   return static_cast<T>(static_cast<C>(d_output) / static_cast<C>(-winner));
 }
 
-// An unfinished cell of argmax. `row` is kNoWinner, the greatest unsigned number, while it has no row.
+// An unfinished cell of argmax. `row` is kNoWinner while it has no row.
 template <typename Key>
 struct ArgCell {
   Key best = std::numeric_limits<Key>::lowest();
@@ -70,8 +80,7 @@ struct ArgCell {
 // Folds in a row, or the cell of other rows, in any order. Of equal keys the lowest row wins.
 template <typename Key>
 JB_HOST_DEVICE void MergeArgCell(ArgCell<Key>& cell, Key key, int32_t row) {
-  const bool is_before = static_cast<uint32_t>(row) < static_cast<uint32_t>(cell.row);
-  if (key > cell.best || (key == cell.best && is_before)) {
+  if (key > cell.best || (key == cell.best && FirstRow(cell.row, row) == row)) {
     cell.best = key;
     cell.row = row;
   }

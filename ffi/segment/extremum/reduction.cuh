@@ -192,14 +192,8 @@ __device__ __forceinline__ void MergeCell(Cell<T>& cell, const Cell<T>& other, b
     cell = other;
   } else if (x == best) {
     cell.best = PositiveZero(cell.best, other.best);
-    if (first_wins) {
-      const bool take_other = cell.winner == kNoWinner || (other.winner != kNoWinner && other.winner < cell.winner);
-      cell.winner = take_other ? other.winner : cell.winner;
-    } else {
-      // Both counts include the identity if it is a member; it counts once.
-      const int32_t shared = best == static_cast<ComputeType<T>>(MaxIdentity<T>()) ? 1 : 0;
-      cell.winner = shared - TieCount(cell.winner) - TieCount(other.winner);
-    }
+    const bool is_identity = best == static_cast<ComputeType<T>>(MaxIdentity<T>());
+    cell.winner = WinnerOfBoth(cell.winner, other.winner, first_wins, is_identity ? 1 : 0);
   }
 }
 
@@ -233,17 +227,15 @@ struct WinnerReduction {
     }
 
     // Folds one row into each cell, rows in ascending order. The hardware maximum handles NaN and zeros; the winner of a
-    // NaN does not matter before the end. Ties also take a minimum: with kFirstWins the lower row, since kNoWinner
-    // is the greatest unsigned number; otherwise min(winner, kNoWinner) - 1, which counts the members downwards.
+    // NaN does not matter before the end.
     __device__ __forceinline__ void Add(const Vector<T, kCount>& unflipped, int32_t row, const Outputs& outputs) {
       const Vector<C, kCount> values = Widen(FlipAll(unflipped, outputs.flip));
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const C value = values.lane[i];
         const bool is_larger = value > best[i], ties = value == best[i];
-        const int32_t tied =
-            kFirstWins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner[i]), static_cast<uint32_t>(row)))
-                       : min(winner[i], kNoWinner) - 1;
+        // WinnerOfBoth, if the compiler knew that the tie count of a row is 1.
+        const int32_t tied = kFirstWins ? FirstRow(winner[i], row) : -TieCount(winner[i]) - 1;
         // Two separate selections: nested ones become branches.
         winner[i] = ties ? tied : winner[i];
         winner[i] = is_larger ? row : winner[i];

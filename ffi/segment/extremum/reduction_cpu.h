@@ -150,15 +150,14 @@ struct WinnerOfKeys {
 
   bool first_wins;
 
-  // Folds in a row, or the cell of later rows as MergeCell does, without branches and without conditional stores. The
-  // winner of a NaN does not matter. `counted_twice` is 1 if both tie counts include the identity.
+  // Folds in a row, or the cell of later rows, without branches and without conditional stores. The winner of a NaN does
+  // not matter. `counted_twice` is that of WinnerOfBoth.
   JB_INLINE void Take(First key, int32_t its_winner, int32_t counted_twice, CellsOf<WinnerOfKeys> cells,
                       int64_t i) const {
     const First best = cells.first[i], number = WithOneZero(key), best_number = WithOneZero(best);
     const int32_t winner_before = cells.second[i];
-    const int32_t first = winner_before == kNoWinner ? its_winner : winner_before;
-    const int32_t shared = counted_twice - TieCount(winner_before) - TieCount(its_winner);
-    const int32_t of_equal = number == best_number ? (first_wins ? first : shared) : winner_before;
+    const int32_t of_both = WinnerOfBoth(winner_before, its_winner, first_wins, counted_twice);
+    const int32_t of_equal = number == best_number ? of_both : winner_before;
     cells.first[i] = key > best ? key : best;
     cells.second[i] = number > best_number ? its_winner : of_equal;
   }
