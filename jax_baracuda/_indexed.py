@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.dataflow import is_carried, may_be_computed
 from jax_baracuda._core.dispatch import (
     KB,
     Decision,
@@ -30,15 +31,8 @@ from jax_baracuda._core.dispatch import (
     on_cpu,
     on_gpu,
 )
-from jax_baracuda._core.lowering import (
-    MIN_UNFUSED_BYTES,
-    is_ascending,
-    is_carried,
-    lower_without_mesh,
-    may_be_computed,
-    site_of,
-    splat_of,
-)
+from jax_baracuda._core.known_values import is_ascending, splat_of
+from jax_baracuda._core.lowering import MIN_UNFUSED_BYTES, lower_without_mesh, site_of
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.op import Op, OpCall
 from jax_baracuda._core.selection import (

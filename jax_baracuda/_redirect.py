@@ -22,6 +22,7 @@ from jax_baracuda._core import jax_versions, lowering
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts, flag
 from jax_baracuda._core.dispatch import Decision, Site, decide
 from jax_baracuda._core.jax_versions import Patch
+from jax_baracuda._core.known_values import MAX_KNOWN_INTEGERS, ascend
 from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import (
     REDIRECTION,
@@ -165,12 +166,8 @@ def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted
 
 def _are_known_to_ascend(segment_ids: Any, ids: Any) -> bool:
     """Whether ids ascend that a NumPy array holds while the program is traced. `ids`: the same as JAX takes them."""
-    is_known = (
-        isinstance(segment_ids, np.ndarray)
-        and segment_ids.ndim == 1
-        and segment_ids.size <= lowering.MAX_KNOWN_INTEGERS
-    )
-    return is_known and lowering.ascend(segment_ids.astype(ids.dtype))
+    is_known = isinstance(segment_ids, np.ndarray) and segment_ids.ndim == 1 and segment_ids.size <= MAX_KNOWN_INTEGERS
+    return is_known and ascend(segment_ids.astype(ids.dtype))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Op:
     """Where plain JAX is faster than the kernel."""
     of_constants: Callable[..., Sequence[np.ndarray]] | None = None
     """``(*operands, **params)`` -> the results, of NumPy arrays. It replaces the kernel where all operands are known
-    integers (:func:`.lowering.known_integers`), outside of ``vmap`` and on one device."""
+    integers (:func:`.known_values.known_integers`), outside of ``vmap`` and on one device."""
     limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why these shapes or params are unsupported, or None."""
     in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
