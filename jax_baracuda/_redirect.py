@@ -20,10 +20,11 @@ from jax import Array
 from jax_baracuda import _indexed, forward_mode
 from jax_baracuda._core import jax_versions, lowering
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts, flag
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dispatch import Decision, Site, decide
 from jax_baracuda._core.jax_versions import Patch
 from jax_baracuda._core.known_values import MAX_KNOWN_INTEGERS, ascend
-from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.op import OPS
 from jax_baracuda._core.selection import (
     REDIRECTION,
     SCOPE_NAME,

@@ -7,7 +7,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dataflow import is_computed, is_donated_argument, may_read, repeats_softmax, updated_argument
 from jax_baracuda._core.dispatch import Decision, Site, alternative_of, decide, missing_kernel
 from jax_baracuda._core.known_values import is_ascending, known_integers
@@ -24,11 +25,7 @@ from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected, redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
-if TYPE_CHECKING:
-    from jax_baracuda._core.op import OpCall
-
-
-Listener = Callable[["OpCall", Decision, mlir.LoweringRuleContext], None]
+Listener = Callable[[OpCall, Decision, mlir.LoweringRuleContext], None]
 listeners: list[Listener] = []
 """Called with each call of an op that is lowered, and with the decision."""
 

@@ -15,13 +15,12 @@ from jax.interpreters import ad
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.derivatives import derivative_op
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
-
-    from jax_baracuda._core.op import OpCall
 
 
 def batch(call: OpCall, primitive: Primitive, axes: Sequence[int | None]) -> tuple[list[jax.Array], list[int]]:
