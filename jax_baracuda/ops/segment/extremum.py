@@ -73,17 +73,13 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     fit_no_vectors,
-    flat_batch,
     gather_rows,
-    graph_axes,
-    merge_graphs,
-    op_of_graphs,
-    renumbered,
     replicated_dims,
     replicated_dims_of_cells,
     sorted_edges,
     with_longer_rows,
 )
+from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart, sorted_by_segment, unpermuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, segment_sum, segment_sum_backward
@@ -742,8 +738,6 @@ OPERANDS_OF_BACKWARD: NamedDimensions = {
     "data": _GATHERED,
     "output": CELLS,
 }
-SHARED_BY_GRAPHS = (list(OPERANDS_OF_BACKWARD).index("data"),)
-"""The operands of the backward op that all graphs of a batch share."""
 
 
 def _plan_parameters_of_backward(d_winner: Any, *_: Any, sizes: Mapping[str, int], has_plan: bool) -> dict[str, int]:
@@ -879,10 +873,10 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
     transposes={("d_data",): _transpose_of_gathered_winners},
 )
 
-GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS = op_of_graphs(
+gradient_over_graphs = sum_over_graphs(
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
     _join,
-    shared=SHARED_BY_GRAPHS,
+    shared=(list(OPERANDS_OF_BACKWARD).index("data"),),
     replicated_dims=GATHER_SEGMENT_EXTREMUM_BACKWARD.replicated_dims,
     shard_program=_shard_backward_of_edges,
 )

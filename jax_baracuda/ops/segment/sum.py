@@ -62,17 +62,18 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.edges import (
     as_gather_ids,
     fit_no_vectors,
-    flat_batch,
     gather_rows,
-    graph_axes,
-    merge_graphs,
-    op_of_graphs,
-    renumbered,
     replicated_dims,
     replicated_dims_of_cells,
     sorted_edges,
-    sum_over_graphs,
     with_longer_rows,
+)
+from jax_baracuda.ops.segment.graphs import (
+    flat_batch,
+    graph_axes,
+    merge_graphs,
+    renumbered,
+    sum_over_graphs,
 )
 from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart
@@ -520,7 +521,7 @@ def _shard_of_graphs(
     return sum_over_split_dim("edge", kernel_of_one, split, *_join(num_graph_dims, *operands), is_wide=is_wide)
 
 
-GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
+_gathered_sum = sum_over_graphs(
     GATHER_SEGMENT_SUM, _join, replicated_dims=replicated_dims, shard_program=_shard_of_graphs
 )
 
@@ -548,9 +549,7 @@ def gathered_sum(
       is_wide: whether the sums stay unrounded, in the accumulation dtype.
       num_graph_dims: the number of leading dimensions of all arrays that number the graphs of a batch, to sum over.
     """
-    return sum_over_graphs(
-        GATHER_SEGMENT_SUM,
-        GATHER_SEGMENT_SUM_OF_GRAPHS,
+    return _gathered_sum(
         num_graph_dims,
         [data, gather_ids, segment_ids, weights, None if weights is None else edge_order],
         num_segments=num_segments,
