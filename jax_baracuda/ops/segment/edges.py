@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jax_baracuda._core.arrays import in_range
-from jax_baracuda._core.dispatch import Traits
+from jax_baracuda._core.dispatch import Traits, on_gpu
+from jax_baracuda._core.functions import resolved
 from jax_baracuda._core.op import Op
 from jax_baracuda.ops.segment.cells import gather_or_zeros
 from jax_baracuda.ops.segment.plan import sorted_by_segment
@@ -48,15 +49,28 @@ def replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Programs for GPUs, whose kernels need sorted edges and load rows by vectors if these fit.
+# Programs for kernels that need sorted edges, or load rows by vectors if these fit.
+
+NEED_SORTED_EDGES = "the kernel takes sorted edges only"
 
 
-def sorted_edges(
-    gather_ids: Array, segment_ids: Array, edge_order: Array | None, num_segments: int
-) -> tuple[Array, Array, Array]:
-    """The gather ids and segment ids of the edges sorted by segment, and the numbers of these edges."""
-    order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
-    return gather_ids[order], sorted_ids, order if edge_order is None else edge_order[order]
+def sorted_first(op: Callable[[], Op], needs_numbers: Callable[..., bool]) -> Callable[..., list[Array]]:
+    """The program that sorts the edges of an op by segment, and then calls its kernel.
+
+    Args:
+      needs_numbers: ``(operands by name, params)`` -> whether the kernel reads the number of each edge, such as to find
+        its weight.
+    """
+
+    def program(*operands: Array | None, **params: Any) -> list[Array]:
+        arrays = dict(zip(resolved(op().operands, params), operands, strict=True))
+        order, sorted_ids = sorted_by_segment(arrays["segment_ids"], params["num_segments"])
+        numbers = order if arrays["edge_order"] is None else arrays["edge_order"][order]
+        arrays |= {"gather_ids": arrays["gather_ids"][order], "segment_ids": sorted_ids}
+        arrays["edge_order"] = numbers if needs_numbers(arrays, params) else None
+        return op().kernel(*arrays.values(), **params | {"indices_are_sorted": True})
+
+    return program
 
 
 VECTOR_BYTES = 16
@@ -94,23 +108,29 @@ def _lacking(features: int, element_bytes: int) -> int:
     return -features % (VECTOR_BYTES // element_bytes)
 
 
-def with_longer_rows(
-    op: Op, operands: Sequence[Array | None], padded: Sequence[int] = (0,), *, has_heads: bool = False, **params: Any
-) -> list[Array]:
-    """Pads the rows of some operands to whole vectors, calls the kernel, and drops the added features of its results.
+UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
 
-    Args:
-      padded: the positions of the operands to pad.
-      has_heads: whether each head of a row is padded.
+
+def with_longer_rows(op: Callable[[], Op]) -> Callable[..., list[Array]]:
+    """The program that pads rows, or those of each head, to whole vectors, and then calls the kernel of an op.
+
+    It drops the added features of the results.
     """
-    first_dim = 2 if has_heads else 1
-    dims = operands[0].shape[first_dim:]
-    features = math.prod(dims)
-    added = _lacking(features, operands[0].dtype.itemsize)
 
-    def longer(x: Array) -> Array:
-        return jnp.pad(x.reshape(*x.shape[:first_dim], features), [(0, 0)] * first_dim + [(0, added)])
+    def program(*operands: Array | None, **params: Any) -> list[Array]:
+        dims_of_each = list(resolved(op().operands, params).values())
+        num_leading = len(dims_of_each[0]) - 1
+        row_shape = operands[0].shape[num_leading:]
+        features = math.prod(row_shape)
+        added = _lacking(features, operands[0].dtype.itemsize)
 
-    longer_operands = (longer(x) if i in padded and x is not None else x for i, x in enumerate(operands))
-    results = op.kernel(*longer_operands, **params)
-    return [x[..., :features].reshape(*x.shape[:-1], *dims) for x in results]
+        def longer(x: Array) -> Array:
+            flat = x.reshape(*x.shape[:num_leading], features)
+            return jnp.pad(flat, [(0, 0)] * num_leading + [(0, added)])
+
+        has_features = [dims[-1] in ("...", "feature") for dims in dims_of_each]
+        padded = (longer(x) if use and x is not None else x for use, x in zip(has_features, operands, strict=True))
+        results = op().kernel(*padded, **params)
+        return [x[..., :features].reshape(*x.shape[:-1], *row_shape) for x in results]
+
+    return program

@@ -71,12 +71,13 @@ from jax_baracuda.ops.segment.definitions import (
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.edges import (
+    NEED_SORTED_EDGES,
+    UNALIGNED_ROWS,
     as_gather_ids,
-    fit_no_vectors,
     gather_rows,
     replicated_dims,
     replicated_dims_of_cells,
-    sorted_edges,
+    sorted_first,
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
@@ -758,18 +759,6 @@ def _join(num_graph_dims: int, *operands: Array | None) -> Sequence[Array | None
     return *joined, *NO_PLAN, data, merge_graphs(output)
 
 
-def _reduce_sorted(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    **params: Any,
-) -> Sequence[Array]:
-    *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, params["num_segments"])
-    numbers_of_winners = numbers if params["has_winner"] else None
-    return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, numbers_of_winners, **params | {"indices_are_sorted": True})
-
-
 def _backward_of_sorted(
     d_winner: Array,
     winner: Array,
@@ -788,13 +777,6 @@ def _backward_of_sorted(
     )
 
 
-def _backward_of_longer_rows(*operands: Array | None, **params: Any) -> Sequence[Array]:
-    padded = [i for i, dims in enumerate(OPERANDS_OF_BACKWARD.values()) if dims[-1] == "..."]
-    return with_longer_rows(GATHER_SEGMENT_EXTREMUM_BACKWARD, operands, padded, **params)
-
-
-_UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
-
 # H100, time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (48 and 24 loops). Two cores: gradients of single
 # features 0.33.
 GATHER_SEGMENT_EXTREMUM = Op(
@@ -812,8 +794,10 @@ GATHER_SEGMENT_EXTREMUM = Op(
         on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
     ),
     alternatives={
-        on_gpu("the kernel takes sorted edges only", unsorted): _reduce_sorted,
-        _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(GATHER_SEGMENT_EXTREMUM, operands, **params),
+        on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
+            lambda: GATHER_SEGMENT_EXTREMUM, lambda arrays, params: params["has_winner"]
+        ),
+        UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_EXTREMUM),
     },
     dtypes=FLOATING_DTYPES,
     guarantee=EXACT,
@@ -839,8 +823,8 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
         on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
     ),
     alternatives={
-        on_gpu("the kernel takes sorted edges only", param("has_plan", False)): _backward_of_sorted,
-        _UNALIGNED_ROWS: _backward_of_longer_rows,
+        on_gpu(NEED_SORTED_EDGES, param("has_plan", False)): _backward_of_sorted,
+        UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_EXTREMUM_BACKWARD),
     },
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,

@@ -60,12 +60,13 @@ from jax_baracuda.ops.segment.definitions import (
     sum_over_axes,
 )
 from jax_baracuda.ops.segment.edges import (
+    NEED_SORTED_EDGES,
+    UNALIGNED_ROWS,
     as_gather_ids,
-    fit_no_vectors,
     gather_rows,
     replicated_dims,
     replicated_dims_of_cells,
-    sorted_edges,
+    sorted_first,
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.graphs import (
@@ -454,19 +455,6 @@ def _gather_first(
     return SEGMENT_SUM.kernel(rows, segment_ids, num_segments=num_segments, **flags)
 
 
-def _sort_first(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    weights: Array | None,
-    edge_order: Array | None,
-    **params: Any,
-) -> Sequence[Array]:
-    *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, params["num_segments"])
-    numbers_of_weights = None if weights is None else numbers
-    return GATHER_SEGMENT_SUM.kernel(data, *edges, weights, numbers_of_weights, **params | {"indices_are_sorted": True})
-
-
 # H100, time of plain JAX / kernel: 0.35 (76 loops).
 GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
@@ -488,11 +476,11 @@ GATHER_SEGMENT_SUM = Op(
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
     ),
     alternatives={
-        on_gpu("the kernel takes sorted edges only", unsorted): _sort_first,
-        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
-        on_gpu("no vectors fit the rows", fit_no_vectors): lambda *operands, **params: with_longer_rows(
-            GATHER_SEGMENT_SUM, operands, has_heads=params["has_weights"], **params
+        on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
+            lambda: GATHER_SEGMENT_SUM, lambda arrays, params: arrays["weights"] is not None
         ),
+        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
+        UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_SUM),
     },
     limit=limit_of_32_bits,
     transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
