@@ -19,7 +19,7 @@ from jax_baracuda._core.arrays import element_bits, in_automatic_mode
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
 from jax_baracuda._core.functions import keyword_names, resolved, with_named
 from jax_baracuda._core.native import NATIVE_MODULES, Plan, missing_target
-from jax_baracuda._core.selection import Selection, selecting
+from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, selecting
 from jax_baracuda._core.sharding import NamedShapes, spec_entries
 
 if TYPE_CHECKING:
@@ -91,6 +91,11 @@ class OpCall:
     def selection(self) -> Selection:
         """The implementation that the call asks for."""
         return self.all_params.get("implementation")
+
+    @property
+    def kernel_selection(self) -> Selection:
+        """What the calls ask for that run this call's kernel. It need not support all of them, such as a shard's."""
+        return "kernel" if self.selection == "kernel" else KERNEL_IF_ANY
 
     @property
     def dtype(self) -> np.dtype[Any]:

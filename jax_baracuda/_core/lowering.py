@@ -22,7 +22,7 @@ from jax_baracuda._core.dataflow import is_computed, is_donated_argument, may_re
 from jax_baracuda._core.dispatch import Decision, Site, alternative_of, decide, missing_kernel
 from jax_baracuda._core.known_values import is_ascending, known_integers
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
-from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected, redirected
+from jax_baracuda._core.selection import not_redirected, redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
 Listener = Callable[[OpCall, Decision, mlir.LoweringRuleContext], None]
@@ -181,7 +181,7 @@ def _lower_partitioned(
     axis_context: Any = ctx.module_context.axis_context
     automatic_axis = jax_versions.automatic_axis(axis_context)
     mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
-    of_kernel = {"donated": site.donated, "implementation": "kernel" if call.selection == "kernel" else KERNEL_IF_ANY}
+    of_kernel = {"donated": site.donated, "implementation": call.kernel_selection}
     chosen = of_kernel if runs_kernel else {"implementation": "xla"}
     params = {**call.all_params, **chosen}
 
