@@ -19,6 +19,8 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dataflow import is_carried, may_be_computed
 from jax_baracuda._core.dispatch import (
     KB,
     Decision,
@@ -30,17 +32,10 @@ from jax_baracuda._core.dispatch import (
     on_cpu,
     on_gpu,
 )
-from jax_baracuda._core.lowering import (
-    MIN_UNFUSED_BYTES,
-    is_ascending,
-    is_carried,
-    lower_without_mesh,
-    may_be_computed,
-    site_of,
-    splat_of,
-)
+from jax_baracuda._core.known_values import is_ascending, splat_of
+from jax_baracuda._core.lowering import MIN_UNFUSED_BYTES, lower_without_mesh, site_of
 from jax_baracuda._core.native import KERNEL_PLATFORMS
-from jax_baracuda._core.op import Op, OpCall
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import (
     KERNEL_IF_ANY,
     SCOPE_NAME,
@@ -462,10 +457,6 @@ def _lowered(service: _Service, site: Site, ctx: Any, operands: Sequence[Any]) -
     if decision.implementation == "xla":
         return decision, None
     run = call.op if site.is_split else functools.partial(call.op.kernel, sorts_apart=site.sorts_apart)
-    with (
-        not_redirected(),
-        Scope(SCOPE_NAME, None),
-        selecting("kernel" if call.selection == "kernel" else KERNEL_IF_ANY),
-    ):
+    with not_redirected(), Scope(SCOPE_NAME, None), selecting(call.kernel_selection):
         [result] = lower_without_mesh(lambda *arrays: [service.compute(run, *arrays)], ctx, operands)
     return decision, jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])

@@ -6,46 +6,36 @@ import collections
 import contextlib
 import functools
 import inspect
-import math
 import textwrap
 import threading
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from jax_baracuda import _indexed, forward_mode
+from jax_baracuda import _indexed
 from jax_baracuda._core import jax_versions, lowering
-from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts, flag
-from jax_baracuda._core.dispatch import Decision, Site, decide
+from jax_baracuda._core.arrays import flag
+from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dispatch import Decision
 from jax_baracuda._core.jax_versions import Patch
-from jax_baracuda._core.op import OPS, OpCall
 from jax_baracuda._core.selection import (
     REDIRECTION,
     SCOPE_NAME,
     Kinds,
     Scope,
-    current_selection,
     in_named_scope,
     not_redirected,
     process_scope,
     redirected,
     set_process_scope,
 )
-from jax_baracuda._indexed import Unserved, require
-from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES
+from jax_baracuda._indexed import Unserved
+from jax_baracuda._segments import DTYPES_OF_FUNCTIONS, segment_update
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_DTYPES = {
-    "segment_prod": FLOATING_DTYPES | INTEGER_DTYPES,
-    "segment_max": ORDERED_DTYPES,
-    "segment_min": ORDERED_DTYPES,
-}
-"""The functions of ``jax.ops`` whose gradient is a kernel of its own, and their dtypes."""
 _OF_SEGMENTS = tuple(f"jax.ops.segment_{name}" for name in ("sum", "prod", "max", "min"))
 _OF_GATHER = "gradient of a gather"
 _OF_SLICE = "jax.lax.dynamic_update_slice"
@@ -111,106 +101,6 @@ class RedirectReport:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which calls are served. This is checked before our functions run: wrong arguments raise JAX's own errors, and an error
-# in our functions is not mistaken for an unserved call.
-
-
-def _as_array(value: Any) -> Array:
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Unserved(f"an argument is no array: {error}") from error
-
-
-def _as_arrays(*values: Any) -> list[Array]:
-    """The arguments of a function that takes arrays and numbers, but no lists."""
-    for value in values:
-        is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
-        require(is_array or hasattr(value, "__jax_array__"), f"an argument is no array, but {type(value).__name__}")
-    return [_as_array(value) for value in values]
-
-
-def _require_static(*sizes: Any) -> None:
-    require(jax_versions.is_static_shape(sizes), "sizes are symbolic or unknown")
-
-
-def _require_updates(name: str, array: Any, rows_shape: tuple[int, ...], mode: Any) -> None:
-    """Checks an array that broadcasts to one row for each id, as the function of this name takes it."""
-    require(array.dtype.name in _DTYPES[name], f"there is no kernel for {array.dtype.name}")
-    _require_static(*array.shape, *rows_shape)
-    fits = broadcasts(array.shape, rows_shape)
-    require(fits, f"arrays of shape {array.shape} do not fit ids, which need {rows_shape}")
-    try:
-        jax.lax.GatherScatterMode.from_any(mode)
-    except ValueError as error:
-        raise Unserved(str(error)) from error
-
-
-def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted: bool) -> None:
-    """Refuses reductions of segments that the rules of the op leave to plain JAX on the default device."""
-    num_rows = math.prod(ids.shape)
-    types = (
-        jax.ShapeDtypeStruct((num_rows, *data.shape[1:]), data.dtype),
-        jax.ShapeDtypeStruct((num_rows,), jnp.int32),
-    )
-    op, selection = OPS[name], current_selection()
-    params = {"num_segments": num_segments, "indices_are_sorted": is_sorted, "implementation": selection}
-    platform = jax.default_backend()
-    site = Site({"gpu": "cuda"}.get(platform, platform))
-    if selection == "kernel":
-        return  # what there is no kernel for is an error
-    decision = decide(OpCall(op, types, {**params, **op.targets[name]}), site)
-    require(decision.implementation == "kernel", decision.reason)
-
-
-def _are_known_to_ascend(segment_ids: Any, ids: Any) -> bool:
-    """Whether ids ascend that a NumPy array holds while the program is traced. `ids`: the same as JAX takes them."""
-    is_known = (
-        isinstance(segment_ids, np.ndarray)
-        and segment_ids.ndim == 1
-        and segment_ids.size <= lowering.MAX_KNOWN_INTEGERS
-    )
-    return is_known and lowering.ascend(segment_ids.astype(ids.dtype))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The calls. Each function has the signature of the internal function of JAX that it replaces.
-
-
-def _segment_update(
-    name: str,
-    data: Any,
-    segment_ids: Any,
-    scatter_op: Any,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    unique_indices: bool = False,
-    bucket_size: int | None = None,
-    reducer: Any = None,
-    mode: Any = None,
-    out_sharding: Any = None,
-) -> Array:
-    data, ids = _as_arrays(data, segment_ids)
-    require(jnp.issubdtype(ids.dtype, jnp.integer), f"ids of dtype {ids.dtype}")
-    _require_updates(name, data, (*ids.shape, *data.shape[1:]), mode)
-    if bucket_size is not None:
-        is_size = isinstance(bucket_size, int | np.integer) and bucket_size > 0
-        require(is_size and ids.ndim == 1 and out_sharding is None, f"bucket_size={bucket_size!r} of these arguments")
-    require(out_sharding is None or not out_sharding.spec.unreduced, "an unreduced out_sharding is asked for")
-    if num_segments is None:
-        require(ids.size > 0, "num_segments is missing, and there are no ids")
-        largest = jnp.max(ids)
-        require(not isinstance(largest, jax.core.Tracer), "num_segments is missing, and ids are traced")
-        num_segments = int(largest) + 1
-    _require_static(num_segments)
-    require(num_segments >= 0, f"num_segments={num_segments}")
-    is_sorted = bool(indices_are_sorted) or _are_known_to_ascend(segment_ids, ids)
-    _require_kernel(name, data, ids, num_segments, is_sorted)
-    options = {"bucket_size": bucket_size, "mode": mode, "out_sharding": out_sharding}
-    return getattr(forward_mode, name)(data, ids, num_segments, is_sorted, unique_indices, **options)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The places in JAX that are replaced. Each replacement checks whether to redirect a call.
 
 
@@ -226,9 +116,9 @@ def _wrap_segments(own: Callable[..., Array]) -> Callable[..., Array]:
         if not redirected():
             return own(name, *args, **kwargs)
         with in_named_scope(f"jax.ops.{name}"):
-            if name in _DTYPES and "segments" in redirected():
+            if name in DTYPES_OF_FUNCTIONS and "segments" in redirected():
                 with contextlib.suppress(Unserved), not_redirected():  # JAX's functions call each other
-                    return _segment_update(name, *args, **kwargs)
+                    return segment_update(name, *args, **kwargs)
             return own(name, *args, **kwargs)
 
     return replacement

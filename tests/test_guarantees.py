@@ -15,10 +15,11 @@ from support import cases, recorded
 from support.cases import Expected
 
 from jax_baracuda import precision_guarantee
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.functions import resolved
 from jax_baracuda._core.guarantees import Guarantee
 from jax_baracuda._core.native import KERNEL_PLATFORMS
-from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.op import OPS
 from jax_baracuda._examples.example import Example
 
 RUNS = 20

@@ -25,9 +25,10 @@ from support.meshes import collectives
 import jax_baracuda as jb
 from benchmarks import graph_networks
 from jax_baracuda._core import dispatch
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dispatch import Rule, Site, at_least, at_most, decide, fused, param
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
-from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.op import OPS
 from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import all_examples, examples_of
 from jax_baracuda._examples.example import Example, value_and_gradient

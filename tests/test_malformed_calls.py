@@ -26,9 +26,10 @@ from support.handlers import Array, Call
 from support.recorded import BATCH, direct_calls
 from write_slice import reference as windows
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.functions import resolved
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.op import OPS
 
 NUM_CALLS = int(os.environ.get("JAX_BARACUDA_MALFORMED_CALLS", "200"))
 

@@ -348,7 +348,7 @@ def test_import_adds_little_to_that_of_jax() -> None:
         """
     )
     added = {name for name in child.stdout.split() if not name.startswith(("jax_baracuda._core", "jax_baracuda.ops"))}
-    own = {"jax_baracuda", "jax_baracuda.forward_mode", "jax_baracuda._redirect", "jax_baracuda._indexed"}
+    own = {"jax_baracuda", *(f"jax_baracuda.{name}" for name in ("forward_mode", "_redirect", "_indexed", "_segments"))}
     of_jax = {"jax.experimental.custom_partitioning", "jax.experimental.xla_metadata", "jax._src.xla_metadata"}
     assert own <= added <= own | of_jax, child.stderr
 

@@ -12,13 +12,13 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.docstrings import extend_section
-from jax_baracuda._core.functions import jvp_of_nonzero
+from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import SCOPE_NAME, Selection, current_selection, selecting
+from jax_baracuda._core.transposed import transposed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,20 +27,12 @@ _mode = threading.local()
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Types:
-    """The types of a call's arrays, as a static residual; None for an array that is not differentiated."""
-
-    structure: Any
-    of_leaves: tuple[Any, ...]
+class _Types(Params):
+    """The types of a call's arrays by name, as a static residual; None for an array that is not differentiated."""
 
     @staticmethod
-    def of(structure: Any, leaves: Sequence[Any], is_differentiated: Sequence[bool]) -> _Types:
-        types = (jax.typeof(x) if use else None for x, use in zip(leaves, is_differentiated, strict=True))
-        return _Types(structure, tuple(types))
-
-    def by_name(self) -> dict[str, Any]:
-        return jax.tree.unflatten(self.structure, self.of_leaves)
+    def of(arrays: Mapping[str, Any]) -> _Types:
+        return _Types((name, None if x is None else jax.typeof(x)) for name, x in arrays.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +63,6 @@ class KernelVjp:
         backward: Callable[..., Mapping[str, Any]],
         *,
         primal: Callable[..., Any] | None = None,
-        symbolic_zeros: bool = False,
     ):
         """
         Args:
@@ -80,13 +71,10 @@ class KernelVjp:
           backward: ``(params, residuals, cotangent) -> {name: cotangent}``, without arrays that have no tangent space.
             Linear in the cotangent. Its results are cast and resharded to the types of their arrays.
           primal: ``(params, **arrays) -> result``, if it costs less than `forward`. Default: the result of `forward`.
-          symbolic_zeros: whether `backward` takes one more argument: ``{name: type}``, None for arrays that are not
-            differentiated. It may omit their cotangents.
         """
         self._primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
         self.forward = forward
         self.backward = backward
-        self._symbolic_zeros = symbolic_zeros
 
         def function(call: _Call, arrays: Mapping[str, Any]) -> Any:
             with selecting(call.selection), jax.named_scope(call.scope) if call.scope else contextlib.nullcontext():
@@ -94,80 +82,61 @@ class KernelVjp:
 
         function.__name__ = name
         self._in_reverse_mode = jax.custom_vjp(function, nondiff_argnums=(0,))
-        self._in_reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=symbolic_zeros)
+        self._in_reverse_mode.defvjp(self._forward_with_types, self._backward_with_types)
         self._in_both_modes = jax.custom_jvp(function, nondiff_argnums=(0,))
         self._in_both_modes.defjvp(self._push_forward, symbolic_zeros=True)
 
     def __call__(self, params: Hashable, **arrays: Any) -> Any:
         # Cast first: custom_vjp requires that cotangents vary over the same manual axes as the primals.
-        leaves, structure = jax.tree.flatten(arrays)
-        leaves = list(jax_versions.unify_varying(*leaves))
-        arrays = jax.tree.unflatten(structure, leaves)
-        if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
+        given = {name: x for name, x in arrays.items() if x is not None}
+        arrays |= zip(given, jax_versions.unify_varying(*given.values()), strict=True)
+        if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in given.values()):
             return self._primal(params, **arrays)
         function = self._in_both_modes if is_in_both_modes() else self._in_reverse_mode
         return function(_Call(params, current_selection(), SCOPE_NAME.value), arrays)
 
-    def _forward_with_types(self, call: _Call, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
-        leaves, structure = jax.tree.flatten(primals)
-        is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
-        arrays = [x.value if self._symbolic_zeros else x for x in leaves]
-        types = _Types.of(structure, arrays, is_differentiated)
+    def _forward_with_types(self, call: _Call, arrays: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
         with selecting(call.selection), both_modes():  # forward mode over reverse mode differentiates these ops
-            result, residuals = self.forward(call.params, **jax.tree.unflatten(structure, arrays))
-        return result, (types, residuals)
+            result, residuals = self.forward(call.params, **arrays)
+        return result, (_Types.of(arrays), residuals)
 
     def _backward_with_types(
         self, call: _Call, residuals: tuple[_Types, Any], cotangent: Any
     ) -> tuple[Mapping[str, Any]]:
-        types = residuals[0].by_name()
-        if self._symbolic_zeros:
-            if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
-                return (dict.fromkeys(types),)
-            cotangent = jax.tree.map(_instantiated, cotangent)
-        return (self._pull_back(call, types, residuals[1], cotangent),)
+        return (self._pull_back(call, *residuals, cotangent),)
 
-    def _pull_back(self, call: _Call, types: Mapping[str, Any], residuals: Any, cotangent: Any) -> dict[str, Any]:
+    def _pull_back(self, call: _Call, types: _Types, residuals: Any, cotangent: Any) -> dict[str, Any]:
         """The cotangents of all arrays, in the types of the arrays."""
-        of_types = (types,) if self._symbolic_zeros else ()
         with selecting(call.selection), both_modes():
-            cotangents = self.backward(call.params, residuals, cotangent, *of_types)
+            cotangents = self.backward(call.params, residuals, cotangent)
         return {name: _like(cotangents.get(name), type_) for name, type_ in types.items()}
 
     def _push_forward(
         self, call: _Call, primals: tuple[Mapping[str, Any]], tangents: tuple[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
         """The rule of ``jax.custom_jvp``. The tangent needs only the residuals of reverse mode."""
-        structure: Any
-        leaves, structure = jax.tree.flatten(primals[0])
-        of_leaves = structure.flatten_up_to(tangents[0])
-        is_differentiated = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in of_leaves]
-        types = _Types.of(structure, leaves, is_differentiated)
-        leaf_types = [jax.typeof(x) for x in leaves]
+        [arrays], [of_arrays] = primals, tangents
+        given = {
+            name: x
+            for name, x in of_arrays.items()
+            if not (x is None or isinstance(x, jax.custom_derivatives.SymbolicZero))
+        }
+        types = _Types.of({name: x if name in given else None for name, x in arrays.items()})
         with selecting(call.selection), both_modes():  # JAX may call this outside of the caller's context
-            result, residuals = self.forward(call.params, **primals[0])
+            result, residuals = self.forward(call.params, **arrays)
         results, result_structure = jax.tree.flatten(result)
         result_types = [jax.typeof(x) for x in results]
         residual_leaves, residual_structure = jax.tree.flatten(residuals)
-        num_residuals = len(residual_leaves)  # the closure below is part of jaxprs and must not hold tracers
+        names, num_residuals = list(given), len(residual_leaves)  # the closure below must not hold tracers
 
         def pull_back(*operands: jax.Array) -> list[jax.Array]:
             own_residuals = jax.tree.unflatten(residual_structure, operands[:num_residuals])
             cotangent = jax.tree.unflatten(result_structure, _with_float0(operands[num_residuals:], result_types))
-            of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
-            cotangents = structure.flatten_up_to(of_names)
-            return [
-                jnp.zeros_like(leaf) if x is None else x
-                for x, leaf, use in zip(cotangents, leaf_types, is_differentiated, strict=True)
-                if use
-            ]
+            cotangents = self._pull_back(call, types, own_residuals, cotangent)
+            return [jnp.zeros_like(types[x]) if cotangents[x] is None else cotangents[x] for x in names]
 
-        pushed = _transposed(
-            pull_back,
-            residual_leaves,
-            [x for x, use in zip(of_leaves, is_differentiated, strict=True) if use],
-            [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)],
-        )
+        types_of_inexact = [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)]
+        pushed = transposed(pull_back, residual_leaves, list(given.values()), types_of_inexact)
         return result, jax.tree.unflatten(result_structure, _with_float0(pushed, result_types))
 
 
@@ -180,19 +149,11 @@ def _with_float0(of_inexact: Sequence[jax.Array], types: Sequence[Any]) -> list[
     ]
 
 
-def _like(cotangents: Any, types: Any) -> Any:
-    """Cotangents, cast and resharded to the types of their primals; both may be lists."""
-    if isinstance(types, list):
-        cotangents = [None] * len(types) if cotangents is None else cotangents
-        return [_like(cotangent, type_) for cotangent, type_ in zip(cotangents, types, strict=True)]
-    if cotangents is None or types is None:
+def _like(cotangent: Any, type_: Any) -> Any:
+    """A cotangent, cast and resharded to the type of its primal; None if it lacks one."""
+    if cotangent is None or type_ is None:
         return None
-    return reshard_like(cotangents.astype(types.dtype), types)
-
-
-def _instantiated(cotangent: Any) -> jax.Array:
-    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+    return reshard_like(cotangent.astype(type_.dtype), type_)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -254,96 +215,3 @@ def with_twin(function: Callable[P, R]) -> Callable[P, R]:
             ) from error
 
     return function_with_twin
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A primitive for a linear map, defined by its transpose: transposing the primitive runs the given function.
-
-PullBack = Callable[..., Sequence[jax.Array]]
-"""``(*residuals, *cotangents) -> cotangents of the tangents``, linear in the cotangents."""
-
-
-def _transposed(
-    pull_back: PullBack, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], types: Sequence[Any]
-) -> list[jax.Array]:
-    """Applies the transpose of a linear function. Transposing the result runs that function.
-
-    Reverse mode runs `pull_back` as it is, with its kernels. Forward mode runs its transpose.
-
-    Args:
-      pull_back: must not close over arrays.
-      residuals: any arrays.
-      tangents: one for each cotangent that `pull_back` returns.
-      types: the types of the results, and of the cotangents that `pull_back` takes.
-    """
-
-    def push_forward(*operands: jax.Array) -> Sequence[jax.Array]:
-        own_residuals, own_tangents = operands[: len(residuals)], operands[len(residuals) :]
-        return jax.linear_transpose(lambda *ct: list(pull_back(*own_residuals, *ct)), *types)(list(own_tangents))
-
-    operands = [*residuals, *tangents]
-    jaxpr = jax.make_jaxpr(push_forward)(*operands)
-    return _transposed_p.bind(*operands, jaxpr=jaxpr, pull_back=pull_back, num_residuals=len(residuals))
-
-
-def _batch_transposed(
-    operands: Sequence[jax.Array],
-    axes: Sequence[int | None],
-    *,
-    jaxpr: Any,
-    pull_back: PullBack,
-    num_residuals: int,
-) -> tuple[list[jax.Array], list[int]]:
-    """Maps all tangents and cotangents, so that the two stay each other's transpose. Residuals may stay shared."""
-    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    residuals = operands[:num_residuals]
-    # With vmap, because it shards what it broadcasts like the batch.
-    tangents = jax.vmap(lambda *own: own[num_residuals:], tuple(axes), axis_size=size)(*operands)
-
-    def mapped(function: Callable[..., Any], num_linear: int) -> Callable[..., Any]:
-        return jax.vmap(function, (*axes[:num_residuals], *[0] * num_linear), axis_size=size)
-
-    batched = mapped(jax_versions.jaxpr_as_fun(jaxpr), len(tangents))
-    results = _transposed_p.bind(
-        *residuals,
-        *tangents,
-        jaxpr=jax.make_jaxpr(batched)(*residuals, *tangents),
-        pull_back=mapped(pull_back, len(jaxpr.out_avals)),
-        num_residuals=num_residuals,
-    )
-    return results, [0] * len(results)
-
-
-def _jvp_of_transposed(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, num_residuals: int, **params: Any
-) -> tuple[list[jax.Array], list[Any]]:
-    """Applies the map to the tangents of its linear operands. JAX differentiates it with respect to the residuals."""
-    bind = functools.partial(_transposed_p.bind, **params, num_residuals=num_residuals)
-    results = bind(*primals)
-    result_tangents = [jax_versions.zero_tangent(x) for x in results]
-    if any(not isinstance(x, ad.Zero) for x in tangents[num_residuals:]):
-        result_tangents = bind(*primals[:num_residuals], *map(ad.instantiate_zeros, tangents[num_residuals:]))
-    if any(not isinstance(x, ad.Zero) for x in tangents[:num_residuals]):
-
-        def of_residuals(*residuals: jax.Array) -> list[jax.Array]:
-            return jax_versions.jaxpr_as_fun(params["jaxpr"])(*residuals, *primals[num_residuals:])
-
-        _, by_residuals = jvp_of_nonzero(of_residuals, primals[:num_residuals], tangents[:num_residuals])
-        result_tangents = list(map(ad.add_tangents, result_tangents, by_residuals))
-    return results, result_tangents
-
-
-def _transpose_of_transposed(
-    cotangents: Sequence[Any], *operands: Any, pull_back: PullBack, num_residuals: int, **_: Any
-) -> Any:
-    pulled = pull_back(*operands[:num_residuals], *map(ad.instantiate_zeros, cotangents))
-    of_tangents = [
-        x if ad.is_undefined_primal(tangent) else None
-        for x, tangent in zip(pulled, operands[num_residuals:], strict=True)
-    ]
-    return [None] * num_residuals + of_tangents
-
-
-_transposed_p = jax_versions.program_primitive(
-    "baracuda_transposed", batch=_batch_transposed, jvp=_jvp_of_transposed, transpose=_transpose_of_transposed
-)

@@ -11,11 +11,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.functions import keyword_names
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.op import Op, OpCall
+    from jax_baracuda._core.op import Op
 
 KB, MB = 1 << 10, 1 << 20
 

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
-from jaxlib.mlir import ir
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
+from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.dataflow import is_computed, is_donated_argument, may_read, repeats_softmax, updated_argument
 from jax_baracuda._core.dispatch import Decision, Site, alternative_of, decide, missing_kernel
+from jax_baracuda._core.known_values import is_ascending, known_integers
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
-from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected, redirected
+from jax_baracuda._core.selection import not_redirected, redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
-if TYPE_CHECKING:
-    from jax_baracuda._core.op import OpCall
-
-
-Listener = Callable[["OpCall", Decision, mlir.LoweringRuleContext], None]
+Listener = Callable[[OpCall, Decision, mlir.LoweringRuleContext], None]
 listeners: list[Listener] = []
 """Called with each call of an op that is lowered, and with the decision."""
 
@@ -56,22 +53,17 @@ def _with_sorted_ids(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequ
 def _lower_as_decided(
     decision: Decision, site: Site, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
 ) -> Any:
-    platform, runs_kernel = site.platform, decision.implementation == "kernel"
-    if call.selection != "xla" and (problem := call.missing_target(platform)) is not None:
-        _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {platform}: {problem}")
+    runs_kernel = decision.implementation == "kernel"
+    if call.selection != "xla" and (problem := call.missing_target(site.platform)) is not None:
+        _warn_once(f"jax_baracuda: {call.name} runs as plain JAX on {site.platform}: {problem}")
     if not runs_kernel:
         operands = _with_unfused_updates(call, ctx, operands)
     is_plain = not runs_kernel or call.op.program is call.op.reference
     # Programs with partitioned calls cannot be exported.
-    if is_plain and (not site.is_split or ctx.module_context.lowering_parameters.for_export):
-        return _lower_reference(call, ctx, operands)
-    if not site.is_split:
-        # This includes a shard_map that leaves several axes automatic: each device along them gets whole arrays.
-        return _call_target(call, site, ctx, operands)
-    # The choice is made once, for the whole program.
-    strict = call.selection == "kernel"
-    chosen = {"donated": site.donated, "implementation": "kernel" if strict else KERNEL_IF_ANY}
-    return _lower_partitioned(call, chosen if runs_kernel else {"implementation": "xla"}, ctx, operands)
+    if site.is_split and not (is_plain and ctx.module_context.lowering_parameters.for_export):
+        return _lower_partitioned(call, site, runs_kernel, ctx, operands)
+    # Not split, or in a shard_map that leaves several axes automatic: each device along them gets whole arrays.
+    return _lower_reference(call, ctx, operands) if is_plain else _call_target(call, site, ctx, operands)
 
 
 def lower_elsewhere(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
@@ -108,12 +100,19 @@ def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands
     return Site(
         platform,
         fuses=_can_fuse(call, ctx, operands),
-        donated=tuple(i for i in in_place if _is_donated_argument(operands[i])),
+        donated=tuple(i for i in in_place if is_donated_argument(operands[i])),
         is_split=is_partitioned and not has_empty_array,
         misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
         sorts_apart=bool(redirected()) and not is_partitioned and _sorts_rows(call, platform),
         loses_empty_calls=has_empty_array and jax_versions.is_in_shard_map(module.axis_context),
     )
+
+
+def _can_fuse(call: OpCall, ctx: Any, operands: Sequence[Any]) -> bool:
+    """Whether XLA could fuse the computation of the first operand, or of one of the largest, with plain JAX."""
+    has_segments = "segment_ids" in call.operand_dims  # the search takes time, and others have no attention weights
+    main = [operands[i] for i in call.main_operands]
+    return any([is_computed(ctx, x) and not (has_segments and repeats_softmax(ctx, x)) for x in main])
 
 
 def _sorts_rows(call: OpCall, platform: str) -> bool:
@@ -134,7 +133,7 @@ def _lower_reference(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequ
         if sum(math.prod(aval.shape) * element_bits(aval.dtype) // 8 for aval in written) >= MIN_UNFUSED_BYTES:
             # On CPUs, XLA fuses an in-place update with a read of part of the result, and then copies the whole array.
             in_place = call.resolve(call.op.in_place)
-            unfused = [r for i, r in in_place.items() if _updated_argument(operands[i]) is not None]
+            unfused = [r for i, r in in_place.items() if updated_argument(operands[i]) is not None]
 
     def reference(*operands: jax.Array) -> list[jax.Array]:
         results = call.reference(*operands)
@@ -171,17 +170,19 @@ def _rereading_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: S
     """The written operands that may be computed from the array that they overwrite."""
     arrays = [operands[i] for i in call.resolve(call.op.in_place)]
     written = _written_operands(call)
-    return [i for i in written if any(_may_read(ctx, operands[i], array) for array in arrays)]
+    return [i for i in written if any(may_read(ctx, operands[i], array) for array in arrays)]
 
 
 def _lower_partitioned(
-    call: OpCall, chosen: Mapping[str, Any], ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
+    call: OpCall, site: Site, runs_kernel: bool, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
 ) -> Any:
-    """The call, split over devices. `chosen` are extra params of the kernel in the program of a shard."""
+    """The call, split over devices. The choice is made once, for the programs of all shards."""
     op, kernel = call.op, call.op.kernel_primitive
     axis_context: Any = ctx.module_context.axis_context
     automatic_axis = jax_versions.automatic_axis(axis_context)
     mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
+    of_kernel = {"donated": site.donated, "implementation": call.kernel_selection}
+    chosen = of_kernel if runs_kernel else {"implementation": "xla"}
     params = {**call.all_params, **chosen}
 
     def shard_program(axes: ShardAxes, *shards: jax.Array) -> Sequence[jax.Array]:
@@ -272,349 +273,3 @@ def _with_whole_batch(
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What XLA may fuse: an analysis of the program under lowering, for the values that an op reads.
-
-
-def _is_donated_argument(value: ir.Value[Any]) -> bool:
-    """Whether a value of a program under lowering is a donated argument of the whole program."""
-    if not isinstance(value, ir.BlockArgument):
-        return False
-    if _function_of(value) != "main":
-        return False
-    attributes = ir.DictAttr(ir.ArrayAttr(_owner(value).attributes["arg_attrs"])[value.arg_number])
-    return "tf.aliasing_output" in attributes or "jax.buffer_donor" in attributes
-
-
-def _can_fuse(call: OpCall, ctx: Any, operands: Sequence[Any]) -> bool:
-    """Whether XLA could fuse the computation of the first operand, or of one of the largest, with plain JAX."""
-    has_segments = "segment_ids" in call.operand_dims  # the search takes time, and others have no attention weights
-    main = [operands[i] for i in call.main_operands]
-    return any([_is_computed(ctx, x) and not (has_segments and _repeats_softmax(ctx, x)) for x in main])
-
-
-_IN_MEMORY = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "all_gather all_to_all cholesky collective_broadcast collective_permute constant convolution custom_call dot "
-        "dot_general dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
-    ).split()
-)
-"""Operations without a body whose results XLA writes to memory. It also writes the results of all with a body."""
-
-
-_VIEWS = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "sdy.sharding_constraint")
-"""Operations that repeat elements, or leave an array as it is if its number of elements stays the same."""
-
-
-def _is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
-    """Whether XLA may fuse the computation of a value into its reader, instead of writing the value to memory.
-
-    The operation that makes the value decides, such as a gather or an elementwise one. The arguments of a function
-    count as written: its callers are unknown.
-    """
-    operation: Any = value.owner
-    if isinstance(operation, ir.Block):
-        return False
-    if operation.name == "func.call":
-        return _is_computed(ctx, _returned(ctx, value))
-    if operation.name in _VIEWS and _num_elements(operation.operands[0]) == _num_elements(value):
-        return _is_computed(ctx, operation.operands[0])
-    return operation.name not in _IN_MEMORY and len(operation.regions) == 0
-
-
-def _repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
-    """Whether a fusion would compute the weights of an attention again for each feature that they multiply.
-
-    It would compute exponentials of differences from gathered maxima behind a broadcast.
-    """
-    seen: set[Any] = set()
-    pending = [(value, False)]  # and whether its numbers are repeated
-    while pending and len(seen) < _MAX_VISITED:
-        value, is_repeated = pending.pop()
-        operation: Any = value.owner
-        if (value, is_repeated) in seen or isinstance(operation, ir.Block):
-            continue
-        seen.add((value, is_repeated))
-        if operation.name == "func.call":  # its result may depend on any operand
-            pending += [(x, is_repeated) for x in (_returned(ctx, value), *operation.operands)]
-            continue
-        if is_repeated and _is_softmax(ctx, operation):
-            return True
-        if operation.name not in _IN_MEMORY and len(operation.regions) == 0:
-            pending += [(x, is_repeated or _expands(operation)) for x in operation.operands]
-    return False
-
-
-def _expands(operation: Any) -> bool:
-    """Whether each number of an array is used for several numbers of the result."""
-    is_broadcast = operation.name == "stablehlo.broadcast_in_dim"
-    return is_broadcast and 1 < _num_elements(operation.operands[0]) < _num_elements(operation.results[0])
-
-
-def _is_softmax(ctx: Any, operation: Any) -> bool:
-    """Whether an operation is the exponential of a difference from numbers that are gathered, as maxima are."""
-    if operation.name != "stablehlo.exponential" or isinstance(operation.operands[0].owner, ir.Block):
-        return False
-    difference: Any = operation.operands[0].owner
-    return difference.name == "stablehlo.subtract" and _is_gathered(ctx, difference.operands[1])
-
-
-def _is_gathered(ctx: Any, value: ir.Value[Any]) -> bool:
-    """Whether numbers are gathered, also if a select replaces those of ids out of range."""
-    operation: Any = _origin(ctx, value).owner
-    if isinstance(operation, ir.Block):
-        return False
-    if operation.name == "stablehlo.select":
-        return any(_is_gathered(ctx, x) for x in operation.operands[1:])
-    return operation.name == "stablehlo.gather"
-
-
-def _num_elements(value: ir.Value[Any]) -> int:
-    return math.prod(ir.RankedTensorType(value.type).shape)
-
-
-_MAX_VISITED = 500
-
-
-def _may_read(ctx: Any, value: ir.Value[Any], array: ir.Value[Any]) -> bool:
-    """Whether XLA might compute a value from `array` in the fusion that overwrites `array`.
-
-    False if `array` is an argument of the whole program or of a loop, possibly updated, and the value does not depend
-    on this argument. Anything else counts as possible: XLA's simplifications may turn two arrays into one.
-    """
-    argument = _updated_argument(array)
-    if argument is None or not _has_own_memory(ctx, argument):
-        return True
-    seen: set[Any] = set()
-    pending = [value]
-    while pending:
-        current = pending.pop()
-        if current == argument or len(seen) > _MAX_VISITED:
-            return True
-        if current in seen or isinstance(current.owner, ir.Block):
-            continue
-        if current.owner.name in ("stablehlo.case", "stablehlo.if"):  # their branches read more than operands
-            return True
-        seen.add(current)
-        pending += current.owner.operands
-    return False
-
-
-def _updated_argument(array: ir.Value[Any]) -> ir.Value[Any] | None:
-    """The argument of a program, function or loop that an array is, possibly after updates; None if it is none."""
-    operation: Any = array.owner
-    while not isinstance(operation, ir.Block):
-        of_each = operation.name == "stablehlo.optimization_barrier" or _writes_slices(operation)
-        if not of_each and operation.name not in (*_VIEWS, "stablehlo.dynamic_update_slice"):
-            return None
-        array = operation.operands[ir.OpResult(array).result_number if of_each else 0]
-        operation = array.owner
-    return array
-
-
-def _writes_slices(operation: Any) -> bool:
-    """Whether an operation is the kernel that updates slices, whose results are its first operands."""
-    return operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == target_name(
-        "write_slice"
-    )
-
-
-_LOOP_BODIES = ("closed_call", "eval_jaxpr")
-"""The names of the function with the body of a ``scan``, in older and in newer versions of JAX."""
-
-
-def _has_own_memory(ctx: Any, argument: ir.Value[Any]) -> bool:
-    """Whether no other argument of its block can be this array, or computed from it, after XLA has inlined calls."""
-    is_called_elsewhere = ctx.module_context.lowering_parameters.for_export
-    return _is_of_loop(argument) or (_function_of(argument) == "main" and not is_called_elsewhere)
-
-
-def is_carried(array: ir.Value[Any]) -> bool:
-    """Whether an array is one that a loop carries, possibly after updates."""
-    argument = _updated_argument(array)
-    return argument is not None and _is_of_loop(argument)
-
-
-def _is_of_loop(argument: ir.Value[Any]) -> bool:
-    return _owner(argument).name == "stablehlo.while" or (_function_of(argument) or "").startswith(_LOOP_BODIES)
-
-
-def _function_of(argument: ir.Value[Any]) -> str | None:
-    """The name of the function with this argument; None if it belongs to a loop or a branch."""
-    owner = _owner(argument)
-    return str(owner.attributes["sym_name"].value) if owner.name == "func.func" else None
-
-
-def _owner(argument: Any) -> Any:
-    """The operation that an argument belongs to: a function, a loop, a branch or a shard_map."""
-    return argument.owner.owner.operation
-
-
-def may_be_computed(value: ir.Value[Any]) -> bool:
-    """Whether a value is an argument of a function that the program calls. XLA may fuse what its callers pass."""
-    if not isinstance(value.owner, ir.Block):
-        return False
-    return _function_of(value) not in (None, "main")
-
-
-def splat_of(ctx: Any, value: ir.Value[Any]) -> bool | int | float | None:
-    """The number that an array holds everywhere; None if it is unknown or complex."""
-    elements = _constant(_origin(ctx, value))
-    if elements is None or not elements.is_splat:
-        return None
-    for kind in (ir.FloatAttr, ir.BoolAttr, ir.IntegerAttr):
-        with contextlib.suppress(ValueError, TypeError):  # also if it is complex
-            return kind(elements.get_splat_value()).value
-    return None
-
-
-def _constant(value: ir.Value[Any]) -> Any:
-    """The elements of a constant array, as a ``DenseElementsAttr``; None if the value is no such array."""
-    operation: Any = value.owner
-    if isinstance(operation, ir.Block) or operation.name != "stablehlo.constant":
-        return None
-    with contextlib.suppress(ValueError, TypeError):
-        return ir.DenseElementsAttr(operation.attributes["value"])
-    return None
-
-
-def _origin(ctx: Any, value: ir.Value[Any]) -> ir.Value[Any]:
-    """The value whose elements a value holds, before :data:`_VIEWS` of it and the functions that return it."""
-    while not isinstance(operation := value.owner, ir.Block):
-        if operation.name == "func.call":
-            value = _returned(ctx, value)
-        elif operation.name in _VIEWS:
-            value = operation.operands[0]
-        else:
-            break
-    return value
-
-
-def _returned(ctx: Any, value: ir.Value[Any]) -> ir.Value[Any]:
-    """What a function returns for the result of a call: a value in the function, or an operand of the call."""
-    operation: Any = value.owner
-    result = _results_of(ctx, operation)[ir.OpResult(value).result_number]
-    if isinstance(result.owner, ir.Block):
-        return operation.operands[ir.BlockArgument(result).arg_number]
-    return result
-
-
-def _results_of(ctx: Any, call: Any) -> Sequence[ir.Value[Any]]:
-    """The values that a called function returns, in its own block."""
-    callee = ctx.module_context.symbol_table[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
-    *_, end = callee.operation.regions[0].blocks[0]
-    return end.operands
-
-
-def is_ascending(ctx: Any, ids: ir.Value[Any]) -> bool:
-    """Whether ids are known to ascend: constants, and what ``jnp.sort`` returns."""
-    if math.prod(shape := ir.RankedTensorType(ids.type).shape) != max(shape, default=0):
-        return False
-    origin = _origin(ctx, ids)
-    if not isinstance(origin.owner, ir.Block) and origin.owner.name == "stablehlo.sort":
-        is_whole = list(ir.RankedTensorType(origin.type).shape) == [max(shape)]
-        return is_whole and _sorts(origin.owner, ir.OpResult(origin).result_number)
-    known = known_integers(ctx, ids)
-    return known is not None and ascend(known.reshape(-1))
-
-
-def ascend(ids: np.ndarray) -> bool:
-    return bool(np.all(ids[:-1] <= ids[1:]))
-
-
-def _sorts(operation: Any, result: int) -> bool:
-    """Whether a sort makes this result ascend: it is the first, and the sort compares nothing else."""
-    block = operation.regions[0].blocks[0]
-    comparison, *rest = block
-    return bool(
-        result == 0
-        and len(rest) == 1
-        and comparison.name == "stablehlo.compare"
-        and "LT" in str(comparison.attributes["comparison_direction"])
-        and list(comparison.operands) == [block.arguments[0], block.arguments[1]]
-    )
-
-
-MAX_KNOWN_INTEGERS = 1 << 20
-_MAX_EVALUATED = 50
-"""The treatment of negative ids and the clipping of ids take fewer operations."""
-_COMPARISONS = {"LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal}
-
-
-def known_integers(ctx: Any, value: ir.Value[Any]) -> np.ndarray | None:
-    """The elements of an array of integers or bool that the program computes from constants; None if unknown."""
-    num_evaluated = 0
-
-    def known(value: ir.Value[Any], arguments: Sequence[np.ndarray | None] = ()) -> np.ndarray | None:
-        """`arguments`: those of the function that computes the value."""
-        nonlocal num_evaluated
-        operation: Any = value.owner
-        if isinstance(operation, ir.Block):
-            number = ir.BlockArgument(value).arg_number
-            return arguments[number] if number < len(arguments) else None
-        num_evaluated += 1
-        is_evaluated = operation.name == "func.call" or operation.name in _EVALUATED
-        if num_evaluated > _MAX_EVALUATED or not is_evaluated or not _is_array(value):
-            return None
-        if _num_elements(value) > MAX_KNOWN_INTEGERS:
-            return None
-        operands = [known(x, arguments) for x in operation.operands]
-        if operation.name == "func.call":
-            return known(_results_of(ctx, operation)[ir.OpResult(value).result_number], operands)
-        if any(x is None for x in operands):
-            return None
-        return _EVALUATED[operation.name](value, *operands)
-
-    return known(value)
-
-
-def _is_array(value: ir.Value[Any]) -> bool:
-    """Whether a value is an array, and no token of an ordered effect."""
-    with contextlib.suppress(ValueError, TypeError):
-        return ir.RankedTensorType(value.type) is not None
-    return False
-
-
-def _integers_of_constant(value: ir.Value[Any]) -> np.ndarray | None:
-    elements = _constant(value)
-    array = None if elements is None else np.asarray(elements)
-    return array if array is not None and array.dtype.kind in "iub" else None
-
-
-def _converted(value: ir.Value[Any], x: np.ndarray) -> np.ndarray | None:
-    name = str(ir.RankedTensorType(value.type).element_type)
-    is_integer = name in ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
-    return x.astype(name.replace("i", "int")) if is_integer else None
-
-
-def _broadcast(value: ir.Value[Any], x: np.ndarray) -> np.ndarray | None:
-    operation: Any = value.owner
-    shape, dims = ir.RankedTensorType(value.type).shape, list(operation.attributes["broadcast_dimensions"])
-    if dims != sorted(dims):  # a transpose, which JAX itself does not write so
-        return None
-    own = dict(zip(dims, x.shape, strict=True))
-    return np.broadcast_to(x.reshape([own.get(d, 1) for d in range(len(shape))]), shape)
-
-
-def _compared(value: ir.Value[Any], x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    operation: Any = value.owner
-    direction = str(operation.attributes["comparison_direction"])
-    return next((compare(x, y) for name, compare in _COMPARISONS.items() if name in direction), None)
-
-
-_EVALUATED: dict[str, Callable[..., Any]] = {
-    "stablehlo.add": lambda _, x, y: x + y,
-    "stablehlo.broadcast_in_dim": _broadcast,
-    "stablehlo.clamp": lambda _, low, x, high: np.clip(x, low, high),
-    "stablehlo.compare": _compared,
-    "stablehlo.constant": _integers_of_constant,
-    "stablehlo.convert": _converted,
-    "stablehlo.maximum": lambda _, x, y: np.maximum(x, y),
-    "stablehlo.minimum": lambda _, x, y: np.minimum(x, y),
-    "stablehlo.reshape": lambda value, x: x.reshape(ir.RankedTensorType(value.type).shape),
-    "stablehlo.select": lambda _, condition, x, y: np.where(condition, x, y),
-}
-"""Operations on integers: ``(result, *operands) -> its elements``."""

@@ -15,7 +15,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.selection import not_redirected
 
 if TYPE_CHECKING:
-    from jax_baracuda._core.op import OpCall
+    from jax_baracuda._core.call import OpCall
 
 MeshAxes = tuple[str, ...]
 ShardAxes = Mapping[str, MeshAxes]

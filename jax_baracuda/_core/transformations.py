@@ -15,13 +15,12 @@ from jax.interpreters import ad
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.derivatives import derivative_op
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
     from jax.extend.core import Primitive
-
-    from jax_baracuda._core.op import OpCall
 
 
 def batch(call: OpCall, primitive: Primitive, axes: Sequence[int | None]) -> tuple[list[jax.Array], list[int]]:
@@ -93,7 +92,7 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
     if factor is not None:
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
-            own_types = [call.own_operands[i] for i in factor]
+            own_types = [call.own_operands[i] if i in linear else None for i in factor]
             transpose_of = call.bound(call.transposes[factor])
             return transpose_of(own_types, arrays[: len(cotangents)], *arrays[len(cotangents) :])
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.call import OpCall
+from jax_baracuda._core.op import OPS
 
 
 def equations_of(jaxpr: Any) -> Iterator[Any]:

@@ -43,7 +43,7 @@ def _rotate(direction: int, angle_errors: float | None, options: Options, x: Any
     else:
         pairs = np.arange(rotary // 2)
         is_second = pairs % 2 == 1 if options["sections"] == "interleaved" else pairs >= 1
-        positions = positions.reshape(2, -1, x.shape[2], 1)
+        positions = positions.reshape(2, *(positions.shape[1:-1] or (1,)), x.shape[2], 1)
         positions = jnp.where(is_second, positions[1], positions[0])
     angle = positions.astype(jnp.float64)[:, None] * inv_freq
     scale = 1.0 if options["scale"] is ABSENT else options["scale"]

@@ -48,8 +48,9 @@ from support.cases import (
 from support.programs import small_integers
 
 import jax_baracuda
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.op import OPS
 
 GatherScatterMode = jax.lax.GatherScatterMode
 

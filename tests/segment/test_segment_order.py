@@ -13,8 +13,9 @@ import pytest
 from support import cases
 
 import jax_baracuda as jb
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dispatch import Site, Traits, alternative_of
-from jax_baracuda._core.op import Op, OpCall
+from jax_baracuda._core.op import Op
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda.ops.segment import edges
 from jax_baracuda.ops.segment.plan import SEGMENT_ORDER

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from support import cases
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.native import target_name
-from jax_baracuda._core.op import OPS, OpCall
+from jax_baracuda._core.op import OPS
 
 
 @dataclasses.dataclass(frozen=True)

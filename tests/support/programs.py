@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from support import cases
 
-from jax_baracuda._core.op import OpCall
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 

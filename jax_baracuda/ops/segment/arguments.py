@@ -357,3 +357,24 @@ def canonicalize_edges(
     if num_rows == 0 and num_edges != 0:
         raise ValueError(f"{name}: {data_name} must have rows for {num_edges} edges to gather, got shape {data.shape}")
     return EdgeCall(name, data, num_segments, edges)
+
+
+def canonicalize_edges_between(
+    name: str,
+    data_name: str,
+    data: Array,
+    segments_name: str,
+    segments: Array,
+    gather_ids: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    mode: Mode,
+    plan: SegmentPlan | None,
+) -> EdgeCall:
+    """Checks the rows, the edges, and that an array `segments` has a row for each segment."""
+    num_segments = segments.shape[0] if plan is None else None
+    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan, data_name)
+    if call.num_segments != segments.shape[0]:
+        raise ValueError(
+            f"{name}: the plan is for {call.num_segments} segments, got {segments_name}.shape = {segments.shape}"
+        )
+    return call

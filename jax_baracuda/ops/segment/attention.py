@@ -15,7 +15,7 @@ from jax_baracuda._core.arrays import accumulation_dtype, as_array, real_number
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges, canonicalize_edges_between
 from jax_baracuda.ops.segment.edge_attention import attend, attention_params, padded_heads
 from jax_baracuda.ops.segment.gather_sum import by_heads, gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
@@ -168,7 +168,7 @@ def graph_dot_product_attention(
             raise ValueError(f"{name}: scale must be given for a symbolic number of features, got {query.shape[2]}")
         scale = 1 / math.sqrt(max(query.shape[2], 1))
     scale = _number(name, "scale", scale, query)
-    call = _canonicalize(name, query, key, gather_ids, segment_ids, mode, plan)
+    call = canonicalize_edges_between(name, "key", key, "query", query, gather_ids, segment_ids, mode, plan)
     arrays = {"query": query, "key": key, "value": value} | _bias(name, bias, query, call)
     width = max(query.shape[2], value.shape[2])
     arrays |= {x: padded_heads(arrays[x], width) for x in ("query", "key", "value")}
@@ -243,7 +243,7 @@ def graph_additive_attention(
             f"{score_weights.shape} and query.shape = {query.shape}"
         )
     negative_slope = _number(name, "negative_slope", negative_slope, query)
-    call = _canonicalize(name, query, key, gather_ids, segment_ids, mode, plan)
+    call = canonicalize_edges_between(name, "key", key, "query", query, gather_ids, segment_ids, mode, plan)
     arrays = {"query": query, "key": key, "score_weights": score_weights.astype(query.dtype)}
     arrays |= _bias(name, bias, query, call)
     is_sorted = call.is_sorted(indices_are_sorted)
@@ -286,22 +286,6 @@ def _number(name: str, argument: str, value: Any, query: Array) -> float:
     if abs(number) > float(jnp.finfo(dtype).max):
         raise ValueError(f"{name}: {argument} must be finite in {np.dtype(dtype).name}, got {value!r}")
     return number
-
-
-def _canonicalize(
-    name: str,
-    query: Array,
-    key: Array,
-    gather_ids: ArrayLike | None,
-    segment_ids: ArrayLike | None,
-    mode: Mode,
-    plan: SegmentPlan | None,
-) -> EdgeCall:
-    num_segments = query.shape[0] if plan is None else None
-    call = canonicalize_edges(name, key, gather_ids, segment_ids, num_segments, mode, plan, data_name="key")
-    if call.num_segments != query.shape[0]:
-        raise ValueError(f"{name}: the plan is for {call.num_segments} segments, got query.shape = {query.shape}")
-    return call
 
 
 def _bias(name: str, bias: ArrayLike | None, query: Array, call: EdgeCall) -> dict[str, Array]:

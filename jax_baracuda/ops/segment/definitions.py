@@ -13,9 +13,10 @@ import numpy as np
 from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
+from jax_baracuda._core.call import num_features
 from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op, num_features
+from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 

@@ -25,7 +25,13 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import VECTOR_BYTES, replicated_dims, sorted_edges, transposed_edges
+from jax_baracuda.ops.segment.edges import (
+    NEED_SORTED_EDGES,
+    VECTOR_BYTES,
+    replicated_dims,
+    sorted_first,
+    transposed_edges,
+)
 
 Score = Literal["dot_product", "additive", "given"]
 """What the logits are computed from: queries and keys, or the bias alone ("given")."""
@@ -359,18 +365,10 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
             return f"a head has more than {MAX_HEAD_BYTES} bytes"
         return limit_of_32_bits(sizes=sizes)
 
-    def sort_first(*operands: Array | None, **params: Any) -> Sequence[Array]:
-        arrays = _by_name(operands_of, operands, params["score"])
-        edges = arrays["gather_ids"], arrays["segment_ids"], arrays["edge_order"]
-        *edges_in_order, numbers = sorted_edges(*edges, params["num_segments"])
-        arrays |= dict(zip(_ENDS_OF_EDGES, edges_in_order, strict=True))
-        arrays["edge_order"] = None if arrays["bias"] is None else numbers
-        return op.kernel(*arrays.values(), **params | {"indices_are_sorted": True})
-
     def fit_heads(*operands: Array | None, **params: Any) -> Sequence[Array]:
         return _with_fitting_heads(op, *operands, **params)
 
-    why = "the kernel takes sorted edges only"
+    sort_first = sorted_first(lambda: op, lambda arrays, params: arrays["bias"] is not None)
     op = Op(
         name=name,
         operands=operands_of,
@@ -384,8 +382,8 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         reduction_dims=("edge",),
         alternatives={
             on_gpu("the threads of a head have vectors of it", _does_not_fit_gpus): fit_heads,
-            on_gpu(why, unsorted): sort_first,
-            on_cpu(why, unsorted): sort_first,
+            on_gpu(NEED_SORTED_EDGES, unsorted): sort_first,
+            on_cpu(NEED_SORTED_EDGES, unsorted): sort_first,
         },
         limit=limit,
         **fields,

@@ -1,25 +1,19 @@
-"""Common parts of the ops that gather rows along edges: rows, programs for GPUs, and batches of graphs."""
+"""Common parts of the ops that gather rows along edges: rows, and programs for GPUs."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_range
-from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
-from jax_baracuda._core.dispatch import Traits
-from jax_baracuda._core.functions import resolved, with_named
-from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.sharding import ShardAxes
-from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row
+from jax_baracuda._core.dispatch import Traits, on_gpu
+from jax_baracuda._core.functions import resolved
+from jax_baracuda._core.op import Op
+from jax_baracuda.ops.segment.cells import gather_or_zeros
 from jax_baracuda.ops.segment.plan import sorted_by_segment
 
 
@@ -55,15 +49,28 @@ def replicated_dims(*, has_edge_order: bool) -> tuple[str, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Programs for GPUs, whose kernels need sorted edges and load rows by vectors if these fit.
+# Programs for kernels that need sorted edges, or load rows by vectors if these fit.
+
+NEED_SORTED_EDGES = "the kernel takes sorted edges only"
 
 
-def sorted_edges(
-    gather_ids: Array, segment_ids: Array, edge_order: Array | None, num_segments: int
-) -> tuple[Array, Array, Array]:
-    """The gather ids and segment ids of the edges sorted by segment, and the numbers of these edges."""
-    order, sorted_ids = sorted_by_segment(segment_ids, num_segments)
-    return gather_ids[order], sorted_ids, order if edge_order is None else edge_order[order]
+def sorted_first(op: Callable[[], Op], needs_numbers: Callable[..., bool]) -> Callable[..., list[Array]]:
+    """The program that sorts the edges of an op by segment, and then calls its kernel.
+
+    Args:
+      needs_numbers: ``(operands by name, params)`` -> whether the kernel reads the number of each edge, such as to find
+        its weight.
+    """
+
+    def program(*operands: Array | None, **params: Any) -> list[Array]:
+        arrays = dict(zip(resolved(op().operands, params), operands, strict=True))
+        order, sorted_ids = sorted_by_segment(arrays["segment_ids"], params["num_segments"])
+        numbers = order if arrays["edge_order"] is None else arrays["edge_order"][order]
+        arrays |= {"gather_ids": arrays["gather_ids"][order], "segment_ids": sorted_ids}
+        arrays["edge_order"] = numbers if needs_numbers(arrays, params) else None
+        return op().kernel(*arrays.values(), **params | {"indices_are_sorted": True})
+
+    return program
 
 
 VECTOR_BYTES = 16
@@ -101,152 +108,29 @@ def _lacking(features: int, element_bytes: int) -> int:
     return -features % (VECTOR_BYTES // element_bytes)
 
 
-def with_longer_rows(
-    op: Op, operands: Sequence[Array | None], padded: Sequence[int] = (0,), *, has_heads: bool = False, **params: Any
-) -> list[Array]:
-    """Pads the rows of some operands to whole vectors, calls the kernel, and drops the added features of its results.
-
-    Args:
-      padded: the positions of the operands to pad.
-      has_heads: whether each head of a row is padded.
-    """
-    first_dim = 2 if has_heads else 1
-    dims = operands[0].shape[first_dim:]
-    features = math.prod(dims)
-    added = _lacking(features, operands[0].dtype.itemsize)
-
-    def longer(x: Array) -> Array:
-        return jnp.pad(x.reshape(*x.shape[:first_dim], features), [(0, 0)] * first_dim + [(0, added)])
-
-    longer_operands = (longer(x) if i in padded and x is not None else x for i, x in enumerate(operands))
-    results = op.kernel(*longer_operands, **params)
-    return [x[..., :features].reshape(*x.shape[:-1], *dims) for x in results]
+UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Batches of graphs that gather from the same rows, joined into one graph with the edges and segments of all. Each batch
-# dimension keeps its own name until the program of one shard joins them, so a batch that is split over devices stays
-# split.
+def with_longer_rows(op: Callable[[], Op]) -> Callable[..., list[Array]]:
+    """The program that pads rows, or those of each head, to whole vectors, and then calls the kernel of an op.
 
-
-def op_of_graphs(
-    op: Op, join: Callable[..., Sequence[Array | None]], *, shared: Sequence[int] = (), **fields: Any
-) -> Op:
-    """The sum of an op's result over graphs.
-
-    Args:
-      op: has one result, and `transposes` by its first operand. Each operand holds cells of a graph, belongs to its
-        edges, or is shared.
-      join: ``(num_graph_dims, *operands)`` -> the operands of `op`.
-      shared: the positions of operands that all graphs share. The others have the graph dimensions in front, whose
-        sizes may be 1.
-      fields: fields of the new op that do not follow from `op`.
+    It drops the added features of the results.
     """
 
-    assert not callable(op.transposes)
-    linear, transpose_of_op = next(iter(op.transposes.items()))
+    def program(*operands: Array | None, **params: Any) -> list[Array]:
+        dims_of_each = list(resolved(op().operands, params).values())
+        num_leading = len(dims_of_each[0]) - 1
+        row_shape = operands[0].shape[num_leading:]
+        features = math.prod(row_shape)
+        added = _lacking(features, operands[0].dtype.itemsize)
 
-    def operands(*, num_graph_dims: int, **params: Any) -> NamedDimensions:
-        graphs, own = _graph_dims(num_graph_dims), resolved(op.operands, params)
-        return {name: dims if i in shared else (*graphs, *dims) for i, (name, dims) in enumerate(own.items())}
+        def longer(x: Array) -> Array:
+            flat = x.reshape(*x.shape[:num_leading], features)
+            return jnp.pad(flat, [(0, 0)] * num_leading + [(0, added)])
 
-    def run(
-        function: Callable[..., Sequence[Array]], *operands: Array | None, num_graph_dims: int, **params: Any
-    ) -> Any:
-        return with_named(function, params)(*join(num_graph_dims, *operands))
+        has_features = [dims[-1] in ("...", "feature") for dims in dims_of_each]
+        padded = (longer(x) if use and x is not None else x for use, x in zip(has_features, operands, strict=True))
+        results = op().kernel(*padded, **params)
+        return [x[..., :features].reshape(*x.shape[:-1], *row_shape) for x in results]
 
-    def transpose(
-        avals: Sequence[Any], d_results: Sequence[Array], *others: Array | None, num_graph_dims: int, **params: Any
-    ) -> Sequence[Array]:
-        """Applies the transpose of `op` for each graph to the cotangent of the sum."""
-        own_avals = [jax.ShapeDtypeStruct(x.shape[num_graph_dims:], x.dtype) for x in avals]
-        arrays = _with_graph_dims(others, num_graph_dims, [i - len(avals) for i in shared])
-        transpose_one = functools.partial(with_named(transpose_of_op, params), own_avals, d_results)
-        return map_over_batch(transpose_one, mapped_dims(arrays, num_graph_dims), *arrays)
-
-    return Op(
-        name=f"{op.name}_of_graphs",
-        operands=operands,
-        optional=op.optional,
-        results=op.results,
-        result_sizes=op.result_sizes,
-        result_dtypes=op.result_dtypes,
-        reference=functools.partial(run, op.reference),
-        program=functools.partial(run, op.kernel),
-        dtypes=op.dtypes,
-        guarantee=op.guarantee,
-        reduction_dims=lambda *, num_graph_dims: (*_graph_dims(num_graph_dims), "edge"),
-        transposes={linear: transpose},
-        **fields,
-    )
-
-
-def sum_over_graphs(
-    op: Op,
-    of_graphs: Op,
-    num_graph_dims: int,
-    operands: Sequence[Array | None],
-    *,
-    shared: Sequence[int] = (),
-    **params: Any,
-) -> Array:
-    """The result of an op for one graph or, with `num_graph_dims`, summed over a batch of graphs in one call.
-
-    Args:
-      op: has one result.
-      of_graphs: the result of :func:`op_of_graphs` for it.
-    """
-    if num_graph_dims == 0:
-        return op(*operands, **params)[0]
-    own = [x for i, x in enumerate(operands) if i not in shared and x is not None]
-    num_graphs = math.prod(vmap_sizes(own, num_graph_dims))
-    own_sizes = [x.shape[num_graph_dims] for x in own]
-    is_static = jax_versions.is_static_shape((num_graphs, *own_sizes))
-    if is_static and num_graphs * max(own_sizes) <= np.iinfo(np.int32).max:
-        return of_graphs(*operands, num_graph_dims=num_graph_dims, **params)[0]
-    # The edges and segments of all graphs exceed int32 or have no static number: compute one result per graph.
-    arrays = _with_graph_dims(operands, num_graph_dims, shared)
-    results = map_over_batch(lambda *x: op(*x, **params)[0], mapped_dims(arrays, num_graph_dims), *arrays)
-    return results.sum(tuple(range(num_graph_dims)))
-
-
-def _with_graph_dims(
-    operands: Sequence[Array | None], num_graph_dims: int, shared: Sequence[int]
-) -> list[Array | None]:
-    """The operands. Shared ones get graph dimensions of size 1."""
-    new_dims = range(num_graph_dims)
-    return [x if x is None or i not in shared else jnp.expand_dims(x, new_dims) for i, x in enumerate(operands)]
-
-
-def graph_axes(axes: ShardAxes, num_graph_dims: int) -> tuple[str, ...]:
-    """The mesh axes that split the graphs, in the program of one shard."""
-    return tuple(axis for dim in _graph_dims(num_graph_dims) for axis in axes.get(dim, ()))
-
-
-def _graph_dims(num_graph_dims: int) -> tuple[str, ...]:
-    return tuple(f"graph{i}" for i in range(num_graph_dims))
-
-
-# Arrays ``[*graphs, size, ...]`` as ``[all graphs * size, ...]``.
-
-
-def flat_batch(num_graph_dims: int, arrays: Sequence[Any]) -> list[Any]:
-    """Arrays with all graph dimensions merged into one, ``[G, ...]``. None stays None, here and below."""
-    sizes = vmap_sizes(arrays, num_graph_dims)
-
-    def flat(x: Array) -> Array:
-        shape = x.shape[num_graph_dims:]
-        return jnp.broadcast_to(x, (*sizes, *shape)).reshape(math.prod(sizes), *shape)
-
-    return [None if x is None else flat(x) for x in arrays]
-
-
-def merge_graphs(array: Array | None) -> Array | None:
-    """``[G, size, ...]`` as ``[G * size, ...]``."""
-    return None if array is None else array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
-
-
-def renumbered(ids: Array, size: int) -> Array:
-    """Ids ``[G, ...]`` in ``[0, size)`` within each graph, renumbered across all graphs. Ids out of range become -1."""
-    first = per_row(jnp.arange(ids.shape[0], dtype=jnp.int32) * size, ids)
-    return jnp.where(in_range(ids, size), ids.astype(jnp.int32) + first, -1)
+    return program

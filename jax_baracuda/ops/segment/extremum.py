@@ -71,19 +71,16 @@ from jax_baracuda.ops.segment.definitions import (
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.edges import (
+    NEED_SORTED_EDGES,
+    UNALIGNED_ROWS,
     as_gather_ids,
-    fit_no_vectors,
-    flat_batch,
     gather_rows,
-    graph_axes,
-    merge_graphs,
-    op_of_graphs,
-    renumbered,
     replicated_dims,
     replicated_dims_of_cells,
-    sorted_edges,
+    sorted_first,
     with_longer_rows,
 )
+from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart, sorted_by_segment, unpermuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, segment_sum, segment_sum_backward
@@ -742,8 +739,6 @@ OPERANDS_OF_BACKWARD: NamedDimensions = {
     "data": _GATHERED,
     "output": CELLS,
 }
-SHARED_BY_GRAPHS = (list(OPERANDS_OF_BACKWARD).index("data"),)
-"""The operands of the backward op that all graphs of a batch share."""
 
 
 def _plan_parameters_of_backward(d_winner: Any, *_: Any, sizes: Mapping[str, int], has_plan: bool) -> dict[str, int]:
@@ -764,18 +759,6 @@ def _join(num_graph_dims: int, *operands: Array | None) -> Sequence[Array | None
     return *joined, *NO_PLAN, data, merge_graphs(output)
 
 
-def _reduce_sorted(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    **params: Any,
-) -> Sequence[Array]:
-    *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, params["num_segments"])
-    numbers_of_winners = numbers if params["has_winner"] else None
-    return GATHER_SEGMENT_EXTREMUM.kernel(data, *edges, numbers_of_winners, **params | {"indices_are_sorted": True})
-
-
 def _backward_of_sorted(
     d_winner: Array,
     winner: Array,
@@ -794,13 +777,6 @@ def _backward_of_sorted(
     )
 
 
-def _backward_of_longer_rows(*operands: Array | None, **params: Any) -> Sequence[Array]:
-    padded = [i for i, dims in enumerate(OPERANDS_OF_BACKWARD.values()) if dims[-1] == "..."]
-    return with_longer_rows(GATHER_SEGMENT_EXTREMUM_BACKWARD, operands, padded, **params)
-
-
-_UNALIGNED_ROWS = on_gpu("no vectors fit the rows", fit_no_vectors)
-
 # H100, time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (48 and 24 loops). Two cores: gradients of single
 # features 0.33.
 GATHER_SEGMENT_EXTREMUM = Op(
@@ -818,8 +794,10 @@ GATHER_SEGMENT_EXTREMUM = Op(
         on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
     ),
     alternatives={
-        on_gpu("the kernel takes sorted edges only", unsorted): _reduce_sorted,
-        _UNALIGNED_ROWS: lambda *operands, **params: with_longer_rows(GATHER_SEGMENT_EXTREMUM, operands, **params),
+        on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
+            lambda: GATHER_SEGMENT_EXTREMUM, lambda arrays, params: params["has_winner"]
+        ),
+        UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_EXTREMUM),
     },
     dtypes=FLOATING_DTYPES,
     guarantee=EXACT,
@@ -845,8 +823,8 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
         on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
     ),
     alternatives={
-        on_gpu("the kernel takes sorted edges only", param("has_plan", False)): _backward_of_sorted,
-        _UNALIGNED_ROWS: _backward_of_longer_rows,
+        on_gpu(NEED_SORTED_EDGES, param("has_plan", False)): _backward_of_sorted,
+        UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_EXTREMUM_BACKWARD),
     },
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
@@ -879,10 +857,10 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
     transposes={("d_data",): _transpose_of_gathered_winners},
 )
 
-GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS = op_of_graphs(
+gradient_over_graphs = sum_over_graphs(
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
     _join,
-    shared=SHARED_BY_GRAPHS,
+    shared=(list(OPERANDS_OF_BACKWARD).index("data"),),
     replicated_dims=GATHER_SEGMENT_EXTREMUM_BACKWARD.replicated_dims,
     shard_program=_shard_backward_of_edges,
 )

@@ -18,7 +18,7 @@ from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges_between
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, transposed_edges
@@ -100,12 +100,9 @@ def gather_segment_dot(
             f"{name}: data must be [N, ..., D] and segment_data [S, ..., D], with the same dimensions after the first; "
             f"got {data.shape} and {segment_data.shape}"
         )
-    num_segments = segment_data.shape[0] if plan is None else None
-    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    if call.num_segments != segment_data.shape[0]:
-        raise ValueError(
-            f"{name}: the plan is for {call.num_segments} segments, got segment_data.shape = {segment_data.shape}"
-        )
+    call = canonicalize_edges_between(
+        name, "data", data, "segment_data", segment_data, gather_ids, segment_ids, mode, plan
+    )
     params = call.params(indices_are_sorted, deterministic)
     heads = data.shape[1:-1]
     output = _gathered_dot(params, data=_of_heads(data), segment_data=_of_heads(segment_data), **call.edges)

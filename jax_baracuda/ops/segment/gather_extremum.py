@@ -15,20 +15,18 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
-from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak, canonicalize_edges
-from jax_baracuda.ops.segment.edges import as_gather_ids, sum_over_graphs
+from jax_baracuda.ops.segment.batched_vjp import BatchedVjp
+from jax_baracuda.ops.segment.edges import as_gather_ids
 from jax_baracuda.ops.segment.extremum import (
     GATHER_SEGMENT_EXTREMUM,
-    GATHER_SEGMENT_EXTREMUM_BACKWARD,
-    GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS,
     NO_PLAN,
     PLAN_FIELDS,
-    SHARED_BY_GRAPHS,
     first_gets_all,
+    gradient_over_graphs,
     minimum_of,
     shares_of_ties,
     unpermuted_ids,
@@ -167,12 +165,9 @@ def _gradient(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     data_and_output = (operands.get(x) for x in ("data", "output"))
     constants = (None if x is None else jax.lax.stop_gradient(x) for x in data_and_output)
     plan = NO_PLAN if order is None else (operands[x] for x in PLAN_FIELDS)
-    d_data = sum_over_graphs(
-        GATHER_SEGMENT_EXTREMUM_BACKWARD,
-        GATHER_SEGMENT_EXTREMUM_BACKWARD_OF_GRAPHS,
+    d_data = gradient_over_graphs(
         num_joined,
         [d_winner, residuals["winner"], gather_ids, segment_ids, *plan, *constants],
-        shared=SHARED_BY_GRAPHS,
         num_rows=params["num_rows"],
         deterministic=params["deterministic"],
         minimum=params["minimum"],
@@ -181,13 +176,6 @@ def _gradient(params: Params, num_joined: int, residuals: Mapping[str, Array], d
 
 
 _gather_segment_max, _gather_segment_min = (
-    BatchedVjp(
-        name,
-        _forward,
-        _gradient,
-        primal=_primal,
-        shared="data",
-        keeps_shared=lambda params, _: not params["first_wins"],
-    )
+    BatchedVjp(name, _forward, _gradient, primal=_primal, keeps_data=lambda params, _: not params["first_wins"])
     for name in ("gather_segment_max", "gather_segment_min")
 )

@@ -12,11 +12,11 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import as_array, with_whole_dims
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
-from jax_baracuda._core.batched_autodiff import BatchedVjp
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
+from jax_baracuda.ops.segment.batched_vjp import BatchedVjp
 from jax_baracuda.ops.segment.edges import transposed_edges
 from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT
 from jax_baracuda.ops.segment.ids import check_numbered
@@ -220,6 +220,6 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
 
 _gather_segment_sum, _gather_segment_mean = (
     # Only the gradient of weights needs the data.
-    BatchedVjp(name, _forward, _backward, shared="data", keeps_shared=lambda _, names: "weights" in names)
+    BatchedVjp(name, _forward, _backward, keeps_data=lambda _, names: "weights" in names)
     for name in ("gather_segment_sum", "gather_segment_mean")
 )

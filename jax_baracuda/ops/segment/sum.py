@@ -60,19 +60,21 @@ from jax_baracuda.ops.segment.definitions import (
     sum_over_axes,
 )
 from jax_baracuda.ops.segment.edges import (
+    NEED_SORTED_EDGES,
+    UNALIGNED_ROWS,
     as_gather_ids,
-    fit_no_vectors,
-    flat_batch,
     gather_rows,
-    graph_axes,
-    merge_graphs,
-    op_of_graphs,
-    renumbered,
     replicated_dims,
     replicated_dims_of_cells,
-    sorted_edges,
-    sum_over_graphs,
+    sorted_first,
     with_longer_rows,
+)
+from jax_baracuda.ops.segment.graphs import (
+    flat_batch,
+    graph_axes,
+    merge_graphs,
+    renumbered,
+    sum_over_graphs,
 )
 from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart
@@ -453,19 +455,6 @@ def _gather_first(
     return SEGMENT_SUM.kernel(rows, segment_ids, num_segments=num_segments, **flags)
 
 
-def _sort_first(
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    weights: Array | None,
-    edge_order: Array | None,
-    **params: Any,
-) -> Sequence[Array]:
-    *edges, numbers = sorted_edges(gather_ids, segment_ids, edge_order, params["num_segments"])
-    numbers_of_weights = None if weights is None else numbers
-    return GATHER_SEGMENT_SUM.kernel(data, *edges, weights, numbers_of_weights, **params | {"indices_are_sorted": True})
-
-
 # H100, time of plain JAX / kernel: 0.35 (76 loops).
 GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
@@ -487,11 +476,11 @@ GATHER_SEGMENT_SUM = Op(
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
     ),
     alternatives={
-        on_gpu("the kernel takes sorted edges only", unsorted): _sort_first,
-        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
-        on_gpu("no vectors fit the rows", fit_no_vectors): lambda *operands, **params: with_longer_rows(
-            GATHER_SEGMENT_SUM, operands, has_heads=params["has_weights"], **params
+        on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
+            lambda: GATHER_SEGMENT_SUM, lambda arrays, params: arrays["weights"] is not None
         ),
+        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
+        UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_SUM),
     },
     limit=limit_of_32_bits,
     transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
@@ -520,7 +509,7 @@ def _shard_of_graphs(
     return sum_over_split_dim("edge", kernel_of_one, split, *_join(num_graph_dims, *operands), is_wide=is_wide)
 
 
-GATHER_SEGMENT_SUM_OF_GRAPHS = op_of_graphs(
+_gathered_sum = sum_over_graphs(
     GATHER_SEGMENT_SUM, _join, replicated_dims=replicated_dims, shard_program=_shard_of_graphs
 )
 
@@ -548,9 +537,7 @@ def gathered_sum(
       is_wide: whether the sums stay unrounded, in the accumulation dtype.
       num_graph_dims: the number of leading dimensions of all arrays that number the graphs of a batch, to sum over.
     """
-    return sum_over_graphs(
-        GATHER_SEGMENT_SUM,
-        GATHER_SEGMENT_SUM_OF_GRAPHS,
+    return _gathered_sum(
         num_graph_dims,
         [data, gather_ids, segment_ids, weights, None if weights is None else edge_order],
         num_segments=num_segments,

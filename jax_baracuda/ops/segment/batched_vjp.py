@@ -1,4 +1,4 @@
-"""Derivative rules that see the batch of ``vmap``.
+"""Derivative rules that see the batch of ``vmap``, for batches of graphs that gather from the same rows.
 
 ``jax.custom_vjp`` hides the batch from its rules: an array that the whole batch shares gets one cotangent per element,
 and JAX adds them up. Here ``vmap`` adds dimensions to the arrays before the rules are bound, as it does for an op.
@@ -42,7 +42,7 @@ class _Batch:
 
 
 class BatchedVjp:
-    """Like :class:`KernelVjp`, but computes a single gradient for one array if the batch shares it.
+    """Like :class:`KernelVjp`, but computes a single gradient of the array `data` if the batch shares it.
 
     Called as ``f(params, **arrays)`` with hashable static `params`; the result is one array.
     """
@@ -54,26 +54,23 @@ class BatchedVjp:
         backward: Callable[..., Mapping[str, Array]],
         *,
         primal: Callable[..., Array] | None = None,
-        shared: str,
-        keeps_shared: Callable[[Any, Sequence[str]], bool],
+        keeps_data: Callable[[Any, Sequence[str]], bool],
     ):
         """
         Args:
           name: the function's name in JAX's errors.
           forward: ``(params, **arrays) -> (result, residuals)``. Arrays of the call become residuals anyway.
           backward: ``(params, num_joined, residuals, cotangent) -> {name: cotangent}``. The first `num_joined`
-            dimensions of the cotangent are batch dimensions that do not map `shared`. All other residuals and
+            dimensions of the cotangent are batch dimensions that do not map `data`. All other residuals and
             cotangents have these dimensions, too. In a residual, a dimension that does not map it has size 1.
           primal: as in :class:`KernelVjp`.
-          shared: the name of the array with a single gradient.
-          keeps_shared: ``(params, names of the arrays) -> bool``: whether `shared` is a residual. All others are.
+          keeps_data: ``(params, names of the arrays) -> bool``: whether `data` is a residual. All other arrays are.
         """
         self.name = name
         self._primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
         self._forward = forward
         self._backward = backward
-        self._shared = shared
-        self._keeps_shared = keeps_shared
+        self._keeps_data = keeps_data
         self.kernel_vjp = KernelVjp(name, self._batched_forward, self._batched_backward, primal=self.batched_primal)
 
     def __repr__(self) -> str:  # part of every printed jaxpr
@@ -91,27 +88,27 @@ class BatchedVjp:
 
     def _batched_forward(self, batch: _Batch, **arrays: Array) -> tuple[Array, dict[str, Array]]:
         result, residuals = batch.map(self._forward, arrays)
-        if not self._keeps_shared(batch.params, tuple(arrays)):
-            arrays.pop(self._shared)
+        if not self._keeps_data(batch.params, tuple(arrays)):
+            arrays.pop("data")
         return result, {**arrays, **residuals}
 
     def _batched_backward(self, batch: _Batch, residuals: Mapping[str, Array], cotangent: Array) -> dict[str, Array]:
         num_batch_dims = len(batch.mapped_names)
-        joined = [i for i, names in enumerate(batch.mapped_names) if self._shared not in names]
+        joined = [i for i, names in enumerate(batch.mapped_names) if "data" not in names]
         mapped = [i for i in range(num_batch_dims) if i not in joined]
         names = tuple(residuals)
 
         def backward(cotangent: Array, *arrays: Array) -> Mapping[str, Array]:
             residuals = dict(zip(names, arrays, strict=True))
-            if self._shared in residuals:
-                residuals[self._shared] = jax.lax.squeeze(residuals[self._shared], range(len(joined)))
+            if "data" in residuals:
+                residuals["data"] = jax.lax.squeeze(residuals["data"], range(len(joined)))
             return self._backward(batch.params, len(joined), residuals, cotangent)
 
         arrays = [_moved(x, [*mapped, *joined]) for x in (cotangent, *residuals.values())]
         cotangents = map_over_batch(backward, mapped_dims(arrays, len(mapped)), *arrays)
         results = {}
         for name, array in cotangents.items():
-            if name == self._shared:
+            if name == "data":
                 results[name] = jnp.expand_dims(array, joined)
             else:
                 unmapped = [i for i, mapped_names in enumerate(batch.mapped_names) if name not in mapped_names]
