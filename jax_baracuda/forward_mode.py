@@ -1,7 +1,7 @@
 """The functions of jax_baracuda, for both modes of differentiation.
 
-JAX cannot apply forward mode to a function whose reverse mode is bound by ``jax.custom_vjp``. This module has twins of
-these functions, bound with ``jax.custom_jvp``. They support ``jax.jvp``, ``jax.jacfwd``, ``jax.linearize`` and
+JAX cannot apply forward mode to a function whose reverse mode is a kernel (``jax.custom_vjp``). This module has twins
+of these functions, bound with ``jax.custom_jvp``. They support ``jax.jvp``, ``jax.jacfwd``, ``jax.linearize`` and
 ``jax.hessian``, and also ``jax.grad``, ``jax.vjp`` and ``jax.jacrev``, by the same backward kernels as the functions of
 :mod:`jax_baracuda`.
 
@@ -13,8 +13,8 @@ Under ``vmap``, rows that a batch of graphs shares get a gradient per graph, and
 are needed, the functions of :mod:`jax_baracuda` may therefore take less memory. ``jax.linear_transpose`` applies to the
 linear functions here, such as sums, means, rotations, writes and selections.
 
-The ``..._backward`` functions, `take_rows`, rotations, writes and selections support both modes themselves. Every
-public function of an op but the ``..._backward`` ones has a twin here, made on first access.
+The ``..._backward`` functions support both modes themselves. Every other public function of an op has a twin here, made
+on first access.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ STRIDE = int(os.environ.get("JAX_BARACUDA_MATRIX_STRIDE", "4"))
 """Beside the bare calls, one in this many cases runs. ``make matrix`` runs all of them."""
 BARE_STRIDE = max(STRIDE // 4, 1)
 """The stride of bare calls on one device, which the tests of each op make, too."""
-LINEAR = {"take_rows", "rope", "rope_qk", "rope_write", "where", "write_rows", "write_slice", "write_slices"}
-"""Primitives whose transposes are backward kernels. Other functions are bound to theirs by ``jax.custom_vjp``."""
+LINEAR = {"take_rows"}  # a primitive, whose transpose is the backward kernel
 NOT_OPS = {"implementation", "precision_guarantee", "rope_frequencies", "segment_plan"}
 """Functions that are not of arrays, or make what other functions take."""
 

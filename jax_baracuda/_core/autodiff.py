@@ -16,7 +16,6 @@ import numpy as np
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.docstrings import extend_section
-from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import SCOPE_NAME, Selection, current_selection, selecting
 from jax_baracuda._core.transposed import transposed
 
@@ -27,12 +26,20 @@ _mode = threading.local()
 
 
 @jax.tree_util.register_static
-class _Types(Params):
-    """The types of a call's arrays by name, as a static residual; None for an array that is not differentiated."""
+@dataclasses.dataclass(frozen=True)
+class _Types:
+    """The types of a call's arrays, as a static residual; None for an array that is not differentiated."""
+
+    structure: Any
+    of_leaves: tuple[Any, ...]
 
     @staticmethod
-    def of(arrays: Mapping[str, Any]) -> _Types:
-        return _Types((name, None if x is None else jax.typeof(x)) for name, x in arrays.items())
+    def of(structure: Any, leaves: Sequence[Any], is_differentiated: Sequence[bool]) -> _Types:
+        types = (jax.typeof(x) if use else None for x, use in zip(leaves, is_differentiated, strict=True))
+        return _Types(structure, tuple(types))
+
+    def by_name(self) -> dict[str, Any]:
+        return jax.tree.unflatten(self.structure, self.of_leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +70,7 @@ class KernelVjp:
         backward: Callable[..., Mapping[str, Any]],
         *,
         primal: Callable[..., Any] | None = None,
+        symbolic_zeros: bool = False,
     ):
         """
         Args:
@@ -71,10 +79,13 @@ class KernelVjp:
           backward: ``(params, residuals, cotangent) -> {name: cotangent}``, without arrays that have no tangent space.
             Linear in the cotangent. Its results are cast and resharded to the types of their arrays.
           primal: ``(params, **arrays) -> result``, if it costs less than `forward`. Default: the result of `forward`.
+          symbolic_zeros: whether `backward` takes one more argument: ``{name: type}``, None for arrays that are not
+            differentiated. It may omit their cotangents.
         """
         self._primal = primal or (lambda params, **arrays: forward(params, **arrays)[0])
         self.forward = forward
         self.backward = backward
+        self._symbolic_zeros = symbolic_zeros
 
         def function(call: _Call, arrays: Mapping[str, Any]) -> Any:
             with selecting(call.selection), jax.named_scope(call.scope) if call.scope else contextlib.nullcontext():
@@ -82,61 +93,80 @@ class KernelVjp:
 
         function.__name__ = name
         self._in_reverse_mode = jax.custom_vjp(function, nondiff_argnums=(0,))
-        self._in_reverse_mode.defvjp(self._forward_with_types, self._backward_with_types)
+        self._in_reverse_mode.defvjp(self._forward_with_types, self._backward_with_types, symbolic_zeros=symbolic_zeros)
         self._in_both_modes = jax.custom_jvp(function, nondiff_argnums=(0,))
         self._in_both_modes.defjvp(self._push_forward, symbolic_zeros=True)
 
     def __call__(self, params: Hashable, **arrays: Any) -> Any:
         # Cast first: custom_vjp requires that cotangents vary over the same manual axes as the primals.
-        given = {name: x for name, x in arrays.items() if x is not None}
-        arrays |= zip(given, jax_versions.unify_varying(*given.values()), strict=True)
-        if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in given.values()):
+        leaves, structure = jax.tree.flatten(arrays)
+        leaves = list(jax_versions.unify_varying(*leaves))
+        arrays = jax.tree.unflatten(structure, leaves)
+        if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
             return self._primal(params, **arrays)
         function = self._in_both_modes if is_in_both_modes() else self._in_reverse_mode
         return function(_Call(params, current_selection(), SCOPE_NAME.value), arrays)
 
-    def _forward_with_types(self, call: _Call, arrays: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
+    def _forward_with_types(self, call: _Call, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
+        leaves, structure = jax.tree.flatten(primals)
+        is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
+        arrays = [x.value if self._symbolic_zeros else x for x in leaves]
+        types = _Types.of(structure, arrays, is_differentiated)
         with selecting(call.selection), both_modes():  # forward mode over reverse mode differentiates these ops
-            result, residuals = self.forward(call.params, **arrays)
-        return result, (_Types.of(arrays), residuals)
+            result, residuals = self.forward(call.params, **jax.tree.unflatten(structure, arrays))
+        return result, (types, residuals)
 
     def _backward_with_types(
         self, call: _Call, residuals: tuple[_Types, Any], cotangent: Any
     ) -> tuple[Mapping[str, Any]]:
-        return (self._pull_back(call, *residuals, cotangent),)
+        types = residuals[0].by_name()
+        if self._symbolic_zeros:
+            if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
+                return (dict.fromkeys(types),)
+            cotangent = jax.tree.map(_instantiated, cotangent)
+        return (self._pull_back(call, types, residuals[1], cotangent),)
 
-    def _pull_back(self, call: _Call, types: _Types, residuals: Any, cotangent: Any) -> dict[str, Any]:
+    def _pull_back(self, call: _Call, types: Mapping[str, Any], residuals: Any, cotangent: Any) -> dict[str, Any]:
         """The cotangents of all arrays, in the types of the arrays."""
+        of_types = (types,) if self._symbolic_zeros else ()
         with selecting(call.selection), both_modes():
-            cotangents = self.backward(call.params, residuals, cotangent)
+            cotangents = self.backward(call.params, residuals, cotangent, *of_types)
         return {name: _like(cotangents.get(name), type_) for name, type_ in types.items()}
 
     def _push_forward(
         self, call: _Call, primals: tuple[Mapping[str, Any]], tangents: tuple[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
         """The rule of ``jax.custom_jvp``. The tangent needs only the residuals of reverse mode."""
-        [arrays], [of_arrays] = primals, tangents
-        given = {
-            name: x
-            for name, x in of_arrays.items()
-            if not (x is None or isinstance(x, jax.custom_derivatives.SymbolicZero))
-        }
-        types = _Types.of({name: x if name in given else None for name, x in arrays.items()})
+        structure: Any
+        leaves, structure = jax.tree.flatten(primals[0])
+        of_leaves = structure.flatten_up_to(tangents[0])
+        is_differentiated = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in of_leaves]
+        types = _Types.of(structure, leaves, is_differentiated)
+        leaf_types = [jax.typeof(x) for x in leaves]
         with selecting(call.selection), both_modes():  # JAX may call this outside of the caller's context
-            result, residuals = self.forward(call.params, **arrays)
+            result, residuals = self.forward(call.params, **primals[0])
         results, result_structure = jax.tree.flatten(result)
         result_types = [jax.typeof(x) for x in results]
         residual_leaves, residual_structure = jax.tree.flatten(residuals)
-        names, num_residuals = list(given), len(residual_leaves)  # the closure below must not hold tracers
+        num_residuals = len(residual_leaves)  # the closure below is part of jaxprs and must not hold tracers
 
         def pull_back(*operands: jax.Array) -> list[jax.Array]:
             own_residuals = jax.tree.unflatten(residual_structure, operands[:num_residuals])
             cotangent = jax.tree.unflatten(result_structure, _with_float0(operands[num_residuals:], result_types))
-            cotangents = self._pull_back(call, types, own_residuals, cotangent)
-            return [jnp.zeros_like(types[x]) if cotangents[x] is None else cotangents[x] for x in names]
+            of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
+            cotangents = structure.flatten_up_to(of_names)
+            return [
+                jnp.zeros_like(leaf) if x is None else x
+                for x, leaf, use in zip(cotangents, leaf_types, is_differentiated, strict=True)
+                if use
+            ]
 
-        types_of_inexact = [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)]
-        pushed = transposed(pull_back, residual_leaves, list(given.values()), types_of_inexact)
+        pushed = transposed(
+            pull_back,
+            residual_leaves,
+            [x for x, use in zip(of_leaves, is_differentiated, strict=True) if use],
+            [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)],
+        )
         return result, jax.tree.unflatten(result_structure, _with_float0(pushed, result_types))
 
 
@@ -149,11 +179,19 @@ def _with_float0(of_inexact: Sequence[jax.Array], types: Sequence[Any]) -> list[
     ]
 
 
-def _like(cotangent: Any, type_: Any) -> Any:
-    """A cotangent, cast and resharded to the type of its primal; None if it lacks one."""
-    if cotangent is None or type_ is None:
+def _like(cotangents: Any, types: Any) -> Any:
+    """Cotangents, cast and resharded to the types of their primals; both may be lists."""
+    if isinstance(types, list):
+        cotangents = [None] * len(types) if cotangents is None else cotangents
+        return [_like(cotangent, type_) for cotangent, type_ in zip(cotangents, types, strict=True)]
+    if cotangents is None or types is None:
         return None
-    return reshard_like(cotangent.astype(type_.dtype), type_)
+    return reshard_like(cotangents.astype(types.dtype), types)
+
+
+def _instantiated(cotangent: Any) -> jax.Array:
+    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
 # ----------------------------------------------------------------------------------------------------------------------

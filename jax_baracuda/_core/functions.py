@@ -17,6 +17,9 @@ class Params(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
+    def without(self, name: str) -> Params:
+        return Params((own, value) for own, value in self.items() if own != name)
+
 
 def with_named(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
     """A function of a definition, given the params that it names."""

@@ -35,7 +35,7 @@ NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by name and in order."""
 Transpose = Callable[..., Sequence[jax.Array | None]]
 """``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
-linear operands, None for integers. The aval is None for an operand whose cotangent is not needed."""
+linear operands, None for integers."""
 Transposes = Mapping[tuple[str, ...], Transpose]
 
 

@@ -92,7 +92,7 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
     if factor is not None:
 
         def transpose(*arrays: jax.Array) -> Sequence[jax.Array]:
-            own_types = [call.own_operands[i] if i in linear else None for i in factor]
+            own_types = [call.own_operands[i] for i in factor]
             transpose_of = call.bound(call.transposes[factor])
             return transpose_of(own_types, arrays[: len(cotangents)], *arrays[len(cotangents) :])
 

@@ -34,6 +34,7 @@ from jax_baracuda._core.arrays import (
     static_type_error,
     whole_number,
 )
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -47,6 +48,7 @@ HeadLayout = Literal["BHSD", "BSHD"]
 
 
 @selectable
+@with_twin
 def rope(
     x: ArrayLike,
     positions: ArrayLike | None = None,
@@ -116,8 +118,7 @@ def rope(
     for at least 99% of numbers. float64 multiplies position and frequency in float64. Features that are not rotated are
     exact, and NaN and infinities stay in their pair. Bit-equal from run to run.
 
-    Gradient: :func:`rope_backward`, a kernel as well. No features are kept for the backward pass. Derivatives of any
-    order and in either mode exist.
+    Gradient: :func:`rope_backward`, a kernel as well. No features are kept for the backward pass.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -132,7 +133,7 @@ def rope(
         base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
     )
     params, arrays = _canonicalize("rope", {"x": x}, positions, layout, options)
-    [y] = _call(params, **arrays)
+    [y] = _rope(params, **arrays)
     return y
 
 
@@ -179,6 +180,7 @@ def rope_backward(
 
 
 @selectable
+@with_twin
 @described_like(rope)
 def rope_qk(
     q: ArrayLike,
@@ -205,8 +207,7 @@ def rope_qk(
     Returns:
       ``(q, k)``, rotated, with the shapes and the dtype of `q` and `k`.
 
-    Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass. Derivatives of any
-    order and in either mode exist.
+    Gradient: :func:`rope_qk_backward`, a kernel as well. No features are kept for the backward pass.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -219,7 +220,7 @@ def rope_qk(
         base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
     )
     params, arrays = _canonicalize("rope_qk", {"q": q, "k": k}, positions, layout, options)
-    q, k = _call(params, **arrays)
+    q, k = _rope(params, **arrays)
     return q, k
 
 
@@ -593,9 +594,25 @@ ROPE = Op(
     },
 )
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
 
 def _call(params: Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
     return ROPE(*features, frequencies, positions, **params)
+
+
+def _forward(
+    params: Params, *, features: Sequence[Array], **others: Array | None
+) -> tuple[list[Array], dict[str, Array | None]]:
+    return _call(params, features=features, **others), others
+
+
+def _backward(params: Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
+    return {"features": _call(Params(params, inverse=True), features=cotangents, **others)}
+
+
+_rope = KernelVjp("rope", _forward, _backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, check_shape, index_array
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import with_named
+from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -51,6 +52,7 @@ from jax_baracuda.ops.write_rows import (
 
 
 @selectable
+@with_twin
 @described_like(rope)
 def rope_write(
     q: ArrayLike,
@@ -113,7 +115,7 @@ def rope_write(
     other. Bit-equal from run to run.
 
     Gradient: that of :func:`write_rows`, then the inverse rotation of the cotangents of queries and keys. No features
-    are kept for the backward pass. Derivatives of any order and in either mode exist.
+    are kept for the backward pass.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -145,8 +147,14 @@ def rope_write(
     keys, values = write.pools
     if q.shape[0] == 0:
         return q, keys.dest, values.dest
-    of_write = keys.dest, values.dest, keys.rows, values.rows, *write.others()
-    key_cache, value_cache, q = ROPE_WRITE(*of_write, q, frequencies, positions, **write.params(), **rotation)
+    key_cache, value_cache, q = _rope_write(
+        Params(write.params(), **rotation),
+        caches=[keys.dest, values.dest],
+        k=keys.rows,
+        v=values.rows,
+        q=q,
+        others=[*write.others(), frequencies, positions],
+    )
     return q, key_cache, value_cache
 
 
@@ -272,6 +280,26 @@ ROPE_WRITE = Op(
     in_place={0: 0, 1: 1},
     transposes=lambda *, ranks, axis, has_layer: {(*_linear_dimensions(ranks, axis, has_layer), "q"): _transpose},
 )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _forward(
+    params: Params, *, caches: Sequence[Array], k: Array, v: Array, q: Array, others: Sequence[Array]
+) -> tuple[list[Array], Sequence[Array]]:
+    *of_write, frequencies, positions = others
+    operands = *caches, k, v, *of_write, q, frequencies, positions
+    return ROPE_WRITE(*operands, **params.without("row_dtypes")), others
+
+
+def _backward(params: Params, others: Sequence[Array], cotangents: Sequence[Array]) -> dict[str, Any]:
+    d_key_cache, d_value_cache, d_k, d_v, d_q = _cotangents(cotangents, *others, **params)
+    return {"caches": [d_key_cache, d_value_cache], "k": d_k, "v": d_v, "q": d_q}
+
+
+_rope_write = KernelVjp("rope_write", _forward, _backward)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jax_baracuda._core.arrays import (
     of_bits,
     reshard_like,
 )
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import joint_size
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated
@@ -40,6 +41,7 @@ Axes = tuple[int, ...]
 
 
 @selectable
+@with_twin
 def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implementation | None = None) -> Array:
     """Selects elements of `a` where `cond` holds, and of `b` elsewhere: ``jax.numpy.where`` with three arguments.
 
@@ -64,7 +66,7 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
     Numerical guarantees: every element is copied bit by bit, payloads of NaN and signs of zeros included.
 
     Gradient: as in :func:`where_backward`, with respect to `a` and `b`, each only if it is differentiated. Only `cond`
-    is kept for the backward pass. Derivatives of any order and in either mode exist.
+    is kept for the backward pass.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -85,7 +87,7 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
         ) from error
     a, b = (x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype) for x in (a, b))
     rank = max(a.ndim, b.ndim, cond.ndim)
-    [selected] = WHERE(*(_pad_rank(x, rank) for x in (a, b, cond)))
+    selected = _where(None, a=_pad_rank(a, rank), b=_pad_rank(b, rank), cond=_pad_rank(cond, rank))
     return jax_versions.as_weak(selected) if is_weak else selected
 
 
@@ -255,9 +257,7 @@ WHERE = Op(
     xla_rules=_RULES,
     broadcasts=("a", "b", "cond"),
     transposes={
-        ("a", "b"): lambda avals, d_outputs, cond: _cotangents(
-            d_outputs[0], cond, *(None if x is None else x.shape for x in avals)
-        ),
+        ("a", "b"): lambda avals, d_outputs, cond: _cotangents(d_outputs[0], cond, *(x.shape for x in avals)),
     },
 )
 
@@ -280,7 +280,20 @@ WHERE_BACKWARD = Op(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The gradient.
+# Derivative rules.
+
+
+def _forward(params: None, *, a: Array, b: Array, cond: Array) -> tuple[Array, Array]:
+    return WHERE(a, b, cond)[0], cond
+
+
+def _backward(params: None, cond: Array, d_output: Array, types: Mapping[str, Any]) -> dict[str, Array | None]:
+    shapes = (None if types[name] is None else types[name].shape for name in ("a", "b"))
+    da, db = _cotangents(d_output, cond, *shapes)
+    return {"a": da, "b": db}
+
+
+_where = KernelVjp("where", _forward, _backward, symbolic_zeros=True)
 
 
 def _cotangents(d_output: Array, cond: Array, a_shape: Shape | None, b_shape: Shape | None) -> list[Array | None]:

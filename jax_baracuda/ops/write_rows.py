@@ -29,8 +29,9 @@ from jax_baracuda._core.arrays import (
     of_bits,
     static_type_error,
 )
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
-from jax_baracuda._core.functions import placed
+from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
@@ -38,6 +39,7 @@ from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 
 @selectable
+@with_twin
 def write_rows(
     dests: ArrayLike | Sequence[ArrayLike],
     rows: ArrayLike | Sequence[ArrayLike],
@@ -87,8 +89,7 @@ def write_rows(
     nearest integer in range, and NaN becomes 0. Bit-equal from run to run.
 
     Gradient: each pool gets the cotangent with zeros in the slots that were written. Rows get the cotangent of their
-    slot, divided by the scale, and zeros if they were not written. Integer arrays have none. Derivatives of any order
-    and in either mode exist.
+    slot, divided by the scale, and zeros if they were not written. Integer arrays have none.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -372,13 +373,9 @@ def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callab
 
     def transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
         num = len(params["ranks"])
-        of_rows = zip(types[num : 2 * num], cotangents, strict=False)
-        row_dtypes = tuple((d_pool if x is None else x).dtype.name for x, d_pool in of_rows)
+        row_dtypes = tuple(x.dtype.name for x in types[num : 2 * num])
         gradients = cotangents_of(cotangents, *others, row_dtypes=row_dtypes, **params)
-        return [
-            jnp.zeros(x.shape, x.dtype) if gradient is None and x is not None else gradient
-            for x, gradient in zip(types, gradients, strict=True)
-        ]
+        return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
 
     return transpose
 
@@ -456,6 +453,25 @@ WRITE_ROWS_BACKWARD = Op(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _forward(
+    params: Params, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
+) -> tuple[list[Array], list[Array]]:
+    return WRITE_ROWS(*dests, *rows, *others, **params.without("row_dtypes")), others
+
+
+def _backward(params: Params, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
+    num = len(cotangents)
+    gradients = write_cotangents(cotangents, *others, **params)
+    return {"dests": gradients[:num], "rows": gradients[num:]}
+
+
+_write_op = KernelVjp("write_rows", _forward, _backward)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Canonicalisation of arguments.
 
 
@@ -481,16 +497,17 @@ class CheckedWrite(NamedTuple):
     axis: int
     layer: Array | None
 
-    def params(self) -> dict[str, Any]:
-        """Those of the op."""
+    def params(self) -> Params:
+        """Those of the op, and the dtypes of the rows, which the gradient needs."""
         scales = (pool.scale for pool in self.pools)
-        return {
-            "ranks": tuple(pool.rows.ndim for pool in self.pools),
-            "axis": self.axis,
-            "has_layer": self.layer is not None,
-            "scales": tuple(0 if x is None else PER_HEAD if x.ndim else ONE_SCALE for x in scales),
-            "has_unique_slots": False,
-        }
+        return Params(
+            ranks=tuple(pool.rows.ndim for pool in self.pools),
+            axis=self.axis,
+            has_layer=self.layer is not None,
+            scales=tuple(0 if x is None else PER_HEAD if x.ndim else ONE_SCALE for x in scales),
+            has_unique_slots=False,
+            row_dtypes=tuple(pool.rows.dtype.name for pool in self.pools),
+        )
 
     def others(self) -> list[Array]:
         """The operands that are neither pools nor rows."""
@@ -502,7 +519,8 @@ def _write(call: CheckedWrite) -> list[Array]:
     dests, rows = [pool.dest for pool in call.pools], [pool.rows for pool in call.pools]
     if call.slots.shape[0] == 0:
         return dests
-    return WRITE_ROWS(*dests, *rows, *call.others(), **call.params())
+    results: list[Array] = _write_op(call.params(), dests=dests, rows=rows, others=call.others())
+    return results
 
 
 def _for_kernel(pool: PoolWrite) -> PoolWrite:

@@ -27,9 +27,10 @@ from jax_baracuda._core.arrays import (
     in_range,
     of_bits,
 )
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import placed
+from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, selectable
@@ -42,6 +43,7 @@ StartIndices = Sequence[StartIndex] | Array | np.ndarray
 
 
 @selectable
+@with_twin
 def write_slice(
     dest: ArrayLike,
     source: ArrayLike,
@@ -86,7 +88,6 @@ def write_slice(
 
     Gradient: ``dest`` gets the cotangent with zeros in the window. ``source`` gets the window of the cotangent, with
     zeros for elements that were dropped. Integer arrays have none. Only the starts are kept for the backward pass.
-    Derivatives of any order and in either mode exist.
 
     Example:
       >>> import jax.numpy as jnp, jax_baracuda as jb
@@ -104,6 +105,7 @@ def write_slice(
 
 
 @selectable
+@with_twin
 @described_like(write_slice)
 def write_slices(
     dests: Sequence[ArrayLike],
@@ -458,6 +460,25 @@ WRITE_SLICE_BACKWARD = Op(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Derivative rules.
+
+
+def _forward(
+    params: Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: list[Array]
+) -> tuple[list[Array], list[Array]]:
+    return WRITE_SLICE(*dests, *sources, *starts, **params), starts
+
+
+def _backward(params: Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
+    num = len(cotangents)
+    gradients = _cotangents(cotangents, *starts, **params)
+    return {"dests": gradients[:num], "sources": gradients[num:]}
+
+
+_write_op = KernelVjp("write_slice", _forward, _backward)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Canonicalisation of arguments.
 
 
@@ -486,8 +507,13 @@ def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
                 windows.append(Window(array, axis, start_operand, update.source.shape[axis], num_shards=1))
     if chosen:
         ranks = tuple(updates[i].dest.ndim for i in chosen)
-        arrays = *(updates[i].dest for i in chosen), *(updates[i].source for i in chosen), *starts.values()
-        written = WRITE_SLICE(*arrays, ranks=ranks, windows=tuple(windows), drop=mode == "drop")
+        params = Params(ranks=ranks, windows=tuple(windows), drop=mode == "drop")
+        written = _write_op(
+            params,
+            dests=[updates[i].dest for i in chosen],
+            sources=[updates[i].source for i in chosen],
+            starts=list(starts.values()),
+        )
         for i, result in zip(chosen, written, strict=True):
             results[i] = result
     return results
