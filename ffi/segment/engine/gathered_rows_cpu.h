@@ -126,9 +126,9 @@ class GatheredReduction final : public TypedReduction<Reduction> {
         clips_(clips),
         input_(input),
         elements_at_once_(ElementsAtOnce(call.problem, this->type)) {
-    const bool have_numbers = !kKeepsRows<Reduction> && call.edge_order == nullptr && !input.IsShared();
+    const bool have_numbers = !kKeepsRows<Reduction> && call.edge_order.data == nullptr && !input.IsShared();
     const bool fit = elements_at_once_ * call.num_rows <= std::numeric_limits<int32_t>::max();
-    if (elements_at_once_ > 1 && call.gather_ids_are_shared && have_numbers && fit) NumberRows();
+    if (elements_at_once_ > 1 && call.gather_ids.is_shared && have_numbers && fit) NumberRows();
   }
 
   bool FoldsElementsTogether() const override { return rows_of_elements_ != nullptr; }

@@ -39,7 +39,7 @@ struct WeightedRows {
 
   JB_INLINE WeightedRows OfBatch(int64_t batch) const { return {all, heads, all.Of(batch)}; }
 
-  bool IsShared() const { return are_shared; }
+  bool IsShared() const { return all.stride == 0; }
 
   JB_INLINE void Prefetch(int64_t /*edge*/) const {}
 

@@ -94,7 +94,7 @@ class ProductSumRows final : public TypedReduction<ProductSum<T>> {
                                       /*splits_features=*/true, ProductSum<T>{{sums, /*is_wide=*/true}}),
         call_(call) {}
 
-  bool FoldsElementsTogether() const override { return !call_.is_shared[0] && !call_.is_shared[1]; }
+  bool FoldsElementsTogether() const override { return !call_.inputs[0].is_shared && !call_.inputs[1].is_shared; }
 
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
     const Problem& problem = this->problem;
