@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ffi/core/batch_operand.h"
 #include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
 
@@ -34,14 +35,8 @@ struct Problem {
   bool HasNoElement() const { return batch == 0 || examples == 0 || channels == 0 || length == 0; }
 };
 
-// data is nullptr if an optional operand is absent.
-struct Operand {
-  const void* data = nullptr;
-  bool is_shared = false;
-};
-
 // Weights and biases have x's type; with 16-bit x they may be float32.
-struct Parameter : Operand {
+struct Parameter : BatchOperand {
   ElementType type = ElementType::kUnsupported;
 };
 
@@ -49,12 +44,13 @@ struct Parameter : Operand {
 struct ConvolutionCall {
   Problem problem;
   ElementType type;  // a floating type: of x, of the results of x's shape, and of states
-  Operand x;
+  BatchOperand x;
   Parameter weight;
-  Parameter bias;            // optional
-  Operand initial_state;     // optional: inputs of each channel before time 0, the newest last
-  int64_t state_length = 0;  // inputs per channel, at least width - 1; only the newest width - 1 matter
-  Operand same_sequence;     // optional, uint8_t masks: bit j is set if the input j steps back is in the same sequence
+  Parameter bias;              // optional
+  BatchOperand initial_state;  // optional: inputs of each channel before time 0, the newest last
+  int64_t state_length = 0;    // inputs per channel, at least width - 1; only the newest width - 1 matter
+  BatchOperand
+      same_sequence;  // optional, uint8_t masks: bit j is set if the input j steps back is in the same sequence
 };
 
 struct ForwardCall : ConvolutionCall {
@@ -62,8 +58,8 @@ struct ForwardCall : ConvolutionCall {
 };
 
 struct BackwardCall : ConvolutionCall {
-  Operand d_output;
-  Operand d_final_state;  // optional: the cotangent of the last width - 1 inputs
+  BatchOperand d_output;
+  BatchOperand d_final_state;  // optional: the cotangent of the last width - 1 inputs
   void* dx;
   void* dweight;                    // [batch, channels, width] of the compute type
   void* dbias;                      // [batch, channels] of the compute type
@@ -83,9 +79,10 @@ struct StatePool {
   void* data = nullptr;
   Copy of_old_states;  // made first
   int64_t slots = 0;
-  int64_t length = 0;          // at least width - 1
-  int64_t sequences = 0;       // of a batch element
-  Operand slots_of_sequences;  // int32_t [batch, sequences]; a sequence with a slot outside of the pool has no state
+  int64_t length = 0;     // at least width - 1
+  int64_t sequences = 0;  // of a batch element
+  BatchOperand
+      slots_of_sequences;  // int32_t [batch, sequences]; a sequence with a slot outside of the pool has no state
 };
 
 // x and y are [batch, 1, length, channels]. Sequence i has the times from its start to that of sequence i + 1. Other
@@ -93,8 +90,8 @@ struct StatePool {
 // results are unspecified.
 struct RaggedCall : ForwardCall {
   StatePool pool;
-  Operand starts;     // int32_t [batch, sequences + 1]
-  Operand has_state;  // bool [batch, sequences]: whether the sequence begins with its state, otherwise with zeros
+  BatchOperand starts;     // int32_t [batch, sequences + 1]
+  BatchOperand has_state;  // bool [batch, sequences]: whether the sequence begins with its state, otherwise with zeros
 };
 
 // Every example is a sequence with a slot.
@@ -102,7 +99,7 @@ struct PoolUpdateCall : ForwardCall {
   StatePool pool;
   // Optional, int32_t [batch, examples]: how many inputs of the previous call count. Its state begins at this entry minus
   // one of its row. Clamped to what fits.
-  Operand num_accepted;
+  BatchOperand num_accepted;
 
   // The number of inputs that the new state of a row holds, from its first entry on. With num_accepted, these are all
   // from which the next state may be chosen.

@@ -139,14 +139,14 @@ class Decoder {
   }
 
   // An operand of x's shape.
-  ffi::Error Sequences(const char* name, const ffi::AnyBuffer& buffer, Operand* operand) const {
+  ffi::Error Sequences(const char* name, const ffi::AnyBuffer& buffer, BatchOperand* operand) const {
     const int64_t second = problem_.channels_last ? problem_.length : problem_.channels;
     const int64_t third = problem_.channels_last ? problem_.channels : problem_.length;
     return Take(name, buffer, type_, {problem_.examples, second, third}, operand);
   }
 
   // An initial state, or the cotangent of a final one.
-  ffi::Error State(const char* name, const ffi::AnyBuffer& buffer, Operand* operand) const {
+  ffi::Error State(const char* name, const ffi::AnyBuffer& buffer, BatchOperand* operand) const {
     if (problem_.width == 1) return InvalidArgument(op_, std::string(name) + " is empty where the width is 1");
     return Take(name, buffer, type_, {problem_.examples, problem_.channels, problem_.width - 1}, operand);
   }
@@ -174,7 +174,7 @@ class Decoder {
                                "slots,channels,at least " + std::to_string(min_length) + " inputs");
     }
     const std::initializer_list<Dimension> trailing = {pool->slots, problem_.channels, pool->length};
-    Operand old;
+    BatchOperand old;
     JB_RETURN_IF_ERROR(Take("states", states, type_, trailing, &old, /*may_be_shared=*/false));
     JB_RETURN_IF_ERROR(Result("new_states", new_states, type_, trailing, &pool->data));
     const int64_t bytes = MultiplySizes(TrailingSize(states, 0), ElementBytes(call_.type));
@@ -189,7 +189,7 @@ class Decoder {
 
   // One number for each sequence.
   ffi::Error OfSequences(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t sequences,
-                         Operand* operand) const {
+                         BatchOperand* operand) const {
     return Take(name, buffer, type, {sequences}, operand);
   }
 
@@ -212,7 +212,7 @@ class Decoder {
   // A result with the dimensions `trailing` after the batch.
   ffi::Error Result(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
                     std::initializer_list<Dimension> trailing, void** data) const {
-    Operand result;
+    BatchOperand result;
     JB_RETURN_IF_ERROR(Take(name, buffer, type, trailing, &result, /*may_be_shared=*/false));
     *data = buffer.untyped_data();
     return ffi::Error::Success();
@@ -223,7 +223,7 @@ class Decoder {
 
  private:
   ffi::Error Take(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
-                  std::initializer_list<Dimension> trailing, Operand* operand, bool may_be_shared = true) const {
+                  std::initializer_list<Dimension> trailing, BatchOperand* operand, bool may_be_shared = true) const {
     JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, type));
     BatchedBuffer view;
     JB_RETURN_IF_ERROR(batch_.Check(name, buffer, may_be_shared, trailing, &view));

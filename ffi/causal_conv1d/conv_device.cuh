@@ -53,17 +53,15 @@ struct Geometry {
   }
 };
 
-// A batch of one counts as not shared, which saves a division.
-inline bool IsShared(const Problem& problem, bool is_shared) { return is_shared && problem.batch > 1; }
-
 template <typename T>
 struct Input {
   const T* data = nullptr;
-  bool is_shared = false;
+  bool is_shared = false;  // by a batch of more than one; otherwise no division is needed
 
   Input() = default;
-  Input(const Problem& problem, const Operand& operand)
-      : data(static_cast<const T*>(operand.data)), is_shared(IsShared(problem, operand.is_shared)) {}
+  Input(const Problem& problem, const BatchOperand& operand)
+      : data(static_cast<const T*>(operand.data)),
+        is_shared(problem.batch > 1 && operand.data != nullptr && operand.is_shared) {}
 
   // The example to read for an example of the whole batch.
   __device__ __forceinline__ int64_t Example(const Geometry& geometry, int64_t example) const {

@@ -84,7 +84,7 @@ class Convolution {
   // channels. Returns false if the allocation fails.
   bool Prepare(ffi::ThreadPool& pool) {
     const int64_t size = (problem_.width + 1) * problem_.channels;
-    const bool are_shared = call_.weight.is_shared && (call_.bias.data == nullptr || call_.bias.is_shared);
+    const bool are_shared = call_.weight.is_shared && call_.bias.is_shared;
     const int64_t filters = are_shared ? std::min<int64_t>(1, problem_.batch) : problem_.batch;
     filter_stride_ = are_shared ? 0 : size;
     filters_ = Allocate<C>(filters * size);
@@ -121,7 +121,7 @@ class Convolution {
     return array + (problem_.channels_last ? (example * problem_.length + time) * problem_.channels + place.channel
                                            : (example * problem_.channels + place.channel) * problem_.length + time);
   }
-  const T* At(const Operand& operand, Place place, int64_t time) const {
+  const T* At(const BatchOperand& operand, Place place, int64_t time) const {
     return At(static_cast<const T*>(operand.data), operand.is_shared, place, time);
   }
 

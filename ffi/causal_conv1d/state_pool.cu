@@ -18,7 +18,7 @@ inline constexpr int kUpdateBlocks = 8;  // resident per multiprocessor
 template <typename T>
 struct PoolUpdateArguments : ForwardArguments<T> {
   Pool<T> pool;
-  BatchRows<int32_t> num_accepted;  // without data, states begin at the first entry of a row
+  BatchArray<int32_t> num_accepted;  // without data, states begin at the first entry of a row
   int64_t num_written;
   bool channels_last;
   int sequences_of_block;

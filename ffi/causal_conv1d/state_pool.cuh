@@ -7,24 +7,11 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-// A row of numbers for each batch element.
-template <typename Number>
-struct BatchRows {
-  const Number* data = nullptr;
-  int64_t stride = 0;
-
-  BatchRows() = default;
-  BatchRows(const Operand& operand, int64_t count)
-      : data(static_cast<const Number*>(operand.data)), stride(operand.is_shared ? 0 : count) {}
-
-  __device__ __forceinline__ const Number* Of(int64_t batch) const { return data + batch * stride; }
-};
-
 template <typename T>
 struct Pool {
   T* states;
   int64_t slots, length, sequences;
-  BatchRows<int32_t> slots_of_sequences;
+  BatchArray<int32_t> slots_of_sequences;
 
   explicit Pool(const StatePool& pool)
       : states(static_cast<T*>(pool.data)),
@@ -44,8 +31,8 @@ struct Pool {
 template <typename T>
 struct RaggedArguments : ForwardArguments<T> {
   Pool<T> pool;
-  BatchRows<int32_t> starts;
-  BatchRows<uint8_t> has_state;
+  BatchArray<int32_t> starts;
+  BatchArray<uint8_t> has_state;
 
   explicit RaggedArguments(const RaggedCall& call)
       : ForwardArguments<T>(call),

@@ -61,8 +61,7 @@ class OldStates {
 
   // -1 for a slot outside of the pool.
   static int64_t SlotOf(const StatePool& pool, int64_t batch, int64_t index) {
-    const auto* const slots_of_sequences = static_cast<const int32_t*>(pool.slots_of_sequences.data);
-    const int64_t slot = slots_of_sequences[(pool.slots_of_sequences.is_shared ? 0 : batch * pool.sequences) + index];
+    const int64_t slot = pool.slots_of_sequences.Of<int32_t>(batch, pool.sequences)[index];
     return slot >= 0 && slot < pool.slots ? slot : -1;
   }
 
@@ -127,9 +126,8 @@ bool ComputeRagged(ffi::ThreadPool& threads, const RaggedCall& call, const Convo
   if (problem.HasNoElement()) return true;
   const StatePool& pool = call.pool;
   OldStates<T> old_states;
-  const auto* const has_state = static_cast<const bool*>(call.has_state.data);
   const bool has_memory = old_states.Load(threads, problem, pool, [&](int64_t batch, int64_t index) {
-    return has_state[(call.has_state.is_shared ? 0 : batch * pool.sequences) + index] ? 0 : -1;
+    return call.has_state.Of<bool>(batch, pool.sequences)[index] ? 0 : -1;
   });
   if (!has_memory) return false;
 
@@ -137,8 +135,7 @@ bool ComputeRagged(ffi::ThreadPool& threads, const RaggedCall& call, const Convo
   constexpr int64_t kPadding = -1;
   std::vector<Sequence> sequences, all;
   for (int64_t batch = 0; batch < problem.batch; ++batch) {
-    const auto* const starts =
-        static_cast<const int32_t*>(call.starts.data) + (call.starts.is_shared ? 0 : batch * (pool.sequences + 1));
+    const int32_t* const starts = call.starts.Of<int32_t>(batch, pool.sequences + 1);
     int64_t time = 0;
     const auto pad = [&](int64_t end) {
       if (end > time) all.push_back({batch, kPadding, 0, time, end - time});
@@ -229,15 +226,14 @@ ffi::Error RunPoolUpdate(ffi::ThreadPool threads, const PoolUpdateCall& given) {
   bool has_memory = true;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto* const num_accepted = static_cast<const int32_t*>(call.num_accepted.data);
     const int64_t latest = call.pool.length - (problem.width - 1);
     OldStates<T> old_states;
     has_memory = old_states.Load(threads, problem, call.pool, [&](int64_t batch, int64_t index) {
-      if (num_accepted == nullptr) return int64_t{0};
-      const int64_t count = num_accepted[(call.num_accepted.is_shared ? 0 : batch * problem.examples) + index];
+      if (call.num_accepted.data == nullptr) return int64_t{0};
+      const int64_t count = call.num_accepted.Of<int32_t>(batch, problem.examples)[index];
       return std::clamp<int64_t>(count - 1, 0, latest);
     });
-    call.initial_state = Operand{old_states.get(), /*is_shared=*/false};
+    call.initial_state = BatchOperand{old_states.get(), /*is_shared=*/false};
     call.state_length = problem.width - 1;
     Convolution<T> convolution(call, Choose(problem, ElementBytes(call.type)));
     has_memory = has_memory && convolution.Prepare(threads) && ComputeUpdate(threads, call, old_states, convolution);

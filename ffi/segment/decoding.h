@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
 
 #include "ffi/core/batch.h"
+#include "ffi/core/batch_operand.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
 #include "ffi/core/target_table.h"
@@ -99,8 +101,8 @@ template <typename Context, typename Call>
 using Run = ffi::Error (*)(Context, const OptionalResults& results, Call* call);
 
 // Checks the buffers of one call. Call First, Ids and FirstRows first, in this order: they determine the sizes that the
-// other buffers must have. *data receives the array's pointer. If `is_shared` is nullptr, the array must have the full
-// batch; otherwise *is_shared receives whether the batch shares it.
+// other buffers must have. *data receives the array. The batch may share it if that is a BatchOperand; a pointer takes
+// arrays with the full batch only.
 class Decoder {
  public:
   Decoder(const char* op, int64_t num_batch_dims, SegmentCall* call)
@@ -135,16 +137,27 @@ class Decoder {
   }
 
   // The array [.., rows, ...] that determines the trailing dimensions and the element type.
-  template <typename Pointer>
-  ffi::Error FirstRows(const char* name, const ffi::AnyBuffer& buffer, Pointer* data, bool* is_shared = nullptr) {
-    Problem& problem = call_.problem;
-    const auto view = batch_.View(buffer, is_shared != nullptr);
-    if (!view || view->dims.size() == 0 || view->dims[0] != problem.rows) {
-      return batch_.WrongShape(name, buffer, is_shared != nullptr, std::to_string(problem.rows) + " rows, ...");
+  template <typename To>
+  ffi::Error FirstRows(const char* name, const ffi::AnyBuffer& buffer, To* data) {
+    const auto view = batch_.View(buffer, kMayBeShared<To>);
+    if (!view || view->dims.size() == 0 || view->dims[0] != call_.problem.rows) {
+      return batch_.WrongShape(name, buffer, kMayBeShared<To>, std::to_string(call_.problem.rows) + " rows, ...");
     }
-    Take(*view, data, is_shared);
+    Take(*view, data);
     TakeFeatures(*view);
     return ffi::Error::Success();
+  }
+
+  // The operand `data` of a call, if it is the array of FirstRows, or one of the same shape.
+  ffi::Error FirstData(const ffi::AnyBuffer& buffer, const void** data) {
+    BatchOperand operand;
+    JB_RETURN_IF_ERROR(FirstRows("data", buffer, &operand));
+    return TakeData(operand, data);
+  }
+  ffi::Error Data(const ffi::AnyBuffer& buffer, const void** data) {
+    BatchOperand operand;
+    JB_RETURN_IF_ERROR(Rows("data", buffer, &operand));
+    return TakeData(operand, data);
   }
 
   // The edges of a call that gathers from `data`.
@@ -160,22 +173,23 @@ class Decoder {
                       const ffi::AnyBuffer& gather_ids, GatheringCall* call) {
     const auto view = batch_.View(data, /*may_be_shared=*/true);
     if (!view || view->dims.size() == 0) return batch_.WrongShape(name, data, /*may_be_shared=*/true, "rows, ...");
-    Take(*view, &call->data, &call_.problem.data_is_shared);
+    Take(*view, &call->data);
+    call_.problem.data_is_shared = view->is_shared;
     call->num_rows = view->dims[0];
     TakeFeatures(*view);
-    return EdgeIds(ids_name, gather_ids, &call->gather_ids, &call->gather_ids_are_shared);
+    return EdgeIds(ids_name, gather_ids, &call->gather_ids);
   }
 
   // The optional operand `edge_order`.
   ffi::Error EdgeOrder(bool is_there, OptionalOperands* operands, GatheringCall* call) const {
     return operands->Next("edge_order", is_there, [&](const ffi::AnyBuffer& edge_order) {
-      return EdgeIds("edge_order", edge_order, &call->edge_order, &call->edge_order_is_shared);
+      return EdgeIds("edge_order", edge_order, &call->edge_order);
     });
   }
 
   // int32 [.., edges].
-  ffi::Error EdgeIds(const char* name, const ffi::AnyBuffer& buffer, const int32_t** ids, bool* are_shared) const {
-    return Vector(name, buffer, ffi::DataType::S32, call_.problem.rows, ids, are_shared);
+  ffi::Error EdgeIds(const char* name, const ffi::AnyBuffer& buffer, BatchOperand* ids) const {
+    return Vector(name, buffer, ffi::DataType::S32, call_.problem.rows, ids);
   }
 
   // The trailing dimensions of the rows as (heads, features per head).
@@ -191,27 +205,25 @@ class Decoder {
   // The trailing dimensions of data.
   ffi::AnyBuffer::Dimensions features() const { return features_; }
 
-  template <typename Pointer>
-  ffi::Error Rows(const char* name, const ffi::AnyBuffer& buffer, Pointer* data, bool* is_shared = nullptr) const {
-    return Array(name, buffer, type_, call_.problem.rows, features_, data, is_shared);
+  template <typename To>
+  ffi::Error Rows(const char* name, const ffi::AnyBuffer& buffer, To* data) const {
+    return Array(name, buffer, type_, call_.problem.rows, features_, data);
   }
 
   // The array [.., segments, ...] that determines the number of segments.
-  template <typename Pointer>
-  ffi::Error FirstCells(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, Pointer* data,
-                        bool* is_shared = nullptr) {
-    const auto view = batch_.View(buffer, is_shared != nullptr);
+  template <typename To>
+  ffi::Error FirstCells(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, To* data) {
+    const auto view = batch_.View(buffer, kMayBeShared<To>);
     if (!view || view->dims.size() == 0) {
-      return batch_.WrongShape(name, buffer, is_shared != nullptr, "segments, ...");
+      return batch_.WrongShape(name, buffer, kMayBeShared<To>, "segments, ...");
     }
     call_.problem.segments = view->dims[0];
-    return Cells(name, buffer, type, data, is_shared);
+    return Cells(name, buffer, type, data);
   }
 
-  template <typename Pointer>
-  ffi::Error Cells(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, Pointer* data,
-                   bool* is_shared = nullptr) const {
-    return Array(name, buffer, type, call_.problem.segments, features_, data, is_shared);
+  template <typename To>
+  ffi::Error Cells(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, To* data) const {
+    return Array(name, buffer, type, call_.problem.segments, features_, data);
   }
 
   // The number of segments, if no array has them as a dimension.
@@ -227,38 +239,37 @@ class Decoder {
   }
 
   // An array [.., extent, features...].
-  template <typename Pointer>
+  template <typename To>
   ffi::Error Array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
-                   ffi::AnyBuffer::Dimensions features, Pointer* data, bool* is_shared = nullptr) const {
+                   ffi::AnyBuffer::Dimensions features, To* data) const {
     if (buffer.element_type() != type) return UnsupportedType(op_, name, buffer.element_type());
-    const auto view = batch_.View(buffer, is_shared != nullptr);
+    const auto view = batch_.View(buffer, kMayBeShared<To>);
     if (!view || view->dims.size() != 1 + features.size() || view->dims[0] != extent ||
         !(view->dims.last(features.size()) == features)) {
-      return batch_.WrongShape(name, buffer, is_shared != nullptr,
+      return batch_.WrongShape(name, buffer, kMayBeShared<To>,
                                std::to_string(extent) + (features.size() == 0 ? "" : ",") + TextOf(features));
     }
-    Take(*view, data, is_shared);
+    Take(*view, data);
     return ffi::Error::Success();
   }
 
   // An array with the shape of another one, which is checked: the batch shares both or neither.
-  template <typename Pointer>
   ffi::Error Like(const char* other_name, const ffi::AnyBuffer& other, const char* name, const ffi::AnyBuffer& buffer,
-                  ffi::DataType type, Pointer* data) const {
+                  ffi::DataType type, BatchOperand* data) const {
     if (buffer.element_type() != type) return UnsupportedType(op_, name, buffer.element_type());
     if (!(buffer.dimensions() == other.dimensions())) {
       return WrongShape(op_, name, buffer,
                         "that of " + std::string(other_name) + " " + ShapeString(other.dimensions()));
     }
-    *data = static_cast<Pointer>(buffer.untyped_data());
+    Take(*batch_.View(buffer, /*may_be_shared=*/true), data);
     return ffi::Error::Success();
   }
 
   // An array [.., extent].
-  template <typename Pointer>
-  ffi::Error Vector(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent, Pointer* data,
-                    bool* is_shared = nullptr) const {
-    return Array(name, buffer, type, extent, {}, data, is_shared);
+  template <typename To>
+  ffi::Error Vector(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
+                    To* data) const {
+    return Array(name, buffer, type, extent, {}, data);
   }
 
   // (data, segment_ids) -> output, one value per cell.
@@ -266,7 +277,7 @@ class Decoder {
                        const void** data_pointer, void** output_pointer) {
     JB_RETURN_IF_ERROR(First("output", output, "segments, ..."));
     JB_RETURN_IF_ERROR(Ids(segment_ids));
-    JB_RETURN_IF_ERROR(FirstRows("data", data, data_pointer, &call_.problem.data_is_shared));
+    JB_RETURN_IF_ERROR(FirstData(data, data_pointer));
     return FirstCells("output", output, type_, output_pointer);
   }
 
@@ -281,10 +292,19 @@ class Decoder {
     for (const int64_t size : features_) call_.problem.features = MultiplySizes(call_.problem.features, size);
   }
 
+  template <typename To>
+  static constexpr bool kMayBeShared = std::is_same_v<To, BatchOperand>;
+
+  static void Take(const BatchedBuffer& view, BatchOperand* operand) { *operand = {view.data, view.is_shared}; }
   template <typename Pointer>
-  static void Take(const BatchedBuffer& view, Pointer* data, bool* is_shared) {
+  static void Take(const BatchedBuffer& view, Pointer* data) {
     *data = static_cast<Pointer>(view.data);
-    if (is_shared != nullptr) *is_shared = view.is_shared;
+  }
+
+  ffi::Error TakeData(const BatchOperand& operand, const void** data) {
+    *data = operand.data;
+    call_.problem.data_is_shared = operand.is_shared;
+    return ffi::Error::Success();
   }
 
   const char* op_;

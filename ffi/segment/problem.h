@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "ffi/core/batch_operand.h"
 #include "ffi/core/element_type.h"
 #include "ffi/core/plan.h"
 
@@ -62,11 +63,10 @@ struct SegmentCall {
 struct GatheringCall : SegmentCall {
   const void* data = nullptr;  // [batch or 1, num_rows, features], shared if problem.data_is_shared
   int64_t num_rows = 0;
-  const int32_t* gather_ids = nullptr;  // [batch or 1, edges]
-  bool gather_ids_are_shared = false;
-  // [batch or 1, edges], the number of the edge at each position; nullptr if the position is the number
-  const int32_t* edge_order = nullptr;
-  bool edge_order_is_shared = false;
+  BatchOperand gather_ids;  // int32 [batch or 1, edges]
+  BatchOperand edge_order;  // int32 [batch or 1, edges], the number of the edge at each position; absent: the position
+
+  BatchOperand Data() const { return {data, problem.data_is_shared}; }
 };
 
 // Whether T has NaN, infinities and a negative zero (std::is_floating_point excludes the 16-bit types).

@@ -16,32 +16,20 @@
 
 namespace jax_baracuda::segment {
 
-// An operand that the batch may share, or that is absent.
-struct AttentionOperand {
-  const void* data = nullptr;
-  bool is_shared = false;
-
-  // The operand of a batch element, of which each has this size.
-  template <typename T>
-  JB_HOST_DEVICE const T* Of(int64_t batch, int64_t size) const {
-    return data == nullptr || is_shared ? static_cast<const T*>(data) : static_cast<const T*>(data) + batch * size;
-  }
-};
-
 enum class ScoreKind { kDotProduct, kAdditive, kGiven };
 
 struct AttentionCall : GatheringCall {
   int64_t heads = 0, head_features = 0;
   ScoreKind score = ScoreKind::kDotProduct;
   double scale = 1, negative_slope = 0;
-  AttentionOperand query, key, value;  // [batch or 1, segments or rows, heads, features of a head]
-  AttentionOperand bias;               // [batch or 1, edges, heads] in the accumulation type, or none
-  AttentionOperand score_weights;      // [batch or 1, heads, features of a head], if additive
-  AttentionOperand d_output;           // [batch or 1, segments, heads, features of a head]
+  BatchOperand query, key, value;  // [batch or 1, segments or rows, heads, features of a head]
+  BatchOperand bias;               // [batch or 1, edges, heads] in the accumulation type, or none
+  BatchOperand score_weights;      // [batch or 1, heads, features of a head], if additive
+  BatchOperand d_output;           // [batch or 1, segments, heads, features of a head]
   // [batch or 1, segments, heads] in the accumulation type. Means: sum(probability * d_probability) over the edges of a
   // segment.
-  AttentionOperand maxima, totals, means;
-  AttentionOperand rows_of_edges;  // int32 [batch or 1, edges], by the number of the edge; see AttentionByRowCall
+  BatchOperand maxima, totals, means;
+  BatchOperand rows_of_edges;  // int32 [batch or 1, edges], by the number of the edge; see AttentionByRowCall
 
   // Heads for the CUDA kernels: a power of two of features, at most one vector for each thread of a warp. Python pads
   // others, and knows the bytes of the widest as MAX_HEAD_BYTES. Computed logits need at least a vector.

@@ -79,7 +79,7 @@ class AttentionDecoder {
 
   // `is_there`: whether the call has this operand.
   ffi::Error NextRows(OptionalOperands* operands, const char* name, bool is_there, int64_t extent,
-                      AttentionOperand* operand) {
+                      BatchOperand* operand) {
     return operands->Next(name, is_there,
                           [&](const ffi::AnyBuffer& buffer) { return Rows(name, buffer, extent, operand); });
   }
@@ -112,7 +112,7 @@ class AttentionDecoder {
     return Statistics("means", means, extent, &call_.means);
   }
 
-  ffi::Error Rows(const char* name, const ffi::AnyBuffer& buffer, int64_t extent, AttentionOperand* operand) {
+  ffi::Error Rows(const char* name, const ffi::AnyBuffer& buffer, int64_t extent, BatchOperand* operand) {
     return Array(name, buffer, decoder_.type(), extent, decoder_.features(), operand);
   }
 
@@ -122,12 +122,12 @@ class AttentionDecoder {
   Decoder& decoder() { return decoder_; }
 
  private:
-  ffi::Error Statistics(const char* name, const ffi::AnyBuffer& buffer, int64_t extent, AttentionOperand* operand) {
+  ffi::Error Statistics(const char* name, const ffi::AnyBuffer& buffer, int64_t extent, BatchOperand* operand) {
     return Array(name, buffer, wide_type(), extent, decoder_.features().first(1), operand);
   }
   ffi::Error Array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
-                   ffi::AnyBuffer::Dimensions features, AttentionOperand* operand) {
-    return decoder_.Array(name, buffer, type, extent, features, &operand->data, &operand->is_shared);
+                   ffi::AnyBuffer::Dimensions features, BatchOperand* operand) {
+    return decoder_.Array(name, buffer, type, extent, features, operand);
   }
 
   const char* op_;
@@ -213,8 +213,7 @@ ffi::Error HandleAttentionByRow(Context context, ffi::AnyBuffer d_output, ffi::A
   JB_RETURN_IF_ERROR(attention.NextRows(&operands, "key", !kIsGiven, rows, &call.key));
   JB_RETURN_IF_ERROR(attention.CommonOptional(&operands, !kIsAdditive, rows));
   JB_RETURN_IF_ERROR(operands.Next("rows_of_edges", kIsGiven, [&](const ffi::AnyBuffer& rows_of_edges) {
-    return decoder.Vector("rows_of_edges", rows_of_edges, ffi::DataType::S32, call.problem.rows,
-                          &call.rows_of_edges.data, &call.rows_of_edges.is_shared);
+    return decoder.Vector("rows_of_edges", rows_of_edges, ffi::DataType::S32, call.problem.rows, &call.rows_of_edges);
   }));
   JB_RETURN_IF_ERROR(operands.End());
   OptionalResults results(kOp, more_results);

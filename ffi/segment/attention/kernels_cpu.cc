@@ -417,12 +417,12 @@ class AttentionPass {
         rows_are_far_(AreFar((segments_ + num_rows_) * features_, sizeof(T))),
         first_id_(call.problem.IdIndex(b, 0)),
         ids_(call),
-        gather_ids_(OfElement(call.gather_ids, call.gather_ids_are_shared, b, call.problem.rows)),
-        numbers_(call.edge_order, call.edge_order_is_shared, b, call.problem.rows),
+        gather_ids_(call.gather_ids.Of<int32_t>(b, call.problem.rows)),
+        numbers_(call.edge_order.Of<int32_t>(b, call.problem.rows), call.problem.rows),
         rows_of_edges_(call.rows_of_edges.Of<int32_t>(b, call.problem.rows)),
         bias_(call.bias.Of<C>(b, call.problem.rows * num_heads_)),
         results_(results) {
-    const AttentionOperand* const operands[kOperands] = {&call.query, &call.key, &call.value, &call.d_output};
+    const BatchOperand* const operands[kOperands] = {&call.query, &call.key, &call.value, &call.d_output};
     ForEachOperand([&](auto operand) {
       const int64_t extent = BelongsToSegments(kPass, operand) ? segments_ : num_rows_;
       operands_[operand] = operands[operand]->template Of<T>(b, extent * features_);

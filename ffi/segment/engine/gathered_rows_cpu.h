@@ -9,20 +9,13 @@
 
 namespace jax_baracuda::segment {
 
-// The data of one batch element in an array that may be shared by the batch.
-template <typename T>
-JB_INLINE const T* OfElement(const T* array, bool is_shared, int64_t batch, int64_t size) {
-  return array == nullptr || is_shared ? array : array + batch * size;
-}
-
 // Edge numbers by position in segment order, for one batch element.
 struct EdgeNumbers {
   const int32_t* order;  // or nullptr
   int64_t edges;
   int64_t first_place = 0;
 
-  EdgeNumbers(const int32_t* edge_order, bool is_shared, int64_t batch, int64_t num_edges)
-      : order(OfElement(edge_order, is_shared, batch, num_edges)), edges(num_edges) {}
+  EdgeNumbers(const int32_t* edge_order, int64_t num_edges) : order(edge_order), edges(num_edges) {}
 
   // Clamped: an invalid order must not cause accesses out of bounds.
   JB_INLINE int64_t operator[](int64_t place) const {
@@ -43,10 +36,9 @@ struct EdgesOfBatch {
   bool rows_are_far;  // too large for a near cache, so that prefetching a random row pays
 
   EdgesOfBatch(const GatheringCall& call, bool clips, int64_t batch, int64_t place)
-      : rows(OfElement(static_cast<const T*>(call.data), call.problem.data_is_shared, batch,
-                       call.num_rows * call.problem.features)),
-        gather_ids(OfElement(call.gather_ids, call.gather_ids_are_shared, batch, call.problem.rows) + place),
-        numbers(call.edge_order, call.edge_order_is_shared, batch, call.problem.rows),
+      : rows(call.Data().Of<T>(batch, call.num_rows * call.problem.features)),
+        gather_ids(call.gather_ids.Of<int32_t>(batch, call.problem.rows) + place),
+        numbers(call.edge_order.Of<int32_t>(batch, call.problem.rows), call.problem.rows),
         num_rows(call.num_rows),
         features(call.problem.features),
         clips(clips),

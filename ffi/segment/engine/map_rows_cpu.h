@@ -24,59 +24,49 @@ struct NumberBlock {
   int64_t feature_begin, width;       // the features of the block
 
   int64_t count() const { return rows.count * width; }
-  // The index of the first number in an array [batch or 1, rows, features].
-  int64_t First(int64_t rows_per_batch, bool is_shared) const {
-    return ((is_shared ? 0 : batch * rows_per_batch) + rows.first_row) * features + feature_begin;
-  }
+  // The index of the first number in an array [rows, features].
+  int64_t First() const { return rows.first_row * features + feature_begin; }
   JB_INLINE bool IsMember(int64_t row) const {
     return static_cast<uint64_t>(rows.ids[row]) < static_cast<uint64_t>(segments);
   }
-  // The first cell of a row in an array [batch or 1, segments, features]; an arbitrary one for a dropped row.
-  JB_INLINE int64_t Cell(int64_t row, bool is_shared) const {
+  // The first cell of a row in an array [segments, features]; an arbitrary one for a dropped row.
+  JB_INLINE int64_t Cell(int64_t row) const {
     const int64_t segment = IsMember(row) ? rows.first_segment + rows.ids[row] : 0;
-    return ((is_shared ? 0 : batch * segments) + segment) * features + feature_begin;
+    return segment * features + feature_begin;
   }
 };
 
-// Copies to each number of a block that of its cell in an array [batch or 1, segments, features]; an arbitrary one for
-// dropped rows. Returns whether there are such rows.
+// Copies to each number of a block that of its cell in an array [segments, features]; an arbitrary one for dropped
+// rows. Returns whether there are such rows.
 template <typename T>
-JB_AVX2_CLONES bool GatherCells(const NumberBlock block, const T* cells, bool is_shared, T* to) {
-  const T* const of_batch = cells + (is_shared ? 0 : block.batch * block.segments * block.features);
+JB_AVX2_CLONES bool GatherCells(const NumberBlock block, const T* cells, T* to) {
   bool has_dropped = false;
   WithWidth(block.width, [&](auto width) __attribute__((always_inline)) {
     T* next = to;
     for (int64_t row = 0; row < block.rows.count; ++row, next += width) {
-      const bool is_member = block.IsMember(row);
-      const int64_t segment = is_member ? block.rows.first_segment + block.rows.ids[row] : 0;
-      std::memcpy(next, of_batch + segment * block.features + block.feature_begin,
-                  static_cast<size_t>(width) * sizeof(T));
-      has_dropped |= !is_member;
+      std::memcpy(next, cells + block.Cell(row), static_cast<size_t>(width) * sizeof(T));
+      has_dropped |= !block.IsMember(row);
     }
   });
   return has_dropped;
 }
 
-// Numbers of cells: an array [batch or 1, segments, features].
-template <typename Number>
-struct CellArray {
-  const Number* numbers;
-  bool is_shared = false;
-};
-
 // Computes blocks of a result from the numbers of rows and of the cells of their segments:
-// compute(block, to, of_cells...) writes them, given the numbers of each of the arrays of cells.
+// compute(block, to, of_cells...) writes them, given the numbers of each of the arrays of cells,
+// [batch or 1, segments, features].
 template <typename T, typename Compute, typename... Numbers>
 struct RowMap {
   const Problem& problem;
   T* result;
   Compute compute;
-  std::tuple<CellArray<Numbers>...> arrays;
+  std::tuple<BatchArray<Numbers>...> arrays;
 
-  RowMap(const Problem& problem, T* result, const Compute& compute, CellArray<Numbers>... arrays)
+  RowMap(const Problem& problem, T* result, const Compute& compute, BatchArray<Numbers>... arrays)
       : problem(problem), result(result), compute(compute), arrays(arrays...) {}
 
-  T* At(const NumberBlock& block) const { return result + block.First(problem.rows, /*is_shared=*/false); }
+  T* At(const NumberBlock& block) const {
+    return result + block.batch * problem.rows * problem.features + block.First();
+  }
 
   // A block of narrow rows, one after another. The cells are copied, so that loops run over all numbers.
   void WriteNarrow(const NumberBlock& block) const {
@@ -84,12 +74,12 @@ struct RowMap {
     char* next = memory;
     bool has_dropped = false;
     const auto gather = [&](const auto& array, auto* to) {
-      has_dropped = GatherCells(block, array.numbers, array.is_shared, to);
+      has_dropped = GatherCells(block, array.Of(block.batch), to);
       next += kMappedNumbers * sizeof(*to);
       return to;
     };
     const auto of_cells = std::apply(
-        [&](const CellArray<Numbers>&... array) {
+        [&](const BatchArray<Numbers>&... array) {
           return std::tuple<const Numbers*...>{gather(array, reinterpret_cast<Numbers*>(next))...};
         },
         arrays);
@@ -121,16 +111,14 @@ struct RowMap {
                                    begin,
                                    block.width};
           std::apply(
-              [&](const CellArray<Numbers>&... array) {
-                (PrefetchRow(array.numbers + coming.Cell(0, array.is_shared), block.width), ...);
+              [&](const BatchArray<Numbers>&... array) {
+                (PrefetchRow(array.Of(batch) + coming.Cell(0), block.width), ...);
               },
               arrays);
         }
         const auto compute_to = [&](T* to) {
           std::apply(
-              [&](const CellArray<Numbers>&... array) {
-                compute(block, to, array.numbers + block.Cell(0, array.is_shared)...);
-              },
+              [&](const BatchArray<Numbers>&... array) { compute(block, to, array.Of(batch) + block.Cell(0)...); },
               arrays);
         };
         T* const to = At(block);

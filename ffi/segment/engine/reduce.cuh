@@ -449,8 +449,8 @@ inline ReducePlan PlanGathered(const GatheringCall& call, int64_t part_features,
 
 // The edges of a call. Gather ids out of range name the nearest row if `clips`, otherwise no row.
 inline Edges EdgesOf(const GatheringCall& call, bool clips) {
-  return {call.gather_ids, call.gather_ids_are_shared, clips, call.num_rows,
-          call.edge_order, call.edge_order_is_shared};
+  return {static_cast<const int32_t*>(call.gather_ids.data), call.gather_ids.is_shared, clips, call.num_rows,
+          static_cast<const int32_t*>(call.edge_order.data), call.edge_order.is_shared};
 }
 
 }  // namespace jax_baracuda::segment

@@ -20,13 +20,11 @@ struct ExtremumCall : SegmentCall {
 };
 
 struct ExtremumBackwardCall : SegmentCall {
-  const void* d_output = nullptr;
-  const int32_t* winner = nullptr;
-  const void* data = nullptr;    // nullptr unless ties are shared
-  const void* output = nullptr;  // likewise
+  BatchOperand d_output;
+  BatchOperand winner;  // int32
+  BatchOperand data;    // if ties are shared
+  BatchOperand output;  // likewise
   void* d_data = nullptr;
-  bool d_output_is_shared = false;
-  bool winner_is_shared = false;  // output likewise
 
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;

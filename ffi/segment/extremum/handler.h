@@ -42,15 +42,13 @@ ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi:
   JB_RETURN_IF_ERROR(decoder.First("d_data", *d_data, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", *d_data, &call.d_data));
-  JB_RETURN_IF_ERROR(
-      decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
-  JB_RETURN_IF_ERROR(decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner, &call.winner_is_shared));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output));
+  JB_RETURN_IF_ERROR(decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, IsFloating(call.type)));
   OptionalOperands operands(kOp, data_and_output);
   const bool shares_ties = data_and_output.size() > 0;
-  JB_RETURN_IF_ERROR(operands.Next("data", shares_ties, [&](const ffi::AnyBuffer& data) {
-    return decoder.Rows("data", data, &call.data, &call.problem.data_is_shared);
-  }));
+  JB_RETURN_IF_ERROR(operands.Next("data", shares_ties,
+                                   [&](const ffi::AnyBuffer& data) { return decoder.Rows("data", data, &call.data); }));
   JB_RETURN_IF_ERROR(operands.Next("output", shares_ties, [&](const ffi::AnyBuffer& output) {
     return decoder.Like("winner", winner, "output", output, decoder.type(), &call.output);
   }));
@@ -66,7 +64,7 @@ ffi::Error HandleArg(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segmen
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(decoder.First("winner", *winner, "segments, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstRows("data", data, &call.data, &call.problem.data_is_shared));
+  JB_RETURN_IF_ERROR(decoder.FirstData(data, &call.data));
   JB_RETURN_IF_ERROR(decoder.FirstCells("winner", *winner, ffi::DataType::S32, &call.row));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchWide(call.type, [](auto) {})));
   call.is_minimum = kIsMinimum;

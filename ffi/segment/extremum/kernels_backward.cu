@@ -10,18 +10,17 @@ template <typename T>
 struct ExtremumGradient {
   using C = ComputeType<T>;
 
-  const T* d_output;
-  const int32_t* winner;
-  const T* data;                                                 // nullptr unless ties are shared
-  const T* output;                                               // likewise
-  int64_t d_output_per_batch, winner_per_batch, data_per_batch;  // elements; 0 where the batch shares them
+  BatchArray<T> d_output;
+  BatchArray<int32_t> winner;
+  BatchArray<T> data;    // if ties are shared
+  BatchArray<T> output;  // likewise
   int64_t features;
 
   template <int kVec>
   __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t row, int64_t feature) const {
     const int64_t cell = segment * features + feature;
-    const auto winners = LoadVector<kVec>(winner + b * winner_per_batch + cell);
-    const auto cotangents = LoadVector<kVec>(d_output + b * d_output_per_batch + cell);
+    const auto winners = LoadVector<kVec>(winner.Of(b) + cell);
+    const auto cotangents = LoadVector<kVec>(d_output.Of(b) + cell);
     Vector<T, kVec> gradient;
     bool has_tie = false;
 #pragma unroll
@@ -29,9 +28,9 @@ struct ExtremumGradient {
       gradient.lane[i] = winners.lane[i] == row ? cotangents.lane[i] : static_cast<T>(C{0});
       has_tie |= IsTie(winners.lane[i]);
     }
-    if (!has_tie || data == nullptr) return gradient;
-    const auto values = LoadStreaming<kVec>(data + b * data_per_batch + row * features + feature);
-    const auto extrema = LoadVector<kVec>(output + b * winner_per_batch + cell);
+    if (!has_tie || data.data == nullptr) return gradient;
+    const auto values = LoadStreaming<kVec>(data.Of(b) + row * features + feature);
+    const auto extrema = LoadVector<kVec>(output.Of(b) + cell);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       if (!IsTie(winners.lane[i])) continue;
@@ -50,14 +49,8 @@ CudaStatus ExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;
-    const ExtremumGradient<T> function{static_cast<const T*>(d_output),
-                                       winner,
-                                       static_cast<const T*>(data),
-                                       static_cast<const T*>(output),
-                                       d_output_is_shared ? 0 : cells,
-                                       winner_is_shared ? 0 : cells,
-                                       problem.data_is_shared ? 0 : problem.rows * problem.features,
-                                       problem.features};
+    const ExtremumGradient<T> function{
+        {d_output, cells}, {winner, cells}, {data, problem.rows * problem.features}, {output, cells}, problem.features};
     return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
   });
 }

@@ -135,14 +135,11 @@ template <typename T>
 BackwardArrays<BitsOf<T>> ArraysOfBatch(const ExtremumBackwardCall& call, int64_t batch) {
   const Problem& problem = call.problem;
   const int64_t cells = problem.segments * problem.features;
-  const auto from = [&](const void* array, bool is_shared, int64_t size) {
-    const auto* const bits = static_cast<const BitsOf<T>*>(array);
-    return bits == nullptr || is_shared ? bits : bits + batch * size;
-  };
-  return {from(call.d_output, call.d_output_is_shared, cells),
-          call.winner + (call.winner_is_shared ? 0 : batch * cells),
-          from(call.data, problem.data_is_shared, problem.rows * problem.features),
-          from(call.output, call.winner_is_shared, cells),
+  using Bits = BitsOf<T>;
+  return {call.d_output.Of<Bits>(batch, cells),
+          call.winner.Of<int32_t>(batch, cells),
+          call.data.Of<Bits>(batch, problem.rows * problem.features),
+          call.output.Of<Bits>(batch, cells),
           static_cast<BitsOf<T>*>(call.d_data) + batch * problem.rows * problem.features,
           ShareTies<T>};
 }

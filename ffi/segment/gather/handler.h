@@ -11,7 +11,7 @@ inline ffi::Error DecodeGather(const char* op, Decoder* decoder, const ffi::AnyB
   JB_RETURN_IF_ERROR(decoder->First("d_data", d_data, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder->Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder->FirstRows("d_data", d_data, &call->rows));
-  JB_RETURN_IF_ERROR(decoder->FirstCells("d_output", d_output, decoder->type(), &call->cells, &call->cells_are_shared));
+  JB_RETURN_IF_ERROR(decoder->FirstCells("d_output", d_output, decoder->type(), &call->cells));
   return CheckKernel(op, "d_output", d_output, IsFloating(call->type));
 }
 
@@ -33,8 +33,7 @@ ffi::Error HandleMeanBackward(Context context, ffi::AnyBuffer d_output, ffi::Any
   GatherCall call;
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(DecodeGather(kOp, &decoder, d_output, segment_ids, *d_data, &call));
-  JB_RETURN_IF_ERROR(
-      decoder.Vector("count", count, ffi::DataType::S32, call.problem.segments, &call.count, &call.count_is_shared));
+  JB_RETURN_IF_ERROR(decoder.Vector("count", count, ffi::DataType::S32, call.problem.segments, &call.count));
   return kRun(context, {kOp, scratch}, &call);
 }
 

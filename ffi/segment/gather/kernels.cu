@@ -7,17 +7,16 @@ namespace {
 
 template <typename T>
 struct GatherCells {
-  const T* cells;
-  const int32_t* count;
-  int64_t cells_per_batch, segments_per_batch;  // 0 where the batch shares them
+  BatchArray<T> cells;
+  BatchArray<int32_t> count;  // of means
   int64_t features;
 
   template <int kVec>
   __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t, int64_t feature) const {
-    Vector<T, kVec> values = LoadVector<kVec>(cells + b * cells_per_batch + segment * features + feature);
-    if (count != nullptr) {
+    Vector<T, kVec> values = LoadVector<kVec>(cells.Of(b) + segment * features + feature);
+    if (count.data != nullptr) {
       using C = ComputeType<T>;
-      const C rows = static_cast<C>(max(__ldg(count + b * segments_per_batch + segment), 1));
+      const C rows = static_cast<C>(max(__ldg(count.Of(b) + segment), 1));
 #pragma unroll
       for (int i = 0; i < kVec; ++i) values.lane[i] = static_cast<T>(static_cast<C>(values.lane[i]) / rows);
     }
@@ -32,9 +31,8 @@ Plan GatherCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(typ
 CudaStatus GatherCall::LaunchOnCuda(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const GatherCells<T> function{static_cast<const T*>(cells), count,
-                                  cells_are_shared ? 0 : problem.segments * problem.features,
-                                  count_is_shared ? 0 : problem.segments, problem.features};
+    const GatherCells<T> function{
+        {cells, problem.segments * problem.features}, {count, problem.segments}, problem.features};
     return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(rows), stream);
   });
 }

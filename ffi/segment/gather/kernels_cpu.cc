@@ -29,10 +29,9 @@ struct GatherArrays {
 
   GatherArrays(const GatherCall& call, int64_t batch) {
     const Problem& problem = call.problem;
-    const int64_t first_segment = batch * problem.segments, first_row = batch * problem.rows;
-    cells = static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : first_segment * problem.features);
-    counts = call.count == nullptr || call.count_is_shared ? call.count : call.count + first_segment;
-    rows = static_cast<T*>(call.rows) + first_row * problem.features;
+    cells = call.cells.Of<T>(batch, problem.segments * problem.features);
+    counts = call.count.Of<int32_t>(batch, problem.segments);
+    rows = static_cast<T*>(call.rows) + batch * problem.rows * problem.features;
   }
 };
 
@@ -94,7 +93,7 @@ void GatherAll(ffi::ThreadPool& pool, const GatherCall& call) {
 bool RunGather(ffi::ThreadPool& pool, const GatherCall& call) {
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (call.count == nullptr) {
+    if (call.count.data == nullptr) {
       GatherAll<false, BitsOf<T>>(pool, call);  // copies depend on the width of the type only
     } else {
       GatherAll<true, T>(pool, call);

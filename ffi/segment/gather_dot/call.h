@@ -10,8 +10,7 @@ namespace jax_baracuda::segment {
 // For each edge and head, the dot product of the segment's cells and the gathered row. Gather ids out of range name the
 // nearest row. `edge_order` gives the edge to which the results at each position belong.
 struct GatherDotCall : GatheringCall {
-  const void* cells = nullptr;  // [batch or 1, segments, heads, features of a head]
-  bool cells_are_shared = false;
+  BatchOperand cells;  // [batch or 1, segments, heads, features of a head]
   int64_t heads = 0, head_features = 0;
   bool is_wide = false;    // whether results are unrounded, in the accumulation type
   void* output = nullptr;  // [batch, edges, heads]

@@ -30,7 +30,7 @@ ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer
   JB_RETURN_IF_ERROR(decoder.Edges(data, gather_ids, segment_ids, &call));
   JB_RETURN_IF_ERROR(decoder.Heads("data", &call.heads));
   call.head_features = decoder.features()[1];
-  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", cells, decoder.type(), &call.cells, &call.cells_are_shared));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", cells, decoder.type(), &call.cells));
   const ffi::DataType type = options.is_wide ? ComputeDataType(decoder.type()) : decoder.type();
   JB_RETURN_IF_ERROR(decoder.Array("output", *output, type, problem.rows, decoder.features().first(1), &call.output));
   OptionalOperands operands(kOp, optional);

@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
   const int64_t first_edge = (blockIdx.x - b * a.blocks_per_batch) * a.edges_of_block;
   const int edges = static_cast<int>(min(problem.rows - first_edge, static_cast<int64_t>(a.edges_of_block)));
   const int64_t first_id = (problem.ids_are_shared ? 0 : b * problem.rows) + first_edge;
-  const int64_t first_gather_id = (call.gather_ids_are_shared ? 0 : b * problem.rows) + first_edge;
+  const int32_t* const gather_ids = call.gather_ids.Of<int32_t>(b, problem.rows) + first_edge;
   for (int edge = threadIdx.x; edge < edges; edge += kThreads) {
-    const int64_t id = __ldg(call.gather_ids + first_gather_id + edge);
+    const int64_t id = __ldg(gather_ids + edge);
     rows[edge] = static_cast<uint32_t>(min(max(id, int64_t{0}), call.num_rows - 1));
     segments[edge] = call.num_rows == 0 ? kDropped : a.ids[first_id + edge];
   }
@@ -46,9 +46,8 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
   const int heads = static_cast<int>(call.heads), products = edges * heads;
   const int64_t head_features = call.head_features, features = heads * head_features;
   const int groups = kThreads / a.lanes, group = threadIdx.x / a.lanes, lane = threadIdx.x % a.lanes;
-  const T* const cells =
-      static_cast<const T*>(call.cells) + (call.cells_are_shared ? 0 : b * problem.segments * features);
-  const T* const data = static_cast<const T*>(call.data) + (problem.data_is_shared ? 0 : b * call.num_rows * features);
+  const T* const cells = call.cells.Of<T>(b, problem.segments * features);
+  const T* const data = BatchOperand{call.data, problem.data_is_shared}.Of<T>(b, call.num_rows * features);
 
   // All threads make the same number of steps, because sums are shuffled between lanes.
   for (int first = 0; first < products; first += groups * kProductsInFlight) {
@@ -88,8 +87,8 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
       if (product >= products) break;
       const int place = static_cast<int>(a.heads.Quotient(static_cast<uint32_t>(product)));
       int64_t edge = first_edge + place;
-      if (call.edge_order != nullptr) {
-        edge = __ldg(call.edge_order + (call.edge_order_is_shared ? 0 : b * problem.rows) + edge);
+      if (call.edge_order.data != nullptr) {
+        edge = __ldg(call.edge_order.Of<int32_t>(b, problem.rows) + edge);
         edge = min(max(edge, int64_t{0}), problem.rows - 1);  // clamped: an invalid order must not write out of bounds
       }
       const int64_t target = (b * problem.rows + edge) * heads + (product - place * heads);
@@ -126,7 +125,7 @@ CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
       const int64_t edges = CeilDivide(products, heads);
       a.edges_of_block = static_cast<int>(edges < kMaxEdges ? edges : kMaxEdges);
       a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
-      if (edge_order != nullptr) {
+      if (edge_order.data != nullptr) {
         // Edges missing from an invalid order get 0.
         const int64_t outputs = problem.batch * problem.rows * heads;
         const size_t bytes = outputs * (is_wide ? sizeof(ComputeType<T>) : sizeof(T));

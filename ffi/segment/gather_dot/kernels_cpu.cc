@@ -35,12 +35,10 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   const int64_t heads = call.heads, head_features = call.head_features, features = heads * head_features;
-  const T* const cells =
-      OfElement(static_cast<const T*>(call.cells), call.cells_are_shared, batch, problem.segments * features);
-  const T* const data =
-      OfElement(static_cast<const T*>(call.data), problem.data_is_shared, batch, call.num_rows * features);
-  const int32_t* const gather_ids = OfElement(call.gather_ids, call.gather_ids_are_shared, batch, problem.rows);
-  const EdgeNumbers numbers(call.edge_order, call.edge_order_is_shared, batch, problem.rows);
+  const T* const cells = call.cells.Of<T>(batch, problem.segments * features);
+  const T* const data = call.Data().Of<T>(batch, call.num_rows * features);
+  const int32_t* const gather_ids = call.gather_ids.Of<int32_t>(batch, problem.rows);
+  const EdgeNumbers numbers(call.edge_order.Of<int32_t>(batch, problem.rows), problem.rows);
   const SegmentIds ids(call);
   const int64_t first_id = problem.IdIndex(batch, 0);
   const auto row_of = [&](int64_t edge)
@@ -83,7 +81,7 @@ bool RunGatherDot(ffi::ThreadPool& pool, const GatherDotCall& call) {
   const Problem& problem = call.problem;
   DispatchFloating(call.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (call.edge_order != nullptr) {
+    if (call.edge_order.data != nullptr) {
       // Edges missing from an invalid order get 0.
       const int64_t products = problem.batch * problem.rows * call.heads;
       WriteZeroBytes(pool, call.output, products * (call.is_wide ? sizeof(ComputeType<T>) : sizeof(T)));

@@ -23,17 +23,12 @@ struct GatherExtremumCall : GatheringCall {
 // it won to a row of d_data. So `num_rows` counts segments, and `problem.segments` counts rows of d_data. The CPU
 // kernels first find the cells that each edge won, over the edges of the forward pass.
 struct GatherExtremumBackwardCall : GatheringCall {
-  const int32_t* winner = nullptr;  // [batch or 1, num_rows, features]
-  bool winner_is_shared = false;
-  const int32_t* segment_ids_of_edges = nullptr;  // [batch or 1, edges]
-  bool segment_ids_of_edges_are_shared = false;
-  const int32_t* gather_ids_of_edges = nullptr;  // [batch or 1, edges]
-  bool gather_ids_of_edges_are_shared = false;
-  const int32_t* forward_order = nullptr;  // [batch or 1, edges], the edge numbers in the forward pass; or nullptr
-  bool forward_order_is_shared = false;
-  const void* gathered = nullptr;  // data of the forward pass; nullptr unless ties are shared
-  bool gathered_is_shared = false;
-  const void* extrema = nullptr;  // its output; nullptr unless ties are shared; shared by the batch if `winner` is
+  BatchOperand winner;                // int32 [batch or 1, num_rows, features]
+  BatchOperand segment_ids_of_edges;  // int32 [batch or 1, edges]
+  BatchOperand gather_ids_of_edges;   // int32 [batch or 1, edges]
+  BatchOperand forward_order;         // int32 [batch or 1, edges], the edge numbers in the forward pass; may be absent
+  BatchOperand gathered;              // data of the forward pass, if ties are shared
+  BatchOperand extrema;               // its output, likewise
   bool shares_ties = false;
   void* d_data = nullptr;  // [batch, problem.segments, features]
 

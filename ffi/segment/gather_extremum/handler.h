@@ -92,20 +92,16 @@ ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner
   JB_RETURN_IF_ERROR(decoder.Gathered("d_winner", d_winner, options.has_plan ? "transposed_gather_ids" : "segment_ids",
                                       cells_of_edges, &call));
   JB_RETURN_IF_ERROR(decoder.FirstCells("d_data", *d_data, decoder.type(), &call.d_data));
-  JB_RETURN_IF_ERROR(decoder.Array("winner", winner, ffi::DataType::S32, call.num_rows, decoder.features(),
-                                   &call.winner, &call.winner_is_shared));
   JB_RETURN_IF_ERROR(
-      decoder.EdgeIds("gather_ids", gather_ids, &call.gather_ids_of_edges, &call.gather_ids_of_edges_are_shared));
-  JB_RETURN_IF_ERROR(
-      decoder.EdgeIds("segment_ids", segment_ids, &call.segment_ids_of_edges, &call.segment_ids_of_edges_are_shared));
+      decoder.Array("winner", winner, ffi::DataType::S32, call.num_rows, decoder.features(), &call.winner));
+  JB_RETURN_IF_ERROR(decoder.EdgeIds("gather_ids", gather_ids, &call.gather_ids_of_edges));
+  JB_RETURN_IF_ERROR(decoder.EdgeIds("segment_ids", segment_ids, &call.segment_ids_of_edges));
   if (options.has_plan) {
-    JB_RETURN_IF_ERROR(decoder.EdgeIds("edge_order", edge_order, &call.forward_order, &call.forward_order_is_shared));
-    JB_RETURN_IF_ERROR(
-        decoder.EdgeIds("transposed_order", transposed_order, &call.edge_order, &call.edge_order_is_shared));
+    JB_RETURN_IF_ERROR(decoder.EdgeIds("edge_order", edge_order, &call.forward_order));
+    JB_RETURN_IF_ERROR(decoder.EdgeIds("transposed_order", transposed_order, &call.edge_order));
   }
   JB_RETURN_IF_ERROR(operands.Next("data", options.shares_ties, [&](const ffi::AnyBuffer& data) {
-    return decoder.Array("data", data, decoder.type(), call.problem.segments, decoder.features(), &call.gathered,
-                         &call.gathered_is_shared);
+    return decoder.Array("data", data, decoder.type(), call.problem.segments, decoder.features(), &call.gathered);
   }));
   JB_RETURN_IF_ERROR(operands.Next("output", options.shares_ties, [&](const ffi::AnyBuffer& output) {
     return decoder.Like("winner", winner, "output", output, decoder.type(), &call.extrema);

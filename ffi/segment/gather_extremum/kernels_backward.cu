@@ -113,7 +113,8 @@ Plan GatherExtremumBackwardCall::CudaPlan() const { return PlanOf(*this).Summary
 CudaStatus GatherExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
   // Batch elements that share arrays are launched one by one. That takes no more scratch than the whole batch at once.
   GatheringCall at_once = *this;
-  if (problem.data_is_shared || winner_is_shared || gathered_is_shared) at_once.problem.batch = problem.batch > 0;
+  const bool shares_arrays = problem.data_is_shared || winner.is_shared || (shares_ties && gathered.is_shared);
+  if (shares_arrays) at_once.problem.batch = problem.batch > 0;
   const ReducePlan plan = PlanOf(at_once);
   const Edges edges = EdgesOf(*this, /*clips=*/false);
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
@@ -122,9 +123,9 @@ CudaStatus GatherExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
       return LaunchReduction<WonReduction<T>>(*this, plan, {d_data, /*is_wide=*/false}, stream, input);
     };
     return shares_ties
-               ? reduce(RowsWithExtrema<T>{edges, static_cast<const T*>(extrema), winner_is_shared,
-                                           static_cast<const T*>(gathered), gathered_is_shared, problem.segments})
-               : reduce(RowsWithWinners<T>{edges, winner, winner_is_shared});
+               ? reduce(RowsWithExtrema<T>{edges, static_cast<const T*>(extrema.data), extrema.is_shared,
+                                           static_cast<const T*>(gathered.data), gathered.is_shared, problem.segments})
+               : reduce(RowsWithWinners<T>{edges, static_cast<const int32_t*>(winner.data), winner.is_shared});
   });
 }
 

@@ -90,15 +90,12 @@ JB_AVX2_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t bat
   constexpr int64_t kWordBits = 32;
   const int64_t edges = call.problem.rows, features = call.problem.features, words = SelectionWords(call.problem);
   const int64_t cells = call.num_rows * features;
-  const int32_t* const winners = OfElement(call.winner, call.winner_is_shared, batch, cells);
-  const T* const extrema = OfElement(static_cast<const T*>(call.extrema), call.winner_is_shared, batch, cells);
-  const T* const gathered =
-      OfElement(static_cast<const T*>(call.gathered), call.gathered_is_shared, batch, call.problem.segments * features);
-  const int32_t* const segment_ids =
-      OfElement(call.segment_ids_of_edges, call.segment_ids_of_edges_are_shared, batch, edges);
-  const int32_t* const gather_ids =
-      OfElement(call.gather_ids_of_edges, call.gather_ids_of_edges_are_shared, batch, edges);
-  const EdgeNumbers numbers(call.forward_order, call.forward_order_is_shared, batch, edges);
+  const int32_t* const winners = call.winner.Of<int32_t>(batch, cells);
+  const T* const extrema = call.extrema.Of<T>(batch, cells);
+  const T* const gathered = call.gathered.Of<T>(batch, call.problem.segments * features);
+  const int32_t* const segment_ids = call.segment_ids_of_edges.Of<int32_t>(batch, edges);
+  const int32_t* const gather_ids = call.gather_ids_of_edges.Of<int32_t>(batch, edges);
+  const EdgeNumbers numbers(call.forward_order.Of<int32_t>(batch, edges), edges);
   const auto is_cell = [&](int64_t segment) __attribute__((always_inline)) {
     return static_cast<uint64_t>(segment) < static_cast<uint64_t>(call.num_rows);
   };
@@ -143,7 +140,7 @@ bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwa
   const int64_t words = SelectionWords(call.problem);
   const auto selection = Allocate<uint32_t>(problem.batch * problem.rows * words);
   if (selection == nullptr) return false;
-  if (call.forward_order != nullptr) {
+  if (call.forward_order.data != nullptr) {
     // Edges missing from an invalid order won nothing.
     WriteZeroBytes(pool, selection.get(), problem.batch * problem.rows * words * sizeof(uint32_t));
   }

@@ -11,8 +11,7 @@ namespace jax_baracuda::segment {
 struct GatherSumCall : GatheringCall {
   bool clips_gather_ids = false;  // ids out of range name the nearest row; otherwise those edges add nothing
   bool has_weights = false;
-  const void* weights = nullptr;  // [batch or 1, edges, heads]
-  bool weights_are_shared = false;
+  BatchOperand weights;    // [batch or 1, edges, heads]
   int64_t heads = 1;       // of equal width
   bool is_wide = false;    // whether sums are unrounded, in the accumulation type
   void* output = nullptr;  // [batch, segments, features]

@@ -36,7 +36,7 @@ ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   JB_RETURN_IF_ERROR(operands.Next("weights", options.has_weights, [&](const ffi::AnyBuffer& weights) {
     JB_RETURN_IF_ERROR(decoder.Heads("data", &call.heads));
     return decoder.Array("weights", weights, decoder.type(), call.problem.rows, decoder.features().first(1),
-                         &call.weights, &call.weights_are_shared);
+                         &call.weights);
   }));
   JB_RETURN_IF_ERROR(decoder.EdgeOrder(options.has_edge_order, &operands, &call));
   JB_RETURN_IF_ERROR(operands.End());

@@ -68,7 +68,7 @@ CudaStatus GatherSumCall::LaunchOnCuda(cudaStream_t stream) const {
     const auto reduce_weighted = [&](auto has_vectors) {
       constexpr bool kHasWeightVectors = decltype(has_vectors)::value;
       using Input = WeightedRows<T, kHasWeightVectors>;
-      const Input input{edges, static_cast<const T*>(weights), weights_are_shared, heads, FeaturesPerHead()};
+      const Input input{edges, static_cast<const T*>(weights.data), weights.is_shared, heads, FeaturesPerHead()};
       using Reduction = GatherSumReduction<T, kHasWeightVectors>;
       return LaunchReduction<Reduction>(*this, plan, {output, is_wide}, stream, input);
     };

@@ -33,13 +33,11 @@ JB_AVX2 void ScaleNarrowRows(const T* weights, int64_t heads, const int32_t* edg
 // Rows times the weights of their heads (see PlainRows).
 template <typename T>
 struct WeightedRows {
-  const T* weights;  // [batch or 1, edges, heads]
-  bool are_shared;
-  int64_t edges, heads;
+  BatchArray<T> all;  // [batch or 1, edges, heads]
+  int64_t heads;
+  const T* weights = nullptr;  // of a batch element
 
-  JB_INLINE WeightedRows OfBatch(int64_t batch) const {
-    return {OfElement(weights, are_shared, batch, edges * heads), true, edges, heads};
-  }
+  JB_INLINE WeightedRows OfBatch(int64_t batch) const { return {all, heads, all.Of(batch)}; }
 
   JB_INLINE void Prefetch(int64_t /*edge*/) const {}
 
@@ -78,9 +76,8 @@ bool RunGatherSum(ffi::ThreadPool& pool, const GatherSumCall& call) {
     const auto reduce = [&](const auto& input) {
       return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, call.clips_gather_ids, sum, input));
     };
-    if (call.weights == nullptr) return reduce(PlainRows{});
-    const auto* const weights = static_cast<const T*>(call.weights);
-    return reduce(WeightedRows<T>{weights, call.weights_are_shared, problem.rows, call.heads});
+    if (call.weights.data == nullptr) return reduce(PlainRows{});
+    return reduce(WeightedRows<T>{{call.weights, problem.rows * call.heads}, call.heads});
   });
 }
 

@@ -16,7 +16,7 @@ ffi::Error HandleLogSumExp(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(decoder.First("maxima", *maxima, "segments, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstRows("data", data, &call.data, &call.problem.data_is_shared));
+  JB_RETURN_IF_ERROR(decoder.FirstData(data, &call.data));
   const ffi::DataType of_states = ComputeDataType(decoder.type());
   JB_RETURN_IF_ERROR(decoder.FirstCells("maxima", *maxima, of_states, &call.maxima));
   JB_RETURN_IF_ERROR(decoder.Cells("totals", *totals, of_states, &call.totals));

@@ -18,13 +18,10 @@ struct ProductCall : SegmentCall {
 };
 
 struct ProductBackwardCall : SegmentCall {
-  const void* d_output = nullptr;
-  const void* mantissa = nullptr;
-  const int32_t* packed = nullptr;
-  const void* data = nullptr;
+  BatchOperand d_output;
+  BatchOperand mantissa, packed;  // the residual; `packed` is int32
+  BatchOperand data;
   void* d_data = nullptr;
-  bool d_output_is_shared = false;
-  bool product_is_shared = false;  // mantissa and packed are shared
 
   Plan CudaPlan() const;
   CudaStatus LaunchOnCuda(cudaStream_t stream) const;

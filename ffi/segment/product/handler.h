@@ -38,11 +38,9 @@ ffi::Error HandleProductBackward(Context context, ffi::AnyBuffer d_output, ffi::
   JB_RETURN_IF_ERROR(decoder.First("d_data", *d_data, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
   JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", *d_data, &call.d_data));
-  JB_RETURN_IF_ERROR(decoder.Rows("data", data, &call.data, &call.problem.data_is_shared));
-  JB_RETURN_IF_ERROR(
-      decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output, &call.d_output_is_shared));
-  JB_RETURN_IF_ERROR(
-      decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa, &call.product_is_shared));
+  JB_RETURN_IF_ERROR(decoder.Rows("data", data, &call.data));
+  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output));
+  JB_RETURN_IF_ERROR(decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa));
   JB_RETURN_IF_ERROR(decoder.Like("mantissa", mantissa, "packed", packed, ffi::DataType::S32, &call.packed));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, IsFloating(call.type)));
   return kRun(context, {kOp, scratch}, &call);

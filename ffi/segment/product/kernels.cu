@@ -11,20 +11,19 @@ namespace {
 template <typename T>
 struct ProductGradient {
   using C = ComputeType<T>;
-  const T* d_output;
-  const C* mantissa;
-  const int32_t* packed;
-  const T* data;
-  int64_t d_output_per_batch, product_per_batch, data_per_batch;  // elements; 0 where the batch shares them
+  BatchArray<T> d_output;
+  BatchArray<C> mantissa;
+  BatchArray<int32_t> packed;
+  BatchArray<T> data;
   int64_t features;
 
   template <int kVec>
   __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t row, int64_t feature) const {
     const int64_t cell = segment * features + feature;
-    const auto d_values = LoadVector<kVec>(d_output + b * d_output_per_batch + cell);
-    const auto mantissas = LoadVector<kVec>(mantissa + b * product_per_batch + cell);
-    const auto packeds = LoadVector<kVec>(packed + b * product_per_batch + cell);
-    const auto values = LoadVector<kVec>(data + b * data_per_batch + row * features + feature);
+    const auto d_values = LoadVector<kVec>(d_output.Of(b) + cell);
+    const auto mantissas = LoadVector<kVec>(mantissa.Of(b) + cell);
+    const auto packeds = LoadVector<kVec>(packed.Of(b) + cell);
+    const auto values = LoadVector<kVec>(data.Of(b) + row * features + feature);
     const Vector<C, kVec> wide = Widen(values), d_wide = Widen(d_values);
     Vector<T, kVec> gradient;
     bool are_plain = true;
@@ -88,13 +87,10 @@ CudaStatus ProductBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;
-    const ProductGradient<T> function{static_cast<const T*>(d_output),
-                                      static_cast<const ComputeType<T>*>(mantissa),
-                                      packed,
-                                      static_cast<const T*>(data),
-                                      d_output_is_shared ? 0 : cells,
-                                      product_is_shared ? 0 : cells,
-                                      problem.data_is_shared ? 0 : problem.rows * problem.features,
+    const ProductGradient<T> function{{d_output, cells},
+                                      {mantissa, cells},
+                                      {packed, cells},
+                                      {data, problem.rows * problem.features},
                                       problem.features};
     return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
   });

@@ -270,9 +270,9 @@ class ProductGradient {
 
   explicit ProductGradient(const ProductBackwardCall& call)
       : call_(call),
-        d_output_{static_cast<const T*>(call.d_output), call.d_output_is_shared},
-        mantissa_{static_cast<const C*>(call.mantissa), call.product_is_shared},
-        packed_{call.packed, call.product_is_shared} {}
+        d_output_(call.d_output, call.problem.segments * call.problem.features),
+        mantissa_(call.mantissa, call.problem.segments * call.problem.features),
+        packed_(call.packed, call.problem.segments * call.problem.features) {}
 
   // Returns false if memory allocation fails.
   bool Write(ffi::ThreadPool& pool) const {
@@ -290,14 +290,14 @@ class ProductGradient {
   // Computes a numerator for each cell, so that rows gather one number instead of three.
   bool WriteFromNumerators(ffi::ThreadPool& pool) const {
     const Problem& problem = call_.problem;
-    const bool are_shared = call_.d_output_is_shared && call_.product_is_shared;
+    const bool are_shared = call_.d_output.is_shared && call_.mantissa.is_shared;
     const int64_t cells = problem.segments * problem.features, batches = are_shared ? 1 : problem.batch;
     const auto numerators = Allocate<C>(batches * cells);
     if (numerators == nullptr) return false;
     const int64_t chunks = ChunksFor(pool, cells * (sizeof(T) + 2 * sizeof(C) + sizeof(int32_t)));
     ParallelFor(pool, batches * chunks, [&](int64_t index) {
       const int64_t batch = index / chunks, chunk = index % chunks, begin = ChunkBegin(cells, chunks, chunk);
-      const auto at = [&](const auto& array) { return array.numbers + (array.is_shared ? 0 : batch * cells) + begin; };
+      const auto at = [&](const auto& array) { return array.Of(batch) + begin; };
       WriteNumerators(at(d_output_), at(mantissa_), at(packed_), ChunkBegin(cells, chunks, chunk + 1) - begin,
                       numerators.get() + batch * cells + begin);
     });
@@ -311,7 +311,7 @@ class ProductGradient {
         for (int64_t i = 0; i < count; ++i) {
           const auto number = [&](const auto& array) {
             const int64_t row = (begin + i) / block.width, feature = (begin + i) % block.width;
-            return array.numbers[block.Cell(row, array.is_shared) + feature];
+            return array.Of(block.batch)[block.Cell(row) + feature];
           };
           d_output[i] = number(d_output_);
           mantissa[i] = number(mantissa_);
@@ -320,7 +320,7 @@ class ProductGradient {
         WriteGradients(d_output, mantissa, packed, data + begin, count, to + begin);
       });
     };
-    Map(pool, compute, CellArray<C>{numerators.get(), are_shared});
+    Map(pool, compute, BatchArray<C>(numerators.get(), are_shared ? 0 : cells));
     return true;
   }
 
@@ -339,18 +339,18 @@ class ProductGradient {
   }
 
   template <typename Compute, typename... Numbers>
-  void Map(ffi::ThreadPool& pool, const Compute& compute, const CellArray<Numbers>&... arrays) const {
+  void Map(ffi::ThreadPool& pool, const Compute& compute, const BatchArray<Numbers>&... arrays) const {
     RowMap(call_.problem, static_cast<T*>(call_.d_data), compute, arrays...).Run(pool, SegmentIds(call_));
   }
 
   const T* DataOf(const NumberBlock& block) const {
-    return static_cast<const T*>(call_.data) + block.First(call_.problem.rows, call_.problem.data_is_shared);
+    return call_.data.Of<T>(block.batch, call_.problem.rows * call_.problem.features) + block.First();
   }
 
   const ProductBackwardCall& call_;
-  const CellArray<T> d_output_;
-  const CellArray<C> mantissa_;
-  const CellArray<int32_t> packed_;
+  const BatchArray<T> d_output_;
+  const BatchArray<C> mantissa_;
+  const BatchArray<int32_t> packed_;
 };
 
 bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {

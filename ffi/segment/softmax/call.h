@@ -7,8 +7,7 @@ namespace jax_baracuda::segment {
 
 struct SoftmaxCall : SegmentCall {
   bool is_backward = false;
-  const void* inputs[2] = {nullptr, nullptr};  // logits; or probabilities and their cotangents
-  bool is_shared[2] = {false, false};
+  BatchOperand inputs[2];  // logits; or probabilities and their cotangents
   void* output = nullptr;
 
   bool HasNoResult() const { return problem.batch * problem.rows * problem.features == 0; }
@@ -18,7 +17,7 @@ struct SoftmaxCall : SegmentCall {
   Call ReductionAs() const {
     Call reduction;
     static_cast<SegmentCall&>(reduction) = *this;
-    reduction.data = inputs[0];
+    reduction.data = inputs[0].data;
     return reduction;
   }
 

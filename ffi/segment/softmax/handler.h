@@ -15,11 +15,11 @@ ffi::Error HandleSoftmax(Context context, ffi::AnyBuffer logits, ffi::AnyBuffer 
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(decoder.First("probabilities", *probabilities, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstRows("logits", logits, &call.inputs[0], &call.is_shared[0]));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("logits", logits, &call.inputs[0]));
   JB_RETURN_IF_ERROR(decoder.Rows("probabilities", *probabilities, &call.output));
   JB_RETURN_IF_ERROR(decoder.Segments(options.num_segments));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "logits", logits, IsFloating(call.type)));
-  call.problem.data_is_shared = call.is_shared[0];
+  call.problem.data_is_shared = call.inputs[0].is_shared;
   call.indices_are_sorted = options.indices_are_sorted;
   return kRun(context, {kOp, scratch}, &call);
 }
@@ -33,12 +33,12 @@ ffi::Error HandleSoftmaxBackward(Context context, ffi::AnyBuffer probabilities, 
   Decoder decoder(kOp, options.num_batch_dims, &call);
   JB_RETURN_IF_ERROR(decoder.First("d_logits", *d_logits, "rows, ..."));
   JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstRows("probabilities", probabilities, &call.inputs[0], &call.is_shared[0]));
-  JB_RETURN_IF_ERROR(decoder.Rows("d_output", d_probabilities, &call.inputs[1], &call.is_shared[1]));
+  JB_RETURN_IF_ERROR(decoder.FirstRows("probabilities", probabilities, &call.inputs[0]));
+  JB_RETURN_IF_ERROR(decoder.Rows("d_output", d_probabilities, &call.inputs[1]));
   JB_RETURN_IF_ERROR(decoder.Rows("d_logits", *d_logits, &call.output));
   JB_RETURN_IF_ERROR(decoder.Segments(options.num_segments));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "probabilities", probabilities, IsFloating(call.type)));
-  call.problem.data_is_shared = call.is_shared[0];
+  call.problem.data_is_shared = call.inputs[0].is_shared;
   call.is_backward = true;
   call.indices_are_sorted = options.indices_are_sorted;
   return kRun(context, {kOp, scratch}, &call);

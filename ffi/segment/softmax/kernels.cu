@@ -15,15 +15,14 @@ template <typename T>
 struct Probability {
   using C = ComputeType<T>;
 
-  const T* logits;
-  int64_t logits_per_batch;  // elements; 0 if the batch shares them
+  BatchArray<T> logits;
   const C *maxima, *totals;  // [batch, segments, features]
   Problem problem;
 
   template <int kVec>
   __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t row, int64_t feature) const {
     const int64_t cell = (b * problem.segments + segment) * problem.features + feature;
-    const auto values = Widen(LoadStreaming<kVec>(logits + b * logits_per_batch + row * problem.features + feature));
+    const auto values = Widen(LoadStreaming<kVec>(logits.Of(b) + row * problem.features + feature));
     const auto of_maxima = LoadVector<kVec>(maxima + cell), of_totals = LoadVector<kVec>(totals + cell);
     Vector<T, kVec> probabilities;
 #pragma unroll
@@ -39,16 +38,15 @@ template <typename T>
 struct Gradient {
   using C = ComputeType<T>;
 
-  const T *probabilities, *d_probabilities;
-  int64_t probabilities_per_batch, d_probabilities_per_batch;  // elements; 0 if the batch shares them
-  const C* sums;                                               // of products [batch, segments, features]
+  BatchArray<T> probabilities, d_probabilities;
+  const C* sums;  // of products [batch, segments, features]
   Problem problem;
 
   template <int kVec>
   __device__ __forceinline__ Vector<T, kVec> At(int64_t b, uint32_t segment, int64_t row, int64_t feature) const {
     const int64_t element = row * problem.features + feature;
-    const auto p = Widen(LoadStreaming<kVec>(probabilities + b * probabilities_per_batch + element));
-    const auto d_p = Widen(LoadStreaming<kVec>(d_probabilities + b * d_probabilities_per_batch + element));
+    const auto p = Widen(LoadStreaming<kVec>(probabilities.Of(b) + element));
+    const auto d_p = Widen(LoadStreaming<kVec>(d_probabilities.Of(b) + element));
     const auto of_sums = LoadVector<kVec>(sums + (b * problem.segments + segment) * problem.features + feature);
     Vector<T, kVec> gradient;
 #pragma unroll
@@ -111,8 +109,7 @@ CudaStatus LaunchForward(const SoftmaxCall& call, cudaStream_t stream) {
   reduction.maxima = maxima;
   reduction.totals = totals;
   JB_RETURN_IF_CUDA_ERROR(reduction.LaunchOnCuda(stream));
-  const Probability<T> function{static_cast<const T*>(call.inputs[0]),
-                                call.is_shared[0] ? 0 : problem.rows * problem.features, maxima, totals, problem};
+  const Probability<T> function{{call.inputs[0], problem.rows * problem.features}, maxima, totals, problem};
   return LaunchMap<T>(call, function, stream);
 }
 
@@ -120,18 +117,14 @@ template <typename T>
 CudaStatus LaunchBackward(const SoftmaxCall& call, cudaStream_t stream) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
-  const T *const probabilities = static_cast<const T*>(call.inputs[0]), *const d_probabilities =
-                                                                            static_cast<const T*>(call.inputs[1]);
   ScratchCarver carver(call.scratch);
   C* const sums = carver.Take<C>(problem.NumCells());
   const auto reduction = ReductionWithScratch<SumCall>(call, &carver);
-  const RowPairs<T> pairs{d_probabilities, call.is_shared[1]};
+  const RowPairs<T> pairs{static_cast<const T*>(call.inputs[1].data), call.inputs[1].is_shared};
   JB_RETURN_IF_CUDA_ERROR(
       LaunchReduction<ProductSumReduction<T>>(reduction, PlanOfProducts(call), {sums}, stream, pairs));
   const int64_t elements = problem.rows * problem.features;
-  const Gradient<T> function{
-      probabilities, d_probabilities, call.is_shared[0] ? 0 : elements, call.is_shared[1] ? 0 : elements,
-      sums,          problem};
+  const Gradient<T> function{{call.inputs[0], elements}, {call.inputs[1], elements}, sums, problem};
   return LaunchMap<T>(call, function, stream);
 }
 

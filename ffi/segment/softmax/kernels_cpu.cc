@@ -18,7 +18,7 @@ namespace {
 // The numbers of a block in the `index`th input.
 template <typename T>
 const T* InputOf(const SoftmaxCall& call, int index, const NumberBlock& block) {
-  return static_cast<const T*>(call.inputs[index]) + block.First(call.problem.rows, call.is_shared[index]);
+  return call.inputs[index].Of<T>(block.batch, call.problem.rows * call.problem.features) + block.First();
 }
 
 template <typename T, typename C>
@@ -42,8 +42,9 @@ bool Softmax(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   const auto compute = [&](const NumberBlock& block, T* to, const C* of_maxima, const C* of_totals) {
     WriteProbabilities(InputOf<T>(call, 0, block), of_maxima, of_totals, block.count(), to);
   };
-  const RowMap map(problem, static_cast<T*>(call.output), compute, CellArray<C>{maxima.get()},
-                   CellArray<C>{totals.get()});
+  const int64_t cells = problem.segments * problem.features;
+  const RowMap map(problem, static_cast<T*>(call.output), compute, BatchArray<C>(maxima.get(), cells),
+                   BatchArray<C>(totals.get(), cells));
   return WithLogSumExp(reduction, [&](const RowReduction& rows) { return map.RunAfter(pool, SegmentIds(call), rows); });
 }
 
@@ -96,12 +97,8 @@ class ProductSumRows final : public TypedReduction<ProductSum<T>> {
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
     const Problem& problem = this->problem;
     ProductSum<T> of_batch = this->reduction;
-    const auto input = [&](int index) {
-      const int64_t batch = call_.is_shared[index] ? 0 : target.batch;
-      return static_cast<const T*>(call_.inputs[index]) + batch * problem.rows * problem.features;
-    };
-    of_batch.first = input(0);
-    of_batch.second = input(1);
+    of_batch.first = call_.inputs[0].Of<T>(target.batch, problem.rows * problem.features);
+    of_batch.second = call_.inputs[1].Of<T>(target.batch, problem.rows * problem.features);
     FoldOwnRows(block, of_batch.first + block.first_row * problem.features + target.feature_begin, problem.features,
                 of_batch, target);
   }
@@ -129,7 +126,8 @@ bool Gradient(ffi::ThreadPool& pool, const SoftmaxCall& call) {
   const auto compute = [&](const NumberBlock& block, T* to, const C* of_sums) {
     WriteGradients(InputOf<T>(call, 0, block), InputOf<T>(call, 1, block), of_sums, block.count(), to);
   };
-  const RowMap map(problem, static_cast<T*>(call.output), compute, CellArray<C>{sums.get()});
+  const RowMap map(problem, static_cast<T*>(call.output), compute,
+                   BatchArray<C>(sums.get(), problem.segments * problem.features));
   return map.RunAfter(pool, SegmentIds(call), ProductSumRows<T>(call, sums.get()));
 }
 
