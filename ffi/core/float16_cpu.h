@@ -38,17 +38,6 @@ inline constexpr bool kIsWidenedAtOnce = std::is_same_v<T, Float16>;
 
 inline constexpr int64_t kWidenedAtOnce = 512;
 
-// Adds numbers of any type to sums in their ComputeType.
-template <typename T>
-JB_INLINE void AddNumbers(const T* numbers, int64_t count, ComputeType<T>* sums) {
-  if constexpr (kIsWidenedAtOnce<T>) {
-    AddWidened(numbers, count, sums);
-  } else {
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<ComputeType<T>>(numbers[i]);
-  }
-}
-
 // Calls body(begin, count, numbers) for consecutive chunks of an array. float16 is converted to float, chunk by chunk;
 // any other type is passed unconverted as one chunk.
 template <typename T, typename Body>
@@ -62,6 +51,20 @@ JB_INLINE void ForEachPart(const T* values, int64_t count, const Body& body) {
     }
   } else {
     body(int64_t{0}, count, values);
+  }
+}
+
+// Adds numbers of any type to sums in their ComputeType or in double.
+template <typename T, typename C>
+JB_INLINE void AddNumbers(const T* numbers, int64_t count, C* sums) {
+  if constexpr (kIsWidenedAtOnce<T> && std::is_same_v<C, ComputeType<T>>) {
+    AddWidened(numbers, count, sums);
+  } else {
+    ForEachPart(numbers, count, [&](int64_t begin, int64_t part, const auto* from) __attribute__((always_inline)) {
+      C* const to = sums + begin;
+      JB_VECTORIZE
+      for (int64_t i = 0; i < part; ++i) to[i] += static_cast<ComputeType<T>>(from[i]);
+    });
   }
 }
 

@@ -159,7 +159,7 @@ bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwa
 }
 
 Plan PlanGatherExtremumBackward(const GatherExtremumBackwardCall& call) {
-  return PlanReduction<Sum>(call, JB_DISPATCH(DispatchFloating));
+  return PlanReduction<SumOf>(call, JB_DISPATCH(DispatchFloating));
 }
 
 constexpr auto kRun = RunOnCpu<GatherExtremumCall, RunGatherExtremum>;

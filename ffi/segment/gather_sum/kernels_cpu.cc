@@ -81,7 +81,7 @@ bool RunGatherSum(ffi::ThreadPool& pool, const GatherSumCall& call) {
   });
 }
 
-Plan PlanGatherSum(const GatherSumCall& call) { return PlanReduction<Sum>(call, JB_DISPATCH(DispatchFloating)); }
+Plan PlanGatherSum(const GatherSumCall& call) { return PlanReduction<SumOf>(call, JB_DISPATCH(DispatchFloating)); }
 
 JB_CPU_TARGET("gather_segment_sum", (HandleGatherSum<ffi::ThreadPool, RunOnCpu<GatherSumCall, RunGatherSum>>),
               (PlanOf<PlanGatherSum, GatherSumCallOf>), RoundingStrategies());

@@ -6,12 +6,17 @@
 
 namespace jax_baracuda::segment {
 
-template <typename Context, typename Call, Run<Context, Call> kRun, bool kIsMean>
+template <bool kIsMean, bool kInFloat64>
+inline constexpr const char* kSumName = kInFloat64 ? (kIsMean ? "segment_mean_in_float64" : "segment_sum_in_float64")
+                                                   : (kIsMean ? "segment_mean" : "segment_sum");
+
+template <typename Context, Run<Context, SumCall> kRun, bool kIsMean, bool kInFloat64>
 ffi::Error HandleSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                      ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results, SumOptions options) {
-  constexpr const char* kOp = kIsMean ? Call::kMeanName : Call::kSumName;
-  Call call;
+  constexpr const char* kOp = kSumName<kIsMean, kInFloat64>;
+  SumCall call;
   call.is_mean = kIsMean;
+  call.in_float64 = kInFloat64;
   call.indices_are_sorted = options.indices_are_sorted;
   call.deterministic = options.deterministic;
   Decoder decoder(kOp, options.num_batch_dims, &call);
@@ -24,10 +29,11 @@ ffi::Error HandleSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segmen
   return kRun(context, results, &call);
 }
 
-template <typename Call, bool kIsMean>
-Call SumCallOf(const PlanParameters& parameters) {
-  auto call = CallOf<Call>(parameters);
+template <bool kIsMean, bool kInFloat64>
+SumCall SumCallOf(const PlanParameters& parameters) {
+  auto call = CallOf<SumCall>(parameters);
   call.is_mean = kIsMean;
+  call.in_float64 = kInFloat64;
   return call;
 }
 

@@ -21,6 +21,7 @@ bool AddsVectors(const SumCall& call) {
 // added in global memory. Atomic additions have no fixed order, so deterministic sums never use a table. All other
 // calls too large for the sort's 32-bit numbers use it.
 ReducePlan Choose(const SumCall& call) {
+  if (call.in_float64) return PlanFloat64(call);
   const Problem& problem = call.problem;
   const int64_t element_bytes = ElementBytes(call.type), compute_bytes = AccumulatorBytes(call.type);
   const int64_t state_bytes = compute_bytes * (call.is_mean ? 2 : 1);
@@ -120,6 +121,7 @@ CudaStatus SumCall::LaunchOnCuda(cudaStream_t stream) const {
   if (!SegmentsFit(problem.segments) || scratch_bytes < plan.scratch_bytes) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
+  if (in_float64) return ReduceFloat64(*this, plan, stream);
   if (is_mean && !UsesAtomics(plan.strategy)) return ReduceMean(*this, plan, stream);
   return LaunchFor(type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;

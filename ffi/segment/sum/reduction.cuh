@@ -96,4 +96,8 @@ inline constexpr bool kStoresCellsAlone<MeanReduction<T>> = false;
 struct ReducePlan;
 CudaStatus ReduceMean(const SumCall& call, const ReducePlan& plan, cudaStream_t stream);
 
+// Sums and means in double, also separate.
+ReducePlan PlanFloat64(const SumCall& call);
+CudaStatus ReduceFloat64(const SumCall& call, const ReducePlan& plan, cudaStream_t stream);
+
 }  // namespace jax_baracuda::segment

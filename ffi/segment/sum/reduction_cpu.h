@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/segment/engine/rows_cpu.h"
+#include "ffi/segment/sum/arithmetic.h"
 
 namespace jax_baracuda::segment {
 
@@ -27,18 +29,28 @@ JB_INLINE void DivideByCounts(const C* sums, int64_t count, int64_t into_first, 
         left = width;
       }
     }
-    StoreEach(part, to + begin, [&](int64_t i) __attribute__((always_inline)) { return sums[begin + i] / rows[i]; });
+    StoreEach(part, to + begin,
+              [&](int64_t i) __attribute__((always_inline)) { return RoundedFor<T>(sums[begin + i] / rows[i]); });
   }
 }
 
-// Integers are summed as unsigned ones, which wrap. Only floating types have means.
 template <typename T>
+JB_AVX2_CLONES void WidenToDouble(const T* from, int64_t count, double* to) {
+  ForEachPart(from, count, [&](int64_t begin, int64_t part, const auto* numbers) __attribute__((always_inline)) {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < part; ++i) to[begin + i] = static_cast<ComputeType<T>>(numbers[i]);
+  });
+}
+
+// Sums in C, the ComputeType or double. Integers are summed as unsigned ones, which wrap. Only floating types have means.
+template <typename T, typename C = ComputeType<T>>
 struct Sum {
   using Element = T;
-  using First = ComputeType<T>;
+  using First = C;
   using Second = NoNumber;
   using Narrow = Sum<First>;
   static constexpr bool kRounds = kIsFloating<T>;
+  static constexpr bool kIsPrecise = !std::is_same_v<C, ComputeType<T>>;
 
   void* output = nullptr;  // of T, or of First if is_wide
   bool is_wide = false;
@@ -58,7 +70,13 @@ struct Sum {
   }
 
   JB_INLINE Narrow ForNarrow() const { return {}; }
-  void Convert(const T* from, int64_t count, First* to) const { Widen(from, count, to); }
+  void Convert(const T* from, int64_t count, First* to) const {
+    if constexpr (kIsPrecise) {
+      WidenToDouble(from, count, to);
+    } else {
+      Widen(from, count, to);
+    }
+  }
 
   JB_INLINE void Merge(int64_t count, CellsOf<Sum> later, CellsOf<Sum> cells) const {
     AddNumbers(later.first, count, cells.first);
@@ -69,16 +87,25 @@ struct Sum {
     if (is_wide) {
       WriteNumbers(cells.first, count, static_cast<First*>(output) + first_cell);
     } else if (!kIsFloating<T> || mean_features == 0) {
-      WriteNumbers(cells.first, count, to);
+      if constexpr (kIsPrecise) {
+        StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) { return RoundedFor<T>(cells.first[i]); });
+      } else {
+        WriteNumbers(cells.first, count, to);
+      }
     } else if (mean_features == 1) {
       StoreEach(count, to, [&](int64_t i) __attribute__((always_inline)) {
-        return cells.first[i] / static_cast<First>(std::max(counts[i], 1));
+        return RoundedFor<T>(cells.first[i] / static_cast<First>(std::max(counts[i], 1)));
       });
     } else {
       DivideByCounts(cells.first, count, first_cell % mean_features, mean_features, counts, to);
     }
   }
 };
+
+template <typename T>
+using SumOf = Sum<T>;
+template <typename T>
+using Float64SumOf = Sum<T, double>;
 
 extern JB_FOLD_NARROW(Sum<float>);
 extern JB_FOLD_NARROW(Sum<double>);

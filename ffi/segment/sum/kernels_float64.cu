@@ -1,8 +1,8 @@
 // Sums and means in double, in registers. They have no atomic additions, so all of them have the same bits in every run,
 // and only the kernels for any rows: tiles, and the kernel of few rows.
 #include "ffi/segment/engine/reduce.cuh"
-#include "ffi/segment/sum_in_float64/arithmetic.h"
-#include "ffi/segment/sum_in_float64/call.h"
+#include "ffi/segment/sum/arithmetic.h"
+#include "ffi/segment/sum/reduction.cuh"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -61,33 +61,21 @@ struct RowsByTiles : OwnRows<T> {
   void Advance(int64_t, int64_t, int64_t) {}
 };
 
-ReducePlan PlanOf(const SegmentCall& call) {
-  constexpr int64_t kStateBytes = sizeof(Float64Reduction<float>::Accumulator<1>);
-  return PlanPairs(call, kStateBytes);
-}
-
 }  // namespace
 
 template <typename T>
 inline constexpr bool kStoresCellsAlone<Float64Reduction<T>> = false;
 
-Plan Float64SumCall::CudaPlan() const {
-  if (problem.HasNoResult()) {
-    return {NameOf(kStrategyNames, HasCounts() ? Strategy::kFillCounts : Strategy::kNothing)};
-  }
-  return PlanOf(*this).Summary();
+ReducePlan PlanFloat64(const SumCall& call) {
+  constexpr int64_t kStateBytes = sizeof(Float64Reduction<float>::Accumulator<1>);
+  return PlanPairs(call, kStateBytes);
 }
 
-CudaStatus Float64SumCall::LaunchOnCuda(cudaStream_t stream) const {
-  if (problem.HasNoResult()) {
-    if (!HasCounts()) return {};
-    return JB_CUDA_STATUS(cudaMemsetAsync(count, 0, problem.batch * problem.segments * sizeof(int32_t), stream));
-  }
-  const ReducePlan plan = PlanOf(*this);
-  return LaunchFor(type, JB_DISPATCH(DispatchBelowFloat64), [&](auto tag) {
+CudaStatus ReduceFloat64(const SumCall& call, const ReducePlan& plan, cudaStream_t stream) {
+  return LaunchFor(call.type, JB_DISPATCH(DispatchBelowFloat64), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const typename Float64Reduction<T>::Outputs outputs{static_cast<T*>(output), count};
-    return LaunchReduction<Float64Reduction<T>>(*this, plan, outputs, stream, RowsByTiles<T>{});
+    const typename Float64Reduction<T>::Outputs outputs{static_cast<T*>(call.output), call.count};
+    return LaunchReduction<Float64Reduction<T>>(call, plan, outputs, stream, RowsByTiles<T>{});
   });
 }
 
