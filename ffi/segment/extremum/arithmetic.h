@@ -48,16 +48,15 @@ BitsOf<T> FlipMask(ElementType type, bool is_minimum) {
   return static_cast<BitsOf<T>>((is_minimum ? reversing : 0) ^ (IsUnsigned(type) ? kHighest : 0));
 }
 
-JB_ALWAYS_INLINE int32_t TieCount(int32_t winner) { return winner < kNoWinner ? -winner : 1; }
+JB_ALWAYS_INLINE int32_t TieCount(int32_t winner) { return winner >= 0 ? 1 : -winner; }
 
-// The lower of two rows. kNoWinner, the greatest unsigned number, is above every row.
-JB_ALWAYS_INLINE int32_t FirstRow(int32_t a, int32_t b) {
-  return static_cast<uint32_t>(b) < static_cast<uint32_t>(a) ? b : a;
-}
+// Whether a row is before another one. kNoWinner, the greatest unsigned number, is behind every row.
+JB_ALWAYS_INLINE bool IsBefore(int32_t a, int32_t b) { return static_cast<uint32_t>(a) < static_cast<uint32_t>(b); }
 
 // The winner of two sets of rows with the same maximum. `counted_twice` is 1 if both tie counts include the identity.
 JB_ALWAYS_INLINE int32_t WinnerOfBoth(int32_t a, int32_t b, bool first_wins, int32_t counted_twice) {
-  return first_wins ? FirstRow(a, b) : counted_twice - TieCount(a) - TieCount(b);
+  const int32_t first = IsBefore(b, a) ? b : a;
+  return first_wins ? first : counted_twice - TieCount(a) - TieCount(b);
 }
 
 // Whether the gradient must find the rows that attain the maximum; only then are data and output read again.
@@ -80,7 +79,8 @@ struct ArgCell {
 // Folds in a row, or the cell of other rows, in any order. Of equal keys the lowest row wins.
 template <typename Key>
 JB_HOST_DEVICE void MergeArgCell(ArgCell<Key>& cell, Key key, int32_t row) {
-  if (key > cell.best || (key == cell.best && FirstRow(cell.row, row) == row)) {
+  const bool is_before = IsBefore(row, cell.row);
+  if (key > cell.best || (key == cell.best && is_before)) {
     cell.best = key;
     cell.row = row;
   }

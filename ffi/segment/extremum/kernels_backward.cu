@@ -12,8 +12,8 @@ struct ExtremumGradient {
 
   BatchArray<T> d_output;
   BatchArray<int32_t> winner;
-  BatchArray<T> data;    // if ties are shared
-  BatchArray<T> output;  // likewise
+  BatchArray<T> data;  // if ties are shared
+  const T* output;     // likewise; shared by the batch as winners are
   int64_t features;
 
   template <int kVec>
@@ -30,7 +30,7 @@ struct ExtremumGradient {
     }
     if (!has_tie || data.data == nullptr) return gradient;
     const auto values = LoadStreaming<kVec>(data.Of(b) + row * features + feature);
-    const auto extrema = LoadVector<kVec>(output.Of(b) + cell);
+    const auto extrema = LoadVector<kVec>(output + b * winner.stride + cell);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       if (!IsTie(winners.lane[i])) continue;
@@ -49,8 +49,11 @@ CudaStatus ExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;
-    const ExtremumGradient<T> function{
-        {d_output, cells}, {winner, cells}, {data, problem.rows * problem.features}, {output, cells}, problem.features};
+    const ExtremumGradient<T> function{{d_output, cells},
+                                       {winner, cells},
+                                       {data, problem.rows * problem.features},
+                                       static_cast<const T*>(output.data),
+                                       problem.features};
     return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
   });
 }

@@ -234,8 +234,10 @@ struct WinnerReduction {
       for (int i = 0; i < kCount; ++i) {
         const C value = values.lane[i];
         const bool is_larger = value > best[i], ties = value == best[i];
-        // WinnerOfBoth, if the compiler knew that the tie count of a row is 1.
-        const int32_t tied = kFirstWins ? FirstRow(winner[i], row) : -TieCount(winner[i]) - 1;
+        // WinnerOfBoth in one instruction or two, since the tie count of a row is 1.
+        const int32_t tied =
+            kFirstWins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner[i]), static_cast<uint32_t>(row)))
+                       : min(winner[i], kNoWinner) - 1;
         // Two separate selections: nested ones become branches.
         winner[i] = ties ? tied : winner[i];
         winner[i] = is_larger ? row : winner[i];

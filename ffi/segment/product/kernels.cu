@@ -13,7 +13,7 @@ struct ProductGradient {
   using C = ComputeType<T>;
   BatchArray<T> d_output;
   BatchArray<C> mantissa;
-  BatchArray<int32_t> packed;
+  const int32_t* packed;  // shared by the batch as mantissas are
   BatchArray<T> data;
   int64_t features;
 
@@ -22,7 +22,7 @@ struct ProductGradient {
     const int64_t cell = segment * features + feature;
     const auto d_values = LoadVector<kVec>(d_output.Of(b) + cell);
     const auto mantissas = LoadVector<kVec>(mantissa.Of(b) + cell);
-    const auto packeds = LoadVector<kVec>(packed.Of(b) + cell);
+    const auto packeds = LoadVector<kVec>(packed + b * mantissa.stride + cell);
     const auto values = LoadVector<kVec>(data.Of(b) + row * features + feature);
     const Vector<C, kVec> wide = Widen(values), d_wide = Widen(d_values);
     Vector<T, kVec> gradient;
@@ -89,7 +89,7 @@ CudaStatus ProductBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
     const int64_t cells = problem.segments * problem.features;
     const ProductGradient<T> function{{d_output, cells},
                                       {mantissa, cells},
-                                      {packed, cells},
+                                      static_cast<const int32_t*>(packed.data),
                                       {data, problem.rows * problem.features},
                                       problem.features};
     return LaunchMapRows(problem, segment_ids, ids_are_64_bit, function, static_cast<T*>(d_data), stream);
