@@ -242,7 +242,8 @@ class RowReduction {
 // Whether to scan rows in order rather than group them.
 bool ReducesInOrder(const Problem& problem, int64_t element_bytes, int64_t cell_bytes);
 
-// The number of elements of the batch whose rows are reduced at a time; 0 if their rows are too many, or they are too few.
+// The number of elements of a batch that are reduced at a time; 0 if it has too few elements, or these have too many rows
+// or cells.
 int64_t ElementsAtOnce(const Problem& problem, CellType type);
 
 Strategy ChooseScan(const Problem& problem, bool rounds, int64_t row_bytes);
