@@ -51,7 +51,10 @@ each_example = pytest.mark.parametrize("example", NOT_MAPPED, ids=lambda example
 
 
 def of_split_sizes(example: Example) -> Example:
-    return dataclasses.replace(example, sizes={"small": {**example.sizes["small"], **SPLIT_SIZES}})
+    sizes = {**example.sizes["small"], **SPLIT_SIZES}
+    if "entry" in sizes:
+        sizes["entry"] = sizes["tap"] + sizes["time"]  # a state must hold all new inputs
+    return dataclasses.replace(example, sizes={"small": sizes})
 
 
 def sum_of_squares(results: Any) -> jax.Array:
