@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.timing import on_device
 from jax_baracuda._examples import all_examples
-from jax_baracuda._examples.example import Example, Sizes, normal
+from jax_baracuda._examples.example import Example, Sizes, distinct_slots, normal
 from jax_baracuda._examples.segment import IDS, SORTED_IDS, with_ties
 
 MIN_ROWS, MAX_ROWS = 10**3, 10**8
@@ -144,6 +144,9 @@ def draw_sizes(rng: np.random.Generator, example: Example, platform: str) -> dic
         sizes["sequence"] //= 2  # with equal sizes, rope would require a layout
     if "new" in example.dims:
         sizes["new"] = min(sizes["new"], sizes["time"])
+    for operand in example.operands.values():
+        if operand.draw is distinct_slots:
+            sizes["slot"] = max(sizes["slot"], sizes[operand.dims[-1]])
     return sizes
 
 

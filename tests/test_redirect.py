@@ -1229,6 +1229,7 @@ def test_treated_constants_are_known(rng: np.random.Generator, case: str) -> Non
     np.testing.assert_array_equal(jax.jit(function)(rows), jax.ops.segment_sum(rows, treat(jnp.asarray(ids)), 7))
 
 
+@pytest.mark.skipif(cases.PLATFORM != "cpu", reason="it prints by a CPU device, which JAX may not have beside a GPU")
 def test_programs_with_ordered_effects(rng: np.random.Generator) -> None:
     """Functions take and return tokens beside ids."""
 

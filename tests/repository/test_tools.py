@@ -276,6 +276,9 @@ def test_sampled_calls_differ_and_fit(rng: np.random.Generator) -> None:
         assert 4 * sample.largest_elements(case.example, case.example.sizes["cpu"]) <= sample.MAX_BYTES["cpu"]
         operands, results = sample.types_of(case, "cpu", jax.devices()[0])
         assert all(0 not in x.shape for x in jax.tree.leaves((operands, results)))
+        for name, operand in case.example.operands.items():
+            if operand.dtype == "int32":  # some draws of ids need enough of what they number
+                operand.draw(rng, operands[name].shape, case.example.sizes["cpu"])
     assert {case.ids for case in cases} == {"", "uniform", "power law"}
 
 
