@@ -1,4 +1,6 @@
-"""Maxima, minima and products of ``jax.ops`` by this package's functions, whose gradients are kernels of their own.
+"""``segment_max``, ``segment_min`` and ``segment_prod`` of ``jax.ops``, computed by this package's functions.
+
+Their gradients are kernels of their own, so they are served as functions, not as scatters.
 
 Whether a call is served is checked before our functions run: wrong arguments raise JAX's own errors, and an error in
 our functions is not mistaken for an unserved call.
@@ -30,6 +32,7 @@ DTYPES_OF_FUNCTIONS = {
     "segment_max": ORDERED_DTYPES,
     "segment_min": ORDERED_DTYPES,
 }
+"""The functions that are served here, and their dtypes."""
 
 
 def segment_update(
@@ -101,7 +104,7 @@ def _are_known_to_ascend(segment_ids: Any, ids: Any) -> bool:
 def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted: bool) -> None:
     """Leaves to JAX what the rules of the op leave to plain JAX on the default device.
 
-    JAX then traces its own function. Its gradient is another program than that of the op in plain JAX.
+    JAX then traces its own function, whose gradient is not that of the op in plain JAX.
     """
     op, selection = OPS[name], current_selection()
     if selection == "kernel":

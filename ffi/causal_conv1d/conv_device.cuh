@@ -56,7 +56,7 @@ struct Geometry {
 template <typename T>
 struct Input {
   const T* data = nullptr;
-  bool is_shared = false;  // by a batch of more than one; otherwise no division is needed
+  bool is_shared = false;  // by a batch of more than one. Other batches need no division.
 
   Input() = default;
   Input(const Problem& problem, const BatchOperand& operand)

@@ -101,8 +101,8 @@ template <typename Context, typename Call>
 using Run = ffi::Error (*)(Context, const OptionalResults& results, Call* call);
 
 // Checks the buffers of one call. Call First, Ids and FirstRows first, in this order: they determine the sizes that the
-// other buffers must have. *data receives the array. The batch may share it if that is a BatchOperand; a pointer takes
-// arrays with the full batch only.
+// other buffers must have. *data receives the array. If that is a BatchOperand, the batch may share the array; if it is a
+// pointer, the array must have the full batch.
 class Decoder {
  public:
   Decoder(const char* op, int64_t num_batch_dims, SegmentCall* call)
@@ -148,16 +148,13 @@ class Decoder {
     return ffi::Error::Success();
   }
 
-  // The operand `data` of a call, if it is the array of FirstRows, or one of the same shape.
+  // FirstRows of the operand `data`.
   ffi::Error FirstData(const ffi::AnyBuffer& buffer, const void** data) {
     BatchOperand operand;
     JB_RETURN_IF_ERROR(FirstRows("data", buffer, &operand));
-    return TakeData(operand, data);
-  }
-  ffi::Error Data(const ffi::AnyBuffer& buffer, const void** data) {
-    BatchOperand operand;
-    JB_RETURN_IF_ERROR(Rows("data", buffer, &operand));
-    return TakeData(operand, data);
+    *data = operand.data;
+    call_.problem.data_is_shared = operand.is_shared;
+    return ffi::Error::Success();
   }
 
   // The edges of a call that gathers from `data`.
@@ -299,12 +296,6 @@ class Decoder {
   template <typename Pointer>
   static void Take(const BatchedBuffer& view, Pointer* data) {
     *data = static_cast<Pointer>(view.data);
-  }
-
-  ffi::Error TakeData(const BatchOperand& operand, const void** data) {
-    *data = operand.data;
-    call_.problem.data_is_shared = operand.is_shared;
-    return ffi::Error::Success();
   }
 
   const char* op_;

@@ -64,7 +64,7 @@ struct GatheringCall : SegmentCall {
   const void* data = nullptr;  // [batch or 1, num_rows, features], shared if problem.data_is_shared
   int64_t num_rows = 0;
   BatchOperand gather_ids;  // int32 [batch or 1, edges]
-  BatchOperand edge_order;  // int32 [batch or 1, edges], the number of the edge at each position; absent: the position
+  BatchOperand edge_order;  // int32 [batch or 1, edges], the edge's number at each position; by default the position
 
   BatchOperand Data() const { return {data, problem.data_is_shared}; }
 };

@@ -94,7 +94,7 @@ class OpCall:
 
     @property
     def kernel_selection(self) -> Selection:
-        """What the calls ask for that run this call's kernel. It need not support all of them, such as a shard's."""
+        """What the calls ask for that this call's kernel makes. Some, such as that of a shard, may have no kernel."""
         return "kernel" if self.selection == "kernel" else KERNEL_IF_ANY
 
     @property

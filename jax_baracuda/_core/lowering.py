@@ -62,7 +62,8 @@ def _lower_as_decided(
     # Programs with partitioned calls cannot be exported.
     if site.is_split and not (is_plain and ctx.module_context.lowering_parameters.for_export):
         return _lower_partitioned(call, site, runs_kernel, ctx, operands)
-    # Not split, or in a shard_map that leaves several axes automatic: each device along them gets whole arrays.
+    # Not split, or exported in plain JAX, or in a shard_map that leaves several axes automatic: each device along them
+    # gets whole arrays.
     return _lower_reference(call, ctx, operands) if is_plain else _call_target(call, site, ctx, operands)
 
 

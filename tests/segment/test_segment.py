@@ -120,7 +120,7 @@ def test_value_and_gradient(rng: np.random.Generator, reduction: Reduction, dtyp
     assert called.keys() == kernels.keys()
 
 
-@pytest.mark.parametrize("of_ids", ["own", "shared", "sorted"])
+@pytest.mark.parametrize("of_ids", ["own", "shared", "sorted", "own, of shared rows"])
 @pytest.mark.parametrize("row_shape", [(), (3,), (8,), (4, 44)], ids=str)
 @each_reduction
 def test_batch_of_many_small_problems(
@@ -133,7 +133,8 @@ def test_batch_of_many_small_problems(
     ids = rng.integers(-3, shape.segments + 3, (*number, shape.rows)).astype(np.int32)
     if of_ids == "sorted":
         ids.sort(axis=-1)
-    data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(size)])
+    shares_data = of_ids == "own, of shared rows"
+    data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(1 if shares_data else size)])
     is_differentiable = reduction.gradient is not None and cases.is_floating(data.dtype)
     d_output = np.stack([cases.cotangent(rng, reduction.result_shape(shape), dtype) for _ in range(size)])
     options = reduction.options[-1] if is_differentiable else {}
@@ -145,7 +146,9 @@ def test_batch_of_many_small_problems(
         return (reduction(data, ids, shape.segments, **arguments),)
 
     with cases.x64_for(dtype):
-        output, *d_data = jax.jit(jax.vmap(of_one, (0, None if of_ids == "shared" else 0, 0)))(data, ids, d_output)
+        axes = (None if shares_data else 0, None if of_ids == "shared" else 0, 0)
+        output, *d_data = jax.jit(jax.vmap(of_one, axes))(data[0] if shares_data else data, ids, d_output)
+    data = np.broadcast_to(data, (size, *data.shape[1:]))
     for b in rng.choice(size, 20, replace=False):
         own_ids = ids if of_ids == "shared" else ids[b]
         reduction.value(data[b], own_ids, shape.segments).check(output[b], f"element {b}")
@@ -157,7 +160,7 @@ def test_batch_of_many_small_problems(
 
 @pytest.mark.skipif(NATIVE_MODULES["cuda"].module is None, reason="plans of CUDA kernels are in their module")
 def test_strategy_of_batches_that_share_ids() -> None:
-    """It takes the batches above, up to its limits."""
+    """It takes the batches of test_batch_of_many_small_problems, up to its limits."""
 
     def strategy(elements: int, rows: int, segments: int, features: int, dtype: str, own: int = 1) -> str:
         types = [jax.ShapeDtypeStruct((elements, rows, features), dtype), jax.ShapeDtypeStruct((own, rows), np.int32)]
@@ -178,7 +181,7 @@ def test_strategy_of_batches_that_share_ids() -> None:
 
 
 def test_strategy_of_batches_of_few_rows_on_cpus() -> None:
-    """It takes the batches above, up to its limits, also with ids of their own."""
+    """It takes the batches of test_batch_of_many_small_problems, up to its limits, also with ids of their own."""
 
     def strategy(elements: int, rows: int, segments: int, features: int, dtype: str, own: int = 1) -> str:
         types = [jax.ShapeDtypeStruct((elements, rows, features), dtype), jax.ShapeDtypeStruct((own, rows), np.int32)]

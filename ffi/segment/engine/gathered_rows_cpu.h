@@ -126,9 +126,10 @@ class GatheredReduction final : public TypedReduction<Reduction> {
         clips_(clips),
         input_(input),
         elements_at_once_(ElementsAtOnce(call.problem, this->type)) {
-    const bool have_numbers = !kKeepsRows<Reduction> && call.edge_order.data == nullptr && !input.IsShared();
+    // The edges of later elements continue the numbers of the first, unless something needs those within an element.
+    const bool numbers_may_continue = !kKeepsRows<Reduction> && call.edge_order.data == nullptr && !input.IsShared();
     const bool fit = elements_at_once_ * call.num_rows <= std::numeric_limits<int32_t>::max();
-    if (elements_at_once_ > 1 && call.gather_ids.is_shared && have_numbers && fit) NumberRows();
+    if (elements_at_once_ > 1 && call.gather_ids.is_shared && numbers_may_continue && fit) NumberRows();
   }
 
   bool FoldsElementsTogether() const override { return rows_of_elements_ != nullptr; }

@@ -391,7 +391,7 @@ void NumberSegments(const Problem& problem, SegmentIds ids, int64_t first_elemen
   });
 }
 
-// Reduces several elements of the batch at a time. A single one would take longer to start than to reduce.
+// Reduces several elements of the batch at a time. Starting one alone would take longer than reducing it.
 bool ReduceElements(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts) {
   const Problem& problem = reduction.problem;
   const CellType type = reduction.type;

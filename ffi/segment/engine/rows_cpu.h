@@ -1,7 +1,7 @@
 // How the CPU kernels of the segment ops traverse the rows. Results do not depend on the number of threads, nor on
 // whether the ids are sorted.
 //
-// A reduction has three strategies. All accumulate in ComputeType, so that 16-bit types vectorise:
+// A reduction has three strategies. All accumulate in ComputeType, so that 16-bit types vectorise, or in double:
 // - Scan: each range of rows is folded, in order, into its own cells; then the cells of the ranges are merged. Used if
 //   rows are narrow, or if the cells fit in a near cache. kScan has two variants with the same result: sorted ids are
 //   reduced a few neighbouring segments at a time, and instead of a single range, each thread reduces the rows of its
@@ -134,8 +134,8 @@ JB_INLINE void WithWidth(int64_t width, const Body& body) {
   if (!DispatchNarrow(width, body)) body(width);
 }
 
-// Up to kConvertedIds rows of a batch element, in order or grouped by segment. Row first_row + offsets[i] belongs to
-// segment first_segment + ids[i], or to none if ids[i] is not in [0, segments). The first `known` offsets may be read for
+// Up to kConvertedIds rows of a batch element, or of several (see FoldsElementsTogether), in order or grouped by segment.
+// Row first_row + offsets[i] belongs to segment first_segment + ids[i], or to none if ids[i] is not in [0, segments). The first `known` offsets may be read for
 // prefetching: those of the block, and the next ones as far as available. The same holds for ids.
 struct RowBlock {
   int64_t count, known;
@@ -194,7 +194,7 @@ struct FoldTarget {
   int32_t* row_counts;  // of these segments, or nullptr
   int64_t batch;
   int64_t segment_begin;
-  uint64_t num_segments;         // all segments of the problem
+  uint64_t num_segments;         // all segments of the problem, or of the elements that are reduced together
   int64_t feature_begin, width;  // the features of the cells
   bool cells_are_far;            // too large for a near cache, so that prefetching a random cell pays
   bool has_runs;                 // whether neighbouring rows may well belong to one segment

@@ -10,7 +10,7 @@
 
 namespace jax_baracuda::segment {
 
-// A number of the compute type that rounds to T as `value` does, a number of that type or of double. For 16-bit types,
+// `value`, of the compute type or of double, as a number of the compute type that rounds to the same T. For 16-bit types,
 // doubles are rounded to odd: if `value` is between two floats, the result is the one with an odd last bit. So it is never
 // halfway between two numbers of T unless `value` is.
 template <typename T, typename C>

@@ -1,4 +1,4 @@
-"""Common parts of the ops that gather rows along edges: rows, and programs for GPUs."""
+"""Common parts of the ops that gather rows along edges: rows, and programs for kernels with sorted edges or vectors."""
 
 from __future__ import annotations
 

@@ -730,7 +730,7 @@ SEGMENT_EXTREMUM_OF_WINNERS = Op(
 _GATHERED, _EDGES = ("gathered", "..."), ("edge",)
 PLAN_FIELDS = ("edge_order", "transposed_order", "transposed_gather_ids", "transposed_segment_ids")
 NO_PLAN = (None,) * len(PLAN_FIELDS)
-OPERANDS_OF_BACKWARD: NamedDimensions = {
+_OPERANDS_OF_BACKWARD: NamedDimensions = {
     "d_winner": CELLS,
     "winner": CELLS,
     "gather_ids": _EDGES,
@@ -813,7 +813,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
 GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     name="gather_segment_extremum_backward",
     targets=extremum_targets("gather_segment_{}_backward"),
-    operands=OPERANDS_OF_BACKWARD,
+    operands=_OPERANDS_OF_BACKWARD,
     optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_TIES,
     results={"d_data": _GATHERED},
     result_sizes={"gathered": "num_rows"},
@@ -860,7 +860,7 @@ GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
 gradient_over_graphs = sum_over_graphs(
     GATHER_SEGMENT_EXTREMUM_BACKWARD,
     _join,
-    shared=(list(OPERANDS_OF_BACKWARD).index("data"),),
+    shared=(list(_OPERANDS_OF_BACKWARD).index("data"),),
     replicated_dims=GATHER_SEGMENT_EXTREMUM_BACKWARD.replicated_dims,
     shard_program=_shard_backward_of_edges,
 )

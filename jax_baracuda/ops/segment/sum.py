@@ -249,7 +249,7 @@ def _own_ids(traits: Traits) -> bool:
 
 
 def _are_added_by_xla(traits: Traits) -> bool:
-    """Whether rows are single features or wide.
+    """Whether rows are single features, or wide, and take at most 1 GB.
 
     Rows of a few numbers are often forces, or logits of heads, which programs add to both ends of an edge. XLA would
     compute them twice.
@@ -259,9 +259,9 @@ def _are_added_by_xla(traits: Traits) -> bool:
 
 
 # Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes for one sum: 0.25 to 1.0 for
-# 200,000 to 5M rows of 1 to 512 numbers, 1.1 to 1.9 for few segments of which one has a tenth of all rows of 32 numbers
-# or more (H200, 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for
-# each feature; 1.25 for a whole force field that adds forces to both ends of its edges. Rows in memory:
+# 200,000 to 5M rows, 1.1 to 1.9 where they have 32 numbers or more and one of few segments has a tenth of them (H200,
+# 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature.
+# Rows of 2 to 15 numbers are kept for the kernel because of a force field, 1.25 as a whole. Rows in memory:
 # 0.4 to 0.75, once 1.06, up to 92 MB; 0.8 to 1.3 for 180 to 560 MB in rows of 32, 1.2 to 2.0 in longer ones (H200).
 SUM_RULES = (
     on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB)),

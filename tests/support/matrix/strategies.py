@@ -169,7 +169,7 @@ UNREACHABLE = (
     ("segment_*_backward", "flat_elements", NOT_ALONE),
     # It needs many more segments than rows, and has a test of its own.
     ("segment_order", "merge_sort", "*"),
-    # It needs a large batch, and has a test of its own.
+    # It needs a large batch. Tests of many small problems, and of many small graphs, reach it.
     ("*segment_*", "batch_of_few_rows", "*"),
     # The filter keeps the state of one table only.
     ("segment_m*", "filtered_atomics", NOT_IN_BATCHES),
