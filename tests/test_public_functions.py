@@ -162,6 +162,13 @@ def test_random_keys_are_refused(rng: np.random.Generator, example: Example) -> 
         call_of(example)({**operands, name: keys})
 
 
+REFUSED_LISTS = {
+    ("write_rows", "dests"): "rows must be a list or tuple with one entry for each of the",
+    ("write_rows", "rows"): "rows must be an array if dests is one, got list",
+}
+"""The messages for lists of numbers where lists of arrays are allowed, by function and operand."""
+
+
 @pytest.mark.parametrize("example", all_examples(), ids=lambda example: example.name)
 def test_operands_that_are_no_arrays_or_have_wrong_dtypes(rng: np.random.Generator, example: Example) -> None:
     """The error names the function and the operand. Lists of numbers are refused, as in JAX; ids and starts must be
@@ -175,9 +182,7 @@ def test_operands_that_are_no_arrays_or_have_wrong_dtypes(rng: np.random.Generat
 
     for name, x in operands.items():
         if x.ndim and example.mapped is None and example.apply is by_name:
-            refused(
-                name, x.tolist(), TypeError, "must be (an array.* got list|a list or tuple with one entry for each)"
-            )
+            refused(name, x.tolist(), TypeError, REFUSED_LISTS.get((function, name), "must be an array, got list"))
         if x.dtype == np.int32:
             for dtype in (np.bool_, np.float32):
                 refused(name, x.astype(dtype), TypeError, f"must (have|be) an integer.*{np.dtype(dtype)}")

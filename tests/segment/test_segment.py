@@ -158,15 +158,18 @@ def test_batch_of_many_small_problems(
             expected.check(d_data[0][b], f"gradient of element {b}")
 
 
+def strategy_of_batch(
+    platform: str, elements: int, rows: int, segments: int, features: int, dtype: str, own: int = 1
+) -> str:
+    """How a platform sums a batch of unsorted rows. `own`: the number of elements with ids of their own."""
+    types = [jax.ShapeDtypeStruct((elements, rows, features), dtype), jax.ShapeDtypeStruct((own, rows), np.int32)]
+    params = {"num_segments": segments, "indices_are_sorted": False, "deterministic": True, "num_batch_dims": 1}
+    return OpCall(OPS["segment_sum"], types, params).plan(platform).strategy
+
+
 @pytest.mark.skipif(NATIVE_MODULES["cuda"].module is None, reason="plans of CUDA kernels are in their module")
 def test_strategy_of_batches_that_share_ids() -> None:
     """It takes the batches of test_batch_of_many_small_problems, up to its limits."""
-
-    def strategy(elements: int, rows: int, segments: int, features: int, dtype: str, own: int = 1) -> str:
-        types = [jax.ShapeDtypeStruct((elements, rows, features), dtype), jax.ShapeDtypeStruct((own, rows), np.int32)]
-        params = {"num_segments": segments, "indices_are_sorted": False, "deterministic": True, "num_batch_dims": 1}
-        return OpCall(OPS["segment_sum"], types, params).plan("cuda").strategy
-
     taken = [
         *((264, 1024, 256, 2, "float32"), (601, 101, 24, 1, "float16"), (271, 101, 24, 176, "float64")),
         *((264, 64, 1, 7, "float32"), (5000, 9, 3, 1, "bfloat16"), (264, 512, 20, 20, "float32")),
@@ -176,18 +179,12 @@ def test_strategy_of_batches_that_share_ids() -> None:
         *((264, 65, 1, 7, "float32"), (264, 1000, 20, 32, "float32"), (264, 83, 9, 33, "bfloat16")),
         (264, 64, 1, 7, "float32", 264),
     ]
-    assert {strategy(*call) for call in taken} == {"batch_of_few_rows"}
-    assert "batch_of_few_rows" not in {strategy(*call) for call in others}
+    assert {strategy_of_batch("cuda", *call) for call in taken} == {"batch_of_few_rows"}
+    assert "batch_of_few_rows" not in {strategy_of_batch("cuda", *call) for call in others}
 
 
 def test_strategy_of_batches_of_few_rows_on_cpus() -> None:
     """It takes the batches of test_batch_of_many_small_problems, up to its limits, also with ids of their own."""
-
-    def strategy(elements: int, rows: int, segments: int, features: int, dtype: str, own: int = 1) -> str:
-        types = [jax.ShapeDtypeStruct((elements, rows, features), dtype), jax.ShapeDtypeStruct((own, rows), np.int32)]
-        params = {"num_segments": segments, "indices_are_sorted": False, "deterministic": False, "num_batch_dims": 1}
-        return OpCall(OPS["segment_sum"], types, params).plan("cpu").strategy
-
     taken = [
         *((64, 1024, 256, 16, "float32"), (601, 101, 24, 1, "float16"), (271, 0, 8, 256, "float64")),
         *((64, 9, 9, 400, "bfloat16"), (100_000, 9, 4, 16, "float32", 100_000)),
@@ -196,8 +193,8 @@ def test_strategy_of_batches_of_few_rows_on_cpus() -> None:
         *((63, 1024, 256, 16, "float32"), (64, 1025, 256, 16, "float32"), (64, 1024, 257, 16, "float32")),
         *((64, 9, 9, 228, "float64"), (64, 9, 9, 456, "bfloat16")),
     ]
-    assert {strategy(*call) for call in taken} == {"batch_of_few_rows"}
-    assert "batch_of_few_rows" not in {strategy(*call) for call in others}
+    assert {strategy_of_batch("cpu", *call) for call in taken} == {"batch_of_few_rows"}
+    assert "batch_of_few_rows" not in {strategy_of_batch("cpu", *call) for call in others}
 
 
 UNEVEN = {

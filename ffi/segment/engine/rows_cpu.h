@@ -135,8 +135,9 @@ JB_INLINE void WithWidth(int64_t width, const Body& body) {
 }
 
 // Up to kConvertedIds rows of a batch element, or of several (see FoldsElementsTogether), in order or grouped by segment.
-// Row first_row + offsets[i] belongs to segment first_segment + ids[i], or to none if ids[i] is not in [0, segments). The first `known` offsets may be read for
-// prefetching: those of the block, and the next ones as far as available. The same holds for ids.
+// Row first_row + offsets[i] belongs to segment first_segment + ids[i], or to none if ids[i] is not in [0, segments). The
+// first `known` offsets may be read for prefetching: those of the block, and the next ones as far as available. The same
+// holds for ids.
 struct RowBlock {
   int64_t count, known;
   int64_t first_row, first_segment;
