@@ -286,6 +286,18 @@ def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str)
     assert not runs_kernel(deterministic, ROWS, IDS_OF_ROWS, platform="cpu")
 
 
+@pytest.mark.parametrize("use", ["small", "check"])
+@pytest.mark.parametrize(
+    "example", [x for x in all_examples() if x.options.get("indices_are_sorted")], ids=lambda example: example.name
+)
+def test_sorted_rows_keep_their_order_on_gpus(users_rules: None, cuda_module: None, example: Example, use: str) -> None:
+    """Sums of sorted rows promise the same bits in every run. Plain JAX adds them by atomics, in any order."""
+    types = example.operand_types("float32", use)
+    text = lowered(lambda operands: example.call(use)(**operands), types, platform="cuda")
+    scatters = re.findall(r'"stablehlo\.scatter".*?\n\s*\}\)', text, re.DOTALL)
+    assert not [x for x in scatters if re.search(r"stablehlo\.add .*tensor<f\d", x)]
+
+
 @pytest.mark.parametrize("name", ["segment_sum", "segment_mean"])
 def test_gradients_that_add_nothing_need_no_order(users_rules: None, cuda_module: None, name: str) -> None:
     """With deterministic=True, kernels add up rows on GPUs. Gradients that only gather follow the rules of their op."""

@@ -213,8 +213,8 @@ def _shard_backward(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel. The kernels add in a fixed order, but plain JAX does not on GPUs: hence the guarantee.
 
-# H200, time of plain JAX / kernel: 0.5 for 2,000 sorted rows of 8; unsorted float32: 0.1 for 2,000 rows of 8, 0.3 for
-# 10,000 of 64, 0.55 for 1M of 1, 1.0 for 1.2M of 8. Plain JAX takes five times as long with 16 bits. Two cores: 0.5 for
+# H200, time of plain JAX / kernel, unsorted float32: 0.1 for 2,000 rows of 8, 0.3 for 10,000 of 64, 0.55 for 1M of 1,
+# 1.0 for 1.2M of 8. Plain JAX takes five times as long with 16 bits. Two cores: 0.5 for
 # single features, gradients 0.66.
 _CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1))
 
@@ -233,7 +233,7 @@ SEGMENT_SOFTMAX = Op(
     results={"probabilities": ROWS},
     reference=_reference,
     xla_rules=(
-        on_gpu("launch-bound", at_most(bytes=256 * KB)),
+        on_gpu("launch-bound", unordered, at_most(bytes=256 * KB)),
         on_gpu("XLA sorts no rows", unordered, uncontended, at_least(element_bits=32), at_most(bytes=64 * MB)),
         _CPU_RULE,
     ),
