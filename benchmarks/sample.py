@@ -190,8 +190,8 @@ def shrunk(example: Example, sizes: dict[str, int], platform: str) -> dict[str, 
 def largest_elements(example: Example, sizes: Mapping[str, int]) -> int:
     front = () if example.mapped is None else (example.mapped,)
     shapes: list[tuple[str, ...]] = [operand.dims for operand in example.operands.values()]
-    if "segment" in example.dims:
-        shapes.append(("segment", "feature"))
+    if "row" in example.dims:
+        shapes.append(("segment" if "num_segments" in example.options else "row", "feature"))  # of the result
     return max(math.prod(sizes[dim] for dim in (*front, *dims) if not dim.startswith("1")) for dims in shapes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,28 +159,10 @@ def reduce_in_pairs(combine: Callable[[Any, Any], Any], identity: Any, rows: Any
     return select(~is_empty, take(rows, first), identity)
 
 
-class _TwoNumbers(NamedTuple):
-    """A number of about 48 bits, as the sum of two float32."""
-
-    high: Array
-    low: Array
-
-
-def _sum_of_both(x: _TwoNumbers, y: _TwoNumbers) -> _TwoNumbers:
-    total = x.high + y.high
-    from_y = total - x.high
-    rounded_off = (x.high - (total - from_y)) + (y.high - from_y)
-    low = jnp.where(jnp.isfinite(total), rounded_off + (x.low + y.low), 0)  # infinities have no rounding error
-    high = total + low
-    return _TwoNumbers(high, jnp.where(jnp.isfinite(high), low - (high - total), 0))
-
-
 def sum_in_float64(rows: Array, ids: Array, num_segments: int) -> Array:
-    """Sums of rows of at most 32 bits, in float32. Two float32 per number, because JAX may not have float64."""
-    wide = rows.astype(jnp.float32)
-    pairs = _TwoNumbers(wide, jnp.zeros_like(wide))
-    total: _TwoNumbers = reduce_in_pairs(_sum_of_both, _TwoNumbers(0, 0), pairs, ids, num_segments)
-    return total.high
+    """Sums of rows of at most 32 bits, rounded to float32."""
+    with jax.enable_x64(True):  # elsewhere, float64 may not exist
+        return xla_sum(rows.astype(jnp.float64), ids, num_segments).astype(jnp.float32)
 
 
 def row_numbers(rows: Array) -> Array:
