@@ -688,6 +688,10 @@ CAUSAL_CONV1D = Op(
     **_of_sequences,
 )
 
+GRADIENT_OF_ONE_STEP = tuple(
+    on("the gradient of a single step is elementwise", at_most(time=1)) for on in (on_gpu, on_cpu)
+)
+
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",
     operands=_operands("x", "weight", "d_output", *_OPTIONAL, "d_final_state"),
@@ -699,7 +703,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
     reference=reference_backward,
     reduction_dims=("example", "time"),
     xla_rules=(
-        on_gpu("the gradient of a single step is elementwise", at_most(time=1)),
+        *GRADIENT_OF_ONE_STEP,
         on_gpu("launch-bound: the kernel adds up weights in a second launch", at_most(bytes=MB)),
         on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
     ),

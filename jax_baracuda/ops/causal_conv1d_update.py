@@ -33,6 +33,7 @@ from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, not_redirected, selectable
 from jax_baracuda.ops.causal_conv1d import (
     CAUSAL_CONV1D_BACKWARD,
+    GRADIENT_OF_ONE_STEP,
     OF_ALL,
     Activation,
     canonicalize,
@@ -371,6 +372,7 @@ CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
     name="causal_conv1d_update_pool_backward",
     operands=lambda *, channels_last: _pool_operands("d_output", "d_states", channels_last=channels_last),
     results=lambda *, channels_last: dimensions_of(["dx", "d_old_states", "dweight", "dbias"], channels_last),
+    xla_rules=GRADIENT_OF_ONE_STEP,
     **_of_pool_updates | of_pools_backward(_pool_update_backward, d_output_operand=4),
 )
 
