@@ -121,8 +121,8 @@ def segment_sum(
         arrays do not exist, and so are those of all derivatives; the result still has the dtype of `data`. No other
         option changes the order of additions then: all sums have the same bits in every run, `bucket_size` is ignored,
         and rows with a plan are moved into its order first. Integers and float64 stay as they are. Plain JAX
-        (``implementation="xla"``, or no kernel for the device) adds pairs of float32 numbers instead, in fixed order:
-        about 48 bits, in the range of float32.
+        (``implementation="xla"``, or no kernel for the device) adds in float64, too, but on GPUs in an order that
+        varies.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
         neither this call nor its gradient sorts, and both have the same bits in every run. Calls trust it;
         :meth:`SegmentPlan.validate` checks it.
