@@ -23,7 +23,7 @@ enum class Strategy {
   kChannelsLast,           // [.., length, channels]; a vector of channels per thread
   kChannelsLastByElement,  // one channel per thread
   // Of updates only.
-  kOneInput,  // vectors of channels; rows if width > kMaxConstantWidth
+  kOneInput,  // vectors of channels
   kFewInputs,
   kManyInputs,  // a convolution, then the new state
   // Of updates of a pool only.

@@ -109,11 +109,11 @@ struct PoolUpdateCall : ForwardCall {
   }
 };
 
-// Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMaxConstantWidth, and returns what it returns.
-template <int kWidth = 1, typename Body>
+// Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMost, and returns what it returns.
+template <int kMost = kMaxConstantWidth, int kWidth = 1, typename Body>
 auto DispatchWidth(int width, const Body& body) {
-  if constexpr (kWidth < kMaxConstantWidth) {
-    if (width != kWidth) return DispatchWidth<kWidth + 1>(width, body);
+  if constexpr (kWidth < kMost) {
+    if (width != kWidth) return DispatchWidth<kMost, kWidth + 1>(width, body);
   }
   return body(std::integral_constant<int, kWidth>{});
 }

@@ -128,8 +128,8 @@ ConvolutionPlan PlanOf(const UpdateCall& call) {
   const bool is_aligned = AreAligned(kVectorBytes, call.x.data, call.initial_state.data, call.weight.data,
                                      call.bias.data, call.y, call.new_state);
   const int64_t channels_of_thread = Tuning::kUpdateBytes / ElementBytes(call.type);
-  const bool is_one = is_aligned && problem.length == 1 && problem.width <= kMaxConstantWidth &&
-                      problem.channels % channels_of_thread == 0 && call.state_length <= problem.width;
+  const bool is_one = is_aligned && problem.length == 1 && problem.channels % channels_of_thread == 0 &&
+                      call.state_length <= problem.width;
   plan.strategy = is_one                                    ? Strategy::kOneInput
                   : problem.length <= Tuning::kMaxFewInputs ? Strategy::kFewInputs
                                                             : Strategy::kManyInputs;

@@ -139,7 +139,17 @@ struct Weights {
   template <int kChannels, int kWidth>
   __device__ __forceinline__ void Load(const Geometry& geometry, int64_t example, int64_t channel, C* weights,
                                        C* biases) const {
-    if constexpr (kIsWide<kWidth>) return LoadWide<kChannels, kWidth>(geometry, example, channel, weights, biases);
+    if constexpr (kIsWide<kWidth>) {
+      LoadWide<kChannels, kWidth>(geometry, example, channel, weights, biases);
+    } else {
+      LoadExact<kChannels, kWidth>(geometry, example, channel, weights, biases);
+    }
+  }
+
+  // The same if there are exactly kWidth taps.
+  template <int kChannels, int kWidth>
+  __device__ __forceinline__ void LoadExact(const Geometry& geometry, int64_t example, int64_t channel, C* weights,
+                                            C* biases) const {
     constexpr int kWeights = kChannels * kWidth;
     const int64_t weight_row = weight.Row(geometry, example, channel), bias_row = bias.Row(geometry, example, channel);
     weight.WithType([&](const auto* all_weights) {

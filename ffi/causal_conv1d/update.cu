@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) UpdateOne(const __grid_constant__ Up
   }
   memcpy(x, &x_word, sizeof(x_word));
   C weights[kVec * kWidth], y[kVec];
-  a.weights.template Load<kVec, kWidth>(geometry, example, channel, weights, y);
+  a.weights.template LoadExact<kVec, kWidth>(geometry, example, channel, weights, y);
   T new_state[kVec * kState + 1];
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
@@ -121,7 +121,7 @@ template <typename T>
 CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
   const Problem& problem = call.problem;
   const int64_t vectors = problem.batch * problem.examples * problem.channels / kUpdateChannels<T>;
-  return DispatchWidth(problem.width, [&](auto width) {
+  return DispatchWidth<kMaxWidth>(problem.width, [&](auto width) {
     const auto kernel = call.state_length == width ? UpdateOne<T, width, width> : UpdateOne<T, width, width - 1>;
     kernel<<<GridSize(CeilDivide(vectors, kThreads)), kThreads, 0, stream>>>(UpdateArguments<T>(call));
     return JB_LAUNCH_STATUS(UpdateOne);

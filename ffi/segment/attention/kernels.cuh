@@ -192,9 +192,15 @@ template <typename Call>
 ReducePlan PlanAttention(const Call& call, int state_cells) {
   const Problem problem = ProblemOfElement(call);
   const int64_t element_bytes = ElementBytes(call.type), width = call.head_features;
-  const Strategy strategy = StrategyOfEdges(problem, Tuning::kMaxEdgesOfSmallAttention);
+  const int64_t vector = RowVector(width, element_bytes);
   // At most a warp, also for a call whose heads a program pads before the kernel runs.
-  const int64_t unit = std::clamp<int64_t>(width / RowVector(width, element_bytes), 1, 32);
+  const int64_t unit = std::clamp<int64_t>(width / vector, 1, 32);
+  int64_t max_edges = 0;
+  if (!problem.HasNoResult()) {
+    const FeatureLanes lanes = AssignFeatures(problem.features / vector, 32, static_cast<int>(unit));
+    max_edges = std::max(Tuning::kMaxEdgesOfSmallAttention, Tuning::kMaxStepsOfSmallAttention * RowsOfSmallStep(lanes));
+  }
+  const Strategy strategy = StrategyOfEdges(problem, max_edges);
   return MakeReducePlan(problem, strategy, 1, width, element_bytes, state_cells * AccumulatorBytes(call.type),
                         static_cast<int>(unit));
 }

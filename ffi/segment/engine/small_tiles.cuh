@@ -19,6 +19,11 @@ inline constexpr int kSmallTileThreads = 256;
 inline constexpr int kSmallTileRows = 8, kSmallRowsInFlight = 4;
 inline constexpr int kSmallBlockRows = kSmallTileThreads * kSmallTileRows;  // maximum
 
+// The rows that a block reads in one step.
+inline int64_t RowsOfSmallStep(const FeatureLanes& features) {
+  return int64_t{kSmallTileThreads / features.lanes} * kSmallTileRows;
+}
+
 // At most `max_rows`, and so few per segment on average that a very hot segment is unlikely.
 inline bool TakesSmallTiles(const Problem& problem, int64_t max_rows) {
   return problem.rows <= max_rows && problem.rows / Tuning::kMaxRowsToSegmentOfSmallTiles <= problem.segments &&

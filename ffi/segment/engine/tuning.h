@@ -38,8 +38,9 @@ struct Tuning {
   // Gathered rows in one launch: maximum number of rows, average rows per segment, and elements of data and of result.
   static constexpr int64_t kMaxRowsOfSmallTiles = int64_t{1} << 16, kMaxRowsToSegmentOfSmallTiles = 64;
   static constexpr int64_t kMaxElementsOfSmallTiles = int64_t{1} << 22;
-  // The maximum number of edges of attention, each of which takes longer.
-  static constexpr int64_t kMaxEdgesOfSmallAttention = int64_t{1} << 15;
+  // Attention, whose edges take longer: the maximum number of edges, or of steps in which one block could read them all
+  // if that allows more.
+  static constexpr int64_t kMaxEdgesOfSmallAttention = int64_t{1} << 15, kMaxStepsOfSmallAttention = 256;
   // Sorted rows in one launch: the same limits, and the maximum number of steps in which one block could read all rows.
   static constexpr int64_t kMaxFewSortedRows = int64_t{1} << 16, kMaxFewSortedRowsToSegment = 64,
                            kMaxStepsOfFewSortedRows = 512;

@@ -1,4 +1,7 @@
 // Dot products of each edge's segment and gathered row: the gradient of the edge weights.
+#include <algorithm>
+#include <type_traits>
+
 #include "ffi/core/cuda_status.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/warp.cuh"
@@ -113,7 +116,7 @@ CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
   }
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return DispatchRowVector<T>(head_features, [&](auto vector) -> CudaStatus {
+    const auto launch = [&](auto vector) -> CudaStatus {
       constexpr int kVec = decltype(vector)::value;
       DotArguments<T> a{};
       a.call = *this;
@@ -121,9 +124,13 @@ CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
       a.heads = ShortDivider(static_cast<uint64_t>(heads));
       a.lanes = 1;
       while (a.lanes < 32 && a.lanes * kVec < head_features) a.lanes *= 2;
-      const int64_t products = int64_t{kThreads / a.lanes} * Tuning::kDotsInFlight * Tuning::kDotSteps;
-      const int64_t edges = CeilDivide(products, heads);
-      a.edges_of_block = static_cast<int>(edges < kMaxEdges ? edges : kMaxEdges);
+      // A few edges are spread over the whole GPU, many are read in several steps per block.
+      const int64_t products_of_step = int64_t{kThreads / a.lanes} * Tuning::kDotsInFlight;
+      const int64_t resident = products_of_step * Tuning::kMultiprocessors * Tuning::kDotBlocks;
+      const int64_t steps =
+          std::clamp(problem.batch * problem.rows * heads / resident, int64_t{1}, int64_t{Tuning::kDotSteps});
+      const int64_t edges = CeilDivide(products_of_step * steps, heads);
+      a.edges_of_block = static_cast<int>(std::min(edges, int64_t{kMaxEdges}));
       a.blocks_per_batch = CeilDivide(problem.rows, a.edges_of_block);
       if (edge_order.data != nullptr) {
         // Edges missing from an invalid order get 0.
@@ -133,7 +140,15 @@ CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
       }
       DotKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), kThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(DotKernel);
-    });
+    };
+    // Unlike reductions, products also have vectors of 8 bytes.
+    constexpr int kOfEightBytes = 8 / sizeof(T);
+    if constexpr (kOfEightBytes > 1) {
+      if (head_features % kOfEightBytes == 0 && head_features % (2 * kOfEightBytes) != 0) {
+        return launch(std::integral_constant<int, kOfEightBytes>{});
+      }
+    }
+    return DispatchRowVector<T>(head_features, launch);
   });
 }
 

@@ -45,21 +45,39 @@ ReducePlan Choose(const SumCall& call) {
                                : MakeReducePlan(problem, strategy, element_bytes, state_bytes);
 }
 
+// Calls launch(std::integral_constant<int, number>{}) with the numbers of a vector that divides rows.
+template <typename T, typename Launch>
+CudaStatus DispatchNumbersAtOnce(const Problem& problem, const Launch& launch) {
+  constexpr int kWidest = 16 / sizeof(ComputeType<T>);
+  return problem.features % kWidest == 0 ? launch(std::integral_constant<int, kWidest>{})
+         : problem.features % 2 == 0     ? launch(std::integral_constant<int, 2>{})
+                                         : launch(std::integral_constant<int, 1>{});
+}
+
 template <typename T>
 CudaStatus AddRows(SumTableArguments<T> a, cudaStream_t stream) {
   const Problem& problem = a.problem;
-  const auto add_rows = [&](auto vector) {
+  constexpr int64_t kOfBlock = int64_t{kSumTableThreads} * kSumVectorsInFlight;
+  return DispatchNumbersAtOnce<T>(problem, [&](auto vector) {
     constexpr int kVec = decltype(vector)::value;
-    a.blocks_per_batch =
-        CeilDivide(problem.rows * (problem.features / kVec), int64_t{kSumTableThreads} * kSumVectorsInFlight);
-    const uint32_t blocks = GridSize(problem.batch * a.blocks_per_batch);
+    a.blocks_per_batch = CeilDivide(problem.rows * (problem.features / kVec), kOfBlock);
+    a.sum_blocks = problem.batch * a.blocks_per_batch;
+    if (a.count != nullptr) a.count_blocks_per_batch = CeilDivide(problem.rows, kOfBlock);
+    const uint32_t blocks = GridSize(a.sum_blocks + problem.batch * a.count_blocks_per_batch);
     SumTableKernel<T, kVec><<<blocks, kSumTableThreads, 0, stream>>>(a);
     return JB_LAUNCH_STATUS(SumTableKernel);
-  };
-  constexpr int kWidest = 16 / sizeof(ComputeType<T>);
-  return problem.features % kWidest == 0 ? add_rows(std::integral_constant<int, kWidest>{})
-         : problem.features % 2 == 0     ? add_rows(std::integral_constant<int, 2>{})
-                                         : add_rows(std::integral_constant<int, 1>{});
+  });
+}
+
+template <typename T>
+CudaStatus FinishTable(const SumTableArguments<T>& a, cudaStream_t stream) {
+  return DispatchNumbersAtOnce<T>(a.problem, [&](auto vector) {
+    constexpr int kVec = decltype(vector)::value;
+    const int64_t row_vectors = a.problem.features / kVec, vectors = a.problem.batch * a.problem.segments * row_vectors;
+    FinishSumTableKernel<T, kVec><<<GridSize(CeilDivide(vectors, kSumTableThreads)), kSumTableThreads, 0, stream>>>(
+        a, Divider(row_vectors), vectors);
+    return JB_LAUNCH_STATUS(FinishSumTableKernel);
+  });
 }
 
 template <typename T>
@@ -99,8 +117,7 @@ CudaStatus LaunchTable(const SumCall& call, const ReducePlan& plan, cudaStream_t
   }
   JB_RETURN_IF_CUDA_ERROR(plan.shared_tables > 0 ? AddRowsInSharedTables(a, stream) : AddRows(a, stream));
   if (sizeof(C) == sizeof(T) && a.count == nullptr) return {};
-  FinishSumTableKernel<T><<<GridSize(CeilDivide(cells, 256)), 256, 0, stream>>>(a, cells);
-  return JB_LAUNCH_STATUS(FinishSumTableKernel);
+  return FinishTable(a, stream);
 }
 
 }  // namespace

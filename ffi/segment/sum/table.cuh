@@ -1,6 +1,7 @@
 // Segment sum of rows in any order, by atomic additions to a table of the cells.
 #pragma once
 
+#include "ffi/core/divider.cuh"
 #include "ffi/core/launch_bounds.cuh"
 #include "ffi/segment/engine/unordered_rows.cuh"
 #include "ffi/segment/sum/reduction.cuh"
@@ -13,6 +14,7 @@ struct SumTableArguments : UnorderedRows<T> {
   C* table;        // [batch, segments, features], zeroed by the caller; unused if a batch element has one block
   int32_t* count;  // [batch, segments], zeroed by the caller; or nullptr
   T* output;       // may be the table itself if the types are the same
+  int64_t sum_blocks, count_blocks_per_batch;  // of SumTableKernel; the blocks that count follow those that add
 };
 
 template <typename C>
@@ -46,10 +48,25 @@ __device__ __forceinline__ void AtomicAddVector(C* address, const Vector<C, kCou
 inline constexpr int kSumTableThreads = 256;
 inline constexpr int kSumVectorsInFlight = 4;
 
+// Counts the rows of each segment. Additions to sums and to counts at the same time would evict each other from L2.
+template <typename T>
+__device__ __forceinline__ void CountRows(const SumTableArguments<T>& a, int64_t block) {
+  const int64_t b = block / a.count_blocks_per_batch, rows = a.problem.rows;
+  const int64_t first = (block - b * a.count_blocks_per_batch) * kSumTableThreads * kSumVectorsInFlight + threadIdx.x;
+  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
+#pragma unroll
+  for (int u = 0; u < kSumVectorsInFlight; ++u) {
+    const int64_t row = first + u * kSumTableThreads;
+    const uint32_t segment = row < rows ? a.ids[ids_offset + row] : kDropped;
+    if (segment != kDropped) atomicAdd(a.count + b * a.problem.segments + segment, 1);
+  }
+}
+
 // For rows that are whole vectors: features are a multiple of kVec. Bound by the atomic additions.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_constant__ SumTableArguments<T> a) {
   using C = ComputeType<T>;
+  if (blockIdx.x >= a.sum_blocks) return CountRows(a, blockIdx.x - a.sum_blocks);
   const int64_t b = blockIdx.x / a.blocks_per_batch;
   const int64_t features = a.problem.features, row_vectors = features / kVec, vectors = a.problem.rows * row_vectors;
   const T* const data = a.data + (a.problem.data_is_shared ? 0 : b * vectors * kVec);
@@ -80,7 +97,6 @@ __global__ void __launch_bounds__(kSumTableThreads) SumTableKernel(const __grid_
 #pragma unroll
     for (int i = 0; i < kVec; ++i) terms.lane[i] = static_cast<C>(values[u].lane[i]);
     AtomicAddVector(table + segment[u] * features + feature[u], terms);
-    if (a.count != nullptr && feature[u] == 0) atomicAdd(a.count + b * a.problem.segments + segment[u], 1);
   }
 }
 
@@ -91,13 +107,19 @@ __device__ __forceinline__ T SumResult(ComputeType<T> sum, const int32_t* count)
   return static_cast<T>(sum);
 }
 
-// Writes the results from a finished table.
-template <typename T>
-__global__ void __launch_bounds__(256)
-    FinishSumTableKernel(const __grid_constant__ SumTableArguments<T> a, int64_t cells) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= cells) return;
-  a.output[i] = SumResult<T>(a.table[i], a.count == nullptr ? nullptr : a.count + i / a.problem.features);
+// Writes the results from a finished table, in vectors that do not cross rows.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kSumTableThreads)
+    FinishSumTableKernel(const __grid_constant__ SumTableArguments<T> a, const __grid_constant__ Divider by_row_vectors,
+                         int64_t vectors) {
+  const int64_t vector = int64_t{blockIdx.x} * kSumTableThreads + threadIdx.x;
+  if (vector >= vectors) return;
+  const auto sums = LoadVector<kVec>(a.table + vector * kVec);
+  const int32_t* const count = a.count == nullptr ? nullptr : a.count + by_row_vectors.Quotient(vector);
+  Vector<T, kVec> results;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) results.lane[i] = SumResult<T>(sums.lane[i], count);
+  StoreVector(a.output + vector * kVec, results);
 }
 
 // Each block keeps a table in shared memory (see engine/unordered_rows.cuh). The only block of a batch element writes
