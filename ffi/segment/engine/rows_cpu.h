@@ -55,8 +55,6 @@
 #include "ffi/core/strategies.h"
 #include "ffi/core/streaming_store.h"
 #include "ffi/core/subnormals.h"
-#include "ffi/core/target_table.h"
-#include "ffi/segment/decoding.h"
 #include "ffi/segment/problem.h"
 
 namespace jax_baracuda::segment {
@@ -85,13 +83,6 @@ enum class Strategy {
 inline constexpr const char* kStrategyNames[] = {
     kNothing, "fill", "scan", "split_scan", "batch_of_few_rows", "group_by_segment", "group_by_segment_streamed",
     "gather"};
-
-// Runs a call with kRun(pool, call), which returns false if memory allocation fails.
-template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
-ffi::Error RunOnCpu(ffi::ThreadPool pool, const OptionalResults& results, Call* call) {
-  JB_RETURN_IF_ERROR(results.End());
-  return MemoryStatus(results.op(), kRun(pool, *call));
-}
 
 struct SegmentIds {
   const void* values;
@@ -568,7 +559,7 @@ Plan PlanReduction(const SegmentCall& call, const Dispatch& dispatch, bool has_c
   return Plan{NameOf(kStrategyNames, strategy)};
 }
 
-// For JB_CPU_TARGET: the strategies of a reduction whose merge rounds, and of one whose merge does not.
+// The strategies of a reduction whose merge rounds, and of one whose merge does not.
 inline std::vector<const char*> RoundingStrategies() {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kScan, Strategy::kSplitScan, Strategy::kBatchOfFewRows,
                  Strategy::kGroupBySegment);
@@ -666,9 +657,7 @@ inline Strategy ChooseGather(const Problem& problem) {
   return problem.batch * problem.rows * problem.features == 0 ? Strategy::kNothing : Strategy::kGather;
 }
 
-inline Plan PlanOfGather(const PlanParameters& parameters) {
-  return {NameOf(kStrategyNames, ChooseGather(CallOf<SegmentCall>(parameters).problem))};
-}
+inline Plan PlanOfGather(const Problem& problem) { return {NameOf(kStrategyNames, ChooseGather(problem))}; }
 
 inline std::vector<const char*> GatherStrategies() {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kGather);

@@ -103,9 +103,11 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
 
 }  // namespace
 
-Plan GatherDotCall::CudaPlan() const { return {HasNoElement() ? kNothing : "edge_vectors"}; }
+std::vector<const char*> GatherDotCall::Strategies() { return {kNothing, "edge_vectors"}; }
 
-CudaStatus GatherDotCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan GatherDotCall::MakePlan() const { return {HasNoElement() ? kNothing : "edge_vectors"}; }
+
+CudaStatus GatherDotCall::Run(cudaStream_t stream) const {
   if (HasNoElement()) return {};
   if (!SegmentsFit(problem.segments) || !SegmentsFit(num_rows) || !FeaturesFit(heads * head_features) ||
       heads > (int64_t{1} << 20)) {

@@ -105,9 +105,11 @@ struct RowsWithExtrema : Edges {
 
 }  // namespace
 
-Plan GatherExtremumBackwardCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+std::vector<const char*> GatherExtremumBackwardCall::Strategies() { return EdgeStrategies(); }
 
-CudaStatus GatherExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan GatherExtremumBackwardCall::MakePlan() const { return PlanOf(*this).Summary(); }
+
+CudaStatus GatherExtremumBackwardCall::Run(cudaStream_t stream) const {
   // Batch elements that share arrays are launched one by one. That takes no more scratch than the whole batch at once.
   GatheringCall at_once = *this;
   const bool shares_arrays = problem.data_is_shared || winner.is_shared || (shares_ties && gathered.is_shared);

@@ -57,9 +57,11 @@ struct WeightedRows : Edges {
 
 }  // namespace
 
-Plan GatherSumCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+std::vector<const char*> GatherSumCall::Strategies() { return EdgeStrategies(); }
 
-CudaStatus GatherSumCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan GatherSumCall::MakePlan() const { return PlanOf(*this).Summary(); }
+
+CudaStatus GatherSumCall::Run(cudaStream_t stream) const {
   const ReducePlan plan = PlanOf(*this);
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
