@@ -241,11 +241,10 @@ ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& call) {
   return RunOnCpu(pool, kUpdateName, call, [](auto&... operands) { return ComputeUpdate(operands...); });
 }
 
-JB_CPU_TARGET(kForwardName, (HandleForward<ffi::ThreadPool, RunForward>), PlanOf<ForwardCall>,
-              JB_NAMES(kStrategyNames));
-JB_CPU_TARGET(kBackwardName, (HandleBackward<ffi::ThreadPool, RunBackward>), PlanOf<BackwardCall>,
-              JB_NAMES(kStrategyNames));
-JB_CPU_TARGET(kUpdateName, (HandleUpdate<ffi::ThreadPool, RunUpdate>), PlanOf<UpdateCall>, JB_NAMES(kStrategyNames));
+JB_TARGET(kForwardName, (HandleForward<ffi::ThreadPool, RunForward>), PlanOf<ForwardCall>, JB_NAMES(kStrategyNames));
+JB_TARGET(kBackwardName, (HandleBackward<ffi::ThreadPool, RunBackward>), PlanOf<BackwardCall>,
+          JB_NAMES(kStrategyNames));
+JB_TARGET(kUpdateName, (HandleUpdate<ffi::ThreadPool, RunUpdate>), PlanOf<UpdateCall>, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -191,16 +191,15 @@ Plan CudaPlan(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
 }
 
-JB_CUDA_TARGET(kForwardName, (HandleForward<cudaStream_t, RunForward>), CudaPlan<ForwardCall>, ConvolutionStrategies());
-JB_CUDA_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), CudaPlan<BackwardCall>,
-               ConvolutionStrategies());
-JB_CUDA_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), CudaPlan<UpdateCall>,
-               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kOneInput, Strategy::kFewInputs,
-                       Strategy::kManyInputs));
-JB_CUDA_TARGET(kRaggedName, (HandleRagged<cudaStream_t, RunRagged>), CudaPlan<ForwardCall>,
-               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kChannelsLast, Strategy::kChannelsLastByElement));
-JB_CUDA_TARGET(kPoolUpdateName, (HandlePoolUpdate<cudaStream_t, RunPoolUpdate>), CudaPlan<PoolUpdateCall>,
-               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kPoolVectors, Strategy::kPoolByElement));
+JB_TARGET(kForwardName, (HandleForward<cudaStream_t, RunForward>), CudaPlan<ForwardCall>, ConvolutionStrategies());
+JB_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), CudaPlan<BackwardCall>, ConvolutionStrategies());
+JB_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), CudaPlan<UpdateCall>,
+          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kOneInput, Strategy::kFewInputs,
+                  Strategy::kManyInputs));
+JB_TARGET(kRaggedName, (HandleRagged<cudaStream_t, RunRagged>), CudaPlan<ForwardCall>,
+          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kChannelsLast, Strategy::kChannelsLastByElement));
+JB_TARGET(kPoolUpdateName, (HandlePoolUpdate<cudaStream_t, RunPoolUpdate>), CudaPlan<PoolUpdateCall>,
+          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kPoolVectors, Strategy::kPoolByElement));
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

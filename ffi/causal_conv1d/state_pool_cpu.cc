@@ -241,10 +241,10 @@ ffi::Error RunPoolUpdate(ffi::ThreadPool threads, const PoolUpdateCall& given) {
   return MemoryStatus(kPoolUpdateName, has_memory);
 }
 
-JB_CPU_TARGET(kRaggedName, (HandleRagged<ffi::ThreadPool, RunRagged>), PlanOf<ForwardCall>,
-              NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kRows, Strategy::kChannelsLast));
-JB_CPU_TARGET(kPoolUpdateName, (HandlePoolUpdate<ffi::ThreadPool, RunPoolUpdate>), PlanOf<PoolUpdateCall>,
-              JB_NAMES(kStrategyNames));
+JB_TARGET(kRaggedName, (HandleRagged<ffi::ThreadPool, RunRagged>), PlanOf<ForwardCall>,
+          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kRows, Strategy::kChannelsLast));
+JB_TARGET(kPoolUpdateName, (HandlePoolUpdate<ffi::ThreadPool, RunPoolUpdate>), PlanOf<PoolUpdateCall>,
+          JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -12,7 +12,7 @@ constexpr const char* NameOf(const char* const (&names)[kCount], Strategy strate
   return names[static_cast<size_t>(strategy)];
 }
 
-// The names of some strategies, as an argument of JB_CPU_TARGET and JB_CUDA_TARGET.
+// The names of some strategies, as an argument of JB_TARGET.
 template <size_t kCount, typename... Strategies>
 std::vector<const char*> NamesOf(const char* const (&names)[kCount], Strategies... strategies) {
   return {NameOf(names, strategies)...};
@@ -20,5 +20,5 @@ std::vector<const char*> NamesOf(const char* const (&names)[kCount], Strategies.
 
 }  // namespace jax_baracuda
 
-// All names of an array, as arguments of JB_CPU_TARGET and JB_CUDA_TARGET.
+// All names of an array, as arguments of JB_TARGET.
 #define JB_NAMES(names) std::begin(names), std::end(names)

@@ -40,15 +40,17 @@ struct TargetRegistration {
   static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_registration_, __LINE__)( \
       ::jax_baracuda::Target{name, ::jax_baracuda::CheckedHandler<symbol>, plan, {__VA_ARGS__}})
 
-// Defines the CPU target `name` from the function `handler`, and adds it to the module's table. The last arguments are
-// the names of its strategies.
-#define JB_CPU_TARGET(name, handler, plan, ...)                                                            \
-  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, ::jax_baracuda::BindingOf(handler)); \
-  JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)
+#ifdef JB_CUDA
+// Handlers can be captured into CUDA graphs, since they launch the same kernels every time.
+#define JB_DEFINE_HANDLER_(symbol, handler)                                   \
+  XLA_FFI_DEFINE_HANDLER(symbol, handler, ::jax_baracuda::BindingOf(handler), \
+                         {::xla::ffi::Traits::kCmdBufferCompatible})
+#else
+#define JB_DEFINE_HANDLER_(symbol, handler) XLA_FFI_DEFINE_HANDLER(symbol, handler, ::jax_baracuda::BindingOf(handler))
+#endif
 
-// The same for the CUDA module. Handlers can be captured into CUDA graphs, since they launch the same kernels every
-// time.
-#define JB_CUDA_TARGET(name, handler, plan, ...)                                                          \
-  XLA_FFI_DEFINE_HANDLER(JB_CONCATENATE(handler_, __LINE__), handler, ::jax_baracuda::BindingOf(handler), \
-                         {::xla::ffi::Traits::kCmdBufferCompatible});                                     \
+// Defines the target `name` from the function `handler`, and adds it to the module's table. The last arguments are the
+// names of its strategies.
+#define JB_TARGET(name, handler, plan, ...)                        \
+  JB_DEFINE_HANDLER_(JB_CONCATENATE(handler_, __LINE__), handler); \
   JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)

@@ -116,10 +116,10 @@ Plan PlanRope(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(ProblemOf(parameters), parameters.at("heads")))};
 }
 
-JB_CPU_TARGET("rope", (HandleRope<ffi::ThreadPool, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
-JB_CPU_TARGET("rope_backward", (HandleRope<ffi::ThreadPool, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
-JB_CPU_TARGET("rope_qk", (HandleRopeQk<ffi::ThreadPool, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
-JB_CPU_TARGET("rope_qk_backward", (HandleRopeQk<ffi::ThreadPool, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
+JB_TARGET("rope", (HandleRope<ffi::ThreadPool, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
+JB_TARGET("rope_backward", (HandleRope<ffi::ThreadPool, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
+JB_TARGET("rope_qk", (HandleRopeQk<ffi::ThreadPool, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
+JB_TARGET("rope_qk_backward", (HandleRopeQk<ffi::ThreadPool, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope

@@ -18,10 +18,10 @@ Plan PlanRope(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, plan.strategy)};
 }
 
-JB_CUDA_TARGET("rope", (HandleRope<cudaStream_t, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
-JB_CUDA_TARGET("rope_backward", (HandleRope<cudaStream_t, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
-JB_CUDA_TARGET("rope_qk", (HandleRopeQk<cudaStream_t, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
-JB_CUDA_TARGET("rope_qk_backward", (HandleRopeQk<cudaStream_t, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
+JB_TARGET("rope", (HandleRope<cudaStream_t, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
+JB_TARGET("rope_backward", (HandleRope<cudaStream_t, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
+JB_TARGET("rope_qk", (HandleRopeQk<cudaStream_t, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
+JB_TARGET("rope_qk_backward", (HandleRopeQk<cudaStream_t, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope

@@ -126,7 +126,7 @@ ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
 
 Plan PlanRopeWrite(const PlanParameters&) { return Plan{kStrategyNames[0]}; }
 
-JB_CPU_TARGET("rope_write", (HandleRopeWrite<ffi::ThreadPool, Run>), PlanRopeWrite, JB_NAMES(kStrategyNames));
+JB_TARGET("rope_write", (HandleRopeWrite<ffi::ThreadPool, Run>), PlanRopeWrite, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope_write

@@ -20,7 +20,7 @@ Plan PlanRopeWrite(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, Choose(problem, parameters.at("value_features"), parameters.at("element_bytes")))};
 }
 
-JB_CUDA_TARGET("rope_write", (HandleRopeWrite<cudaStream_t, Run>), PlanRopeWrite, JB_NAMES(kStrategyNames));
+JB_TARGET("rope_write", (HandleRopeWrite<cudaStream_t, Run>), PlanRopeWrite, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::rope_write

@@ -1,4 +1,4 @@
-// Shared by the handlers of the segment ops: attributes, buffer checks, and the interface to the back ends.
+// Shared by the handlers of the segment ops: attributes and buffer checks.
 #pragma once
 
 #include <algorithm>
@@ -90,15 +90,6 @@ Call CallOf(const PlanParameters& parameters) {
   call.deterministic = parameters.at("deterministic") != 0;
   return call;
 }
-
-template <auto kPlan, auto kCallOf>
-Plan PlanOf(const PlanParameters& parameters) {
-  return kPlan(kCallOf(parameters));
-}
-
-// The back end's entry point: runs a decoded call. It decodes the scratch, which follows the results.
-template <typename Context, typename Call>
-using Run = ffi::Error (*)(Context, const OptionalResults& results, Call* call);
 
 // Checks the buffers of one call. Call First, Ids and FirstRows first, in this order: they determine the sizes that the
 // other buffers must have. *data receives the array. If that is a BatchOperand, the batch may share the array; if it is a

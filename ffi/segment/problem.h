@@ -3,29 +3,40 @@
 // A cell is one (segment, feature) pair of the result.
 //
 // Each op, or family of ops, has a folder with files of the same names:
-//   call.h            the decoded call, for both back ends, and its CUDA launcher
-//   handler.h         the handlers: check the buffers of a call; templates over the back end that runs it
+//   call.h            the decoded call, and how each back end runs it
+//   handler.cc        the handlers, which check the buffers of a call, and the targets; compiled for each back end
 //   arithmetic.h      the scalar arithmetic of both back ends
-//   kernels_cpu.cc    the CPU kernels and targets
-//   handler_cuda.cc   the CUDA targets
+//   kernels_cpu.cc    the CPU kernels
 //   kernels*.cu       the CUDA launchers and plans, and kernels used by one file only
 //   reduction.cuh     the op as a reduction for the kernels of engine/
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #include "ffi/core/batch_operand.h"
 #include "ffi/core/element_type.h"
 #include "ffi/core/plan.h"
 
-// Calls declare their CUDA launchers in CPU builds too, which lack the headers of CUDA.
-using cudaStream_t = struct CUstream_st*;
+namespace xla::ffi {
+class ThreadPool;
+}  // namespace xla::ffi
 namespace jax_baracuda {
 struct CudaStatus;
 }  // namespace jax_baracuda
+using cudaStream_t = struct CUstream_st*;
 
 namespace jax_baracuda::segment {
+
+// What runs a call in the module that a file is compiled for, and what this returns.
+#ifdef JB_CUDA
+using Executor = cudaStream_t;
+using RunStatus = CudaStatus;
+#else
+using Executor = xla::ffi::ThreadPool&;
+using RunStatus = bool;  // false if memory allocation failed
+#endif
 
 // data [batch or 1, rows, features], segment_ids [batch or 1, rows], result [batch, segments, features].
 // An operand whose leading dimension is 1 is shared by the whole batch.
@@ -43,11 +54,11 @@ struct Problem {
   bool HasNoResult() const { return batch == 0 || segments == 0 || features == 0; }
 };
 
-// Common to the calls of all segment ops. A call is decoded once, for both back ends; ops add their arrays and, for the
-// CUDA module alone,
-//   CudaPlan()            how LaunchOnCuda runs, from shapes and flags alone
-//   LaunchOnCuda(stream)  writes every element of the results. It only enqueues work on `stream`: no allocation, no
-//                         synchronisation, and the same launches for the same problem
+// Common to the calls of all segment ops. Ops add their arrays, and functions that the kernels of each back end define:
+//   Strategies()   the names of all strategies that MakePlan can choose
+//   MakePlan()     how Run runs, from shapes and flags alone
+//   Run(executor)  writes every element of the results. On CUDA it only enqueues work on the stream: no allocation, no
+//                  synchronisation, and the same launches for the same problem
 struct SegmentCall {
   Problem problem{};
   ElementType type = ElementType::kUnsupported;  // of data, or of its cotangent
@@ -57,6 +68,11 @@ struct SegmentCall {
   bool deterministic = false;  // the order of additions is fixed, even if that is slower
   void* scratch = nullptr;
   int64_t scratch_bytes = 0;
+
+  // The ids of the batch elements from this one on.
+  const void* IdsFrom(int64_t element) const {
+    return static_cast<const char*>(segment_ids) + problem.IdIndex(element, 0) * (ids_are_64_bit ? 8 : 4);
+  }
 };
 
 // Calls whose rows are edges: each edge reads the row of `data` that its gather id names.
@@ -66,7 +82,7 @@ struct GatheringCall : SegmentCall {
   BatchOperand gather_ids;  // int32 [batch or 1, edges]
   BatchOperand edge_order;  // int32 [batch or 1, edges], the edge's number at each position; by default the position
 
-  BatchOperand Data() const { return {data, problem.data_is_shared}; }
+  JB_ALWAYS_INLINE BatchOperand Data() const { return {data, problem.data_is_shared}; }
 };
 
 // Whether T has NaN, infinities and a negative zero (std::is_floating_point excludes the 16-bit types).

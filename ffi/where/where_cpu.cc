@@ -386,8 +386,8 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, ChooseStrategy(SplitOf(parameters)))};
 }
 
-JB_CPU_TARGET("where", SelectHandler, PlanSelect, NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kBlocks));
-JB_CPU_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
+JB_TARGET("where", SelectHandler, PlanSelect, NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kBlocks));
+JB_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

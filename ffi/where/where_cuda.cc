@@ -38,9 +38,9 @@ Plan PlanSplit(const PlanParameters& parameters) {
   return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
 }
 
-JB_CUDA_TARGET("where", SelectHandler, PlanSelect,
-               NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kVectors, Strategy::kElements));
-JB_CUDA_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
+JB_TARGET("where", SelectHandler, PlanSelect,
+          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kVectors, Strategy::kElements));
+JB_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::where

@@ -37,7 +37,7 @@ ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
   return ffi::Error::Success();
 }
 
-JB_CPU_TARGET("write_rows", (HandleRows<ffi::ThreadPool, Run>), PlanRows, JB_NAMES(kStrategyNames));
+JB_TARGET("write_rows", (HandleRows<ffi::ThreadPool, Run>), PlanRows, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::write_rows

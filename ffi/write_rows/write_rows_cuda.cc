@@ -10,7 +10,7 @@ namespace {
 
 ffi::Error Run(cudaStream_t stream, const Call& call) { return ToError(kOp, Launch(call, stream)); }
 
-JB_CUDA_TARGET("write_rows", (HandleRows<cudaStream_t, Run>), PlanRows, JB_NAMES(kStrategyNames));
+JB_TARGET("write_rows", (HandleRows<cudaStream_t, Run>), PlanRows, JB_NAMES(kStrategyNames));
 
 }  // namespace
 }  // namespace jax_baracuda::write_rows

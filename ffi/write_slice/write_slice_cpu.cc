@@ -62,8 +62,8 @@ ffi::Error Run(ffi::ThreadPool pool, const char*, const Call& call) {
 constexpr auto WriteHandler = HandleWindows<ffi::ThreadPool, true, Run</*kTake=*/false>>;
 constexpr auto TakeHandler = HandleWindows<ffi::ThreadPool, false, Run</*kTake=*/true>>;
 
-JB_CPU_TARGET("write_slice", WriteHandler, PlanWindows, JB_NAMES(kStrategyNames));
-JB_CPU_TARGET("write_slice_backward", TakeHandler, PlanWindows, kStrategyNames, kStrategyNames + kTakeStrategies);
+JB_TARGET("write_slice", WriteHandler, PlanWindows, JB_NAMES(kStrategyNames));
+JB_TARGET("write_slice_backward", TakeHandler, PlanWindows, kStrategyNames, kStrategyNames + kTakeStrategies);
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

@@ -13,10 +13,9 @@ ffi::Error Run(cudaStream_t stream, const char* op, const Call& call) {
   return ToError(op, kLaunch(call, stream));
 }
 
-JB_CUDA_TARGET("write_slice", (HandleWindows<cudaStream_t, true, Run<LaunchWrite>>), PlanWindows,
-               JB_NAMES(kStrategyNames));
-JB_CUDA_TARGET("write_slice_backward", (HandleWindows<cudaStream_t, false, Run<LaunchTake>>), PlanWindows,
-               kStrategyNames, kStrategyNames + kTakeStrategies);
+JB_TARGET("write_slice", (HandleWindows<cudaStream_t, true, Run<LaunchWrite>>), PlanWindows, JB_NAMES(kStrategyNames));
+JB_TARGET("write_slice_backward", (HandleWindows<cudaStream_t, false, Run<LaunchTake>>), PlanWindows, kStrategyNames,
+          kStrategyNames + kTakeStrategies);
 
 }  // namespace
 }  // namespace jax_baracuda::write_slice

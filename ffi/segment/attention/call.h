@@ -31,6 +31,8 @@ struct AttentionCall : GatheringCall {
   BatchOperand maxima, totals, means;
   BatchOperand rows_of_edges;  // int32 [batch or 1, edges], by the number of the edge; see AttentionByRowCall
 
+  static std::vector<const char*> Strategies();
+
   // Heads for the CUDA kernels: a power of two of features, at most one vector for each thread of a warp. Python pads
   // others, and knows the bytes of the widest as MAX_HEAD_BYTES. Computed logits need at least a vector.
   int64_t MaxHeadFeatures() const { return 32 * 16 / ElementBytes(type); }
@@ -47,8 +49,8 @@ struct AttentionForwardCall : AttentionCall {
   void* new_maxima = nullptr;  // [batch, segments, heads], in the accumulation type
   void* new_totals = nullptr;
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // The gradient of what belongs to segments and edges, unless the logits are given. Edges gather keys and values.
@@ -58,8 +60,8 @@ struct AttentionBySegmentCall : AttentionCall {
   // [batch, segments, heads, features of a head] in the accumulation type, if additive: the terms of each segment
   void* d_score_weights = nullptr;
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // The gradient of what belongs to rows. Here the rows of keys and values are the segments of the problem, and edges
@@ -73,8 +75,8 @@ struct AttentionByRowCall : AttentionCall {
   void* d_value = nullptr;  // likewise, unless additive
   void* d_bias = nullptr;   // [batch, edges, heads] in the accumulation type, if given
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

@@ -218,10 +218,10 @@ inline constexpr bool kStoresCellsAlone<BySegmentReduction<T, Score>> = false;
 template <typename T, typename Score>
 inline constexpr bool kStoresCellsAlone<ByRowReduction<T, Score>> = false;
 
-Plan AttentionBySegmentCall::CudaPlan() const { return PlanOf(*this).Summary(); }
-Plan AttentionByRowCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+Plan AttentionBySegmentCall::MakePlan() const { return PlanOf(*this).Summary(); }
+Plan AttentionByRowCall::MakePlan() const { return PlanOf(*this).Summary(); }
 
-CudaStatus AttentionBySegmentCall::LaunchOnCuda(cudaStream_t stream) const {
+CudaStatus AttentionBySegmentCall::Run(cudaStream_t stream) const {
   if (d_bias != nullptr) {
     // Dropped edges get 0.
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(d_bias, 0, BiasBytes(*this), stream));
@@ -239,7 +239,7 @@ CudaStatus AttentionBySegmentCall::LaunchOnCuda(cudaStream_t stream) const {
       });
 }
 
-CudaStatus AttentionByRowCall::LaunchOnCuda(cudaStream_t stream) const {
+CudaStatus AttentionByRowCall::Run(cudaStream_t stream) const {
   if (d_bias != nullptr && problem.segments == 0) {
     // No kernel runs, which would write the gradients of all edges.
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(d_bias, 0, BiasBytes(*this), stream));

@@ -18,7 +18,7 @@
 #include "ffi/core/alignment.h"
 #include "ffi/core/exp_cpu.h"
 #include "ffi/segment/attention/arithmetic.h"
-#include "ffi/segment/attention/handler.h"
+#include "ffi/segment/attention/call.h"
 #include "ffi/segment/engine/gathered_rows_cpu.h"
 
 namespace jax_baracuda::segment {
@@ -683,65 +683,40 @@ bool RunPass(ffi::ThreadPool& pool, const Call& call) {
   return has_memory;
 }
 
-bool RunForward(ffi::ThreadPool& pool, const AttentionForwardCall& call) {
-  const Problem& problem = call.problem;
-  AdviseHugePages(call.output, problem.NumCells() * ElementBytes(call.type));
-  return RunPass<Pass::kForward>(pool, call);
-}
-
 // Dropped edges, and edges missing from an invalid order, get 0.
 void ZeroBiasGradient(ffi::ThreadPool& pool, const AttentionCall& call, void* d_bias) {
   if (d_bias != nullptr) WriteZeroBytes(pool, d_bias, BiasBytes(call));
 }
 
-bool RunBySegment(ffi::ThreadPool& pool, const AttentionBySegmentCall& call) {
-  const Problem& problem = call.problem;
-  ZeroBiasGradient(pool, call, call.d_bias);
-  AdviseHugePages(call.d_query, problem.NumCells() * ElementBytes(call.type));
-  return RunPass<Pass::kBySegment>(pool, call);
-}
-
-bool RunByRow(ffi::ThreadPool& pool, const AttentionByRowCall& call) {
-  const Problem& problem = call.problem;
-  const int64_t bytes = problem.NumCells() * ElementBytes(call.type);
-  for (void* const result : {call.d_key, call.d_value}) {
-    if (result != nullptr) AdviseHugePages(result, bytes);
-  }
-  ZeroBiasGradient(pool, call, call.d_bias);
-  return RunPass<Pass::kByRow>(pool, call);
-}
-
-template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
-ffi::Error RunAttention(ffi::ThreadPool pool, const OptionalResults& results, Call* call) {
-  JB_RETURN_IF_ERROR(CheckSorted(results.op(), *call));
-  return RunOnCpu<Call, kRun>(pool, results, call);
-}
-
-Plan PlanAttention(const AttentionCall& call) { return {call.problem.HasNoResult() ? kNothing : "segments"}; }
-
-constexpr ScoreKind kDot = ScoreKind::kDotProduct, kAdditive = ScoreKind::kAdditive, kGiven = ScoreKind::kGiven;
-constexpr auto kRun = RunAttention<AttentionForwardCall, RunForward>;
-constexpr auto kRunBySegment = RunAttention<AttentionBySegmentCall, RunBySegment>;
-constexpr auto kRunByRow = RunAttention<AttentionByRowCall, RunByRow>;
-
-constexpr auto kPlan = PlanOf<PlanAttention, AttentionCallOf<AttentionForwardCall>>;
-constexpr auto kPlanBySegment = PlanOf<PlanAttention, AttentionCallOf<AttentionBySegmentCall>>;
-constexpr auto kPlanByRow = PlanOf<PlanAttention, AttentionCallOf<AttentionByRowCall>>;
-
-JB_CPU_TARGET(kForwardName<kDot>, (HandleAttention<ffi::ThreadPool, kDot, kRun>), kPlan, kNothing, "segments");
-JB_CPU_TARGET(kForwardName<kAdditive>, (HandleAttention<ffi::ThreadPool, kAdditive, kRun>), kPlan, kNothing,
-              "segments");
-JB_CPU_TARGET(kForwardName<kGiven>, (HandleAttention<ffi::ThreadPool, kGiven, kRun>), kPlan, kNothing, "segments");
-JB_CPU_TARGET(kBySegmentName<kDot>, (HandleAttentionBySegment<ffi::ThreadPool, kDot, kRunBySegment>), kPlanBySegment,
-              kNothing, "segments");
-JB_CPU_TARGET(kBySegmentName<kAdditive>, (HandleAttentionBySegment<ffi::ThreadPool, kAdditive, kRunBySegment>),
-              kPlanBySegment, kNothing, "segments");
-JB_CPU_TARGET(kByRowName<kDot>, (HandleAttentionByRow<ffi::ThreadPool, kDot, kRunByRow>), kPlanByRow, kNothing,
-              "segments");
-JB_CPU_TARGET(kByRowName<kAdditive>, (HandleAttentionByRow<ffi::ThreadPool, kAdditive, kRunByRow>), kPlanByRow,
-              kNothing, "segments");
-JB_CPU_TARGET(kByRowName<kGiven>, (HandleAttentionByRow<ffi::ThreadPool, kGiven, kRunByRow>), kPlanByRow, kNothing,
-              "segments");
+Plan PlanOf(const AttentionCall& call) { return {call.problem.HasNoResult() ? kNothing : "segments"}; }
 
 }  // namespace
+
+std::vector<const char*> AttentionCall::Strategies() { return {kNothing, "segments"}; }
+
+Plan AttentionForwardCall::MakePlan() const { return PlanOf(*this); }
+
+bool AttentionForwardCall::Run(ffi::ThreadPool& pool) const {
+  AdviseHugePages(output, problem.NumCells() * ElementBytes(type));
+  return RunPass<Pass::kForward>(pool, *this);
+}
+
+Plan AttentionBySegmentCall::MakePlan() const { return PlanOf(*this); }
+
+bool AttentionBySegmentCall::Run(ffi::ThreadPool& pool) const {
+  ZeroBiasGradient(pool, *this, d_bias);
+  AdviseHugePages(d_query, problem.NumCells() * ElementBytes(type));
+  return RunPass<Pass::kBySegment>(pool, *this);
+}
+
+Plan AttentionByRowCall::MakePlan() const { return PlanOf(*this); }
+
+bool AttentionByRowCall::Run(ffi::ThreadPool& pool) const {
+  for (void* const result : {d_key, d_value}) {
+    if (result != nullptr) AdviseHugePages(result, problem.NumCells() * ElementBytes(type));
+  }
+  ZeroBiasGradient(pool, *this, d_bias);
+  return RunPass<Pass::kByRow>(pool, *this);
+}
+
 }  // namespace jax_baracuda::segment

@@ -101,9 +101,11 @@ inline constexpr bool kStoresCellsAlone<ForwardReduction<T, Score>> = false;
 template <typename T, typename Score>
 inline constexpr bool kTakesWidestVectorsAlone<ForwardReduction<T, Score>> = !Score::kIsGiven;
 
-Plan AttentionForwardCall::CudaPlan() const { return PlanAttention(*this, /*state_cells=*/3).Summary(); }
+std::vector<const char*> AttentionCall::Strategies() { return EdgeStrategies(); }
 
-CudaStatus AttentionForwardCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan AttentionForwardCall::MakePlan() const { return PlanAttention(*this, /*state_cells=*/3).Summary(); }
+
+CudaStatus AttentionForwardCall::Run(cudaStream_t stream) const {
   const ReducePlan plan = PlanAttention(*this, /*state_cells=*/3);
   return LaunchAttention<ForwardReduction, ForwardEdges, /*kTakesGiven=*/true>(
       *this, plan, problem.segments, num_rows, stream, [&](auto heads, auto element, int64_t b) {

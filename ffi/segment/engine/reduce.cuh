@@ -258,8 +258,7 @@ struct Reducer {
     const Strategy strategy = plan.strategy;
     Problem part = problem;
     part.batch = plan.elements_at_once;
-    const int64_t first_id = problem.IdIndex(first, 0);
-    const void* const ids = static_cast<const char*>(call.segment_ids) + first_id * (call.ids_are_64_bit ? 8 : 4);
+    const void* const ids = call.IdsFrom(first);
     ScratchCarver carver(call.scratch);
     InputArguments<Reduction, Input> a{};
     static_cast<RowGrid&>(a) = grid;
@@ -271,9 +270,9 @@ struct Reducer {
       a.order = order.rows;
     }
     a.input = input;
-    if constexpr (!kIsPlain) a.input.Advance(first, problem.rows, problem.features);
+    a.input.Advance(first);
     if constexpr (kGathers) {
-      a.data = data + (problem.data_is_shared ? 0 : first * input.num_rows * problem.features);
+      a.data = data + first * input.row_stride * problem.features;
     } else {
       a.data = data + problem.DataRow(first, 0) * problem.features;
     }
@@ -449,8 +448,12 @@ inline ReducePlan PlanGathered(const GatheringCall& call, int64_t part_features,
 
 // The edges of a call. Gather ids out of range name the nearest row if `clips`, otherwise no row.
 inline Edges EdgesOf(const GatheringCall& call, bool clips) {
-  return {static_cast<const int32_t*>(call.gather_ids.data), call.gather_ids.is_shared, clips, call.num_rows,
-          static_cast<const int32_t*>(call.edge_order.data), call.edge_order.is_shared};
+  const int64_t edges = call.problem.rows;
+  return {{call.gather_ids, edges},
+          {call.edge_order, edges},
+          call.num_rows,
+          call.problem.data_is_shared ? 0 : call.num_rows,
+          clips};
 }
 
 }  // namespace jax_baracuda::segment

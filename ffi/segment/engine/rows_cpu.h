@@ -55,8 +55,6 @@
 #include "ffi/core/strategies.h"
 #include "ffi/core/streaming_store.h"
 #include "ffi/core/subnormals.h"
-#include "ffi/core/target_table.h"
-#include "ffi/segment/decoding.h"
 #include "ffi/segment/problem.h"
 
 namespace jax_baracuda::segment {
@@ -85,13 +83,6 @@ enum class Strategy {
 inline constexpr const char* kStrategyNames[] = {
     kNothing, "fill", "scan", "split_scan", "batch_of_few_rows", "group_by_segment", "group_by_segment_streamed",
     "gather"};
-
-// Runs a call with kRun(pool, call), which returns false if memory allocation fails.
-template <typename Call, bool (*kRun)(ffi::ThreadPool&, const Call&)>
-ffi::Error RunOnCpu(ffi::ThreadPool pool, const OptionalResults& results, Call* call) {
-  JB_RETURN_IF_ERROR(results.End());
-  return MemoryStatus(results.op(), kRun(pool, *call));
-}
 
 struct SegmentIds {
   const void* values;
@@ -156,18 +147,14 @@ struct AllOffsets {
 };
 inline constexpr AllOffsets kAllOffsets;
 
+JB_INLINE bool HasGaps(const RowBlock& block) { return block.offsets != kAllOffsets.values; }
+
 // The rows of a block as numbers of another type, converted into `memory` at the same offsets. `rows` are stored from
-// the block's first row on.
+// the block's first row on. Rows with gaps must be narrow: wider ones may be grouped by segment, from places that are
+// far apart.
 template <typename T, typename Number, typename Convert>
 void ConvertBlock(const RowBlock& block, const T* rows, int64_t features, Number* memory, const Convert& convert) {
-  if (block.offsets == kAllOffsets.values || features <= kMaxNarrowWidth) {
-    if (block.count > 0) convert(rows, (block.offsets[block.count - 1] + 1) * features, memory);
-    return;
-  }
-  for (int64_t i = 0; i < block.count; ++i) {
-    const int64_t number = block.offsets[i] * features;
-    convert(rows + number, features, memory + number);
-  }
+  if (block.count > 0) convert(rows, (block.offsets[block.count - 1] + 1) * features, memory);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -199,7 +186,6 @@ struct FoldTarget {
   int64_t feature_begin, width;  // the features of the cells
   bool cells_are_far;            // too large for a near cache, so that prefetching a random cell pays
   bool has_runs;                 // whether neighbouring rows may well belong to one segment
-  bool rows_are_scattered;
 };
 
 // Calls its argument for blocks of rows.
@@ -432,7 +418,7 @@ JB_CPU_CLONES void FoldWide(const RowBlock block, const int32_t* places, const t
                             int64_t stride, const Reduction reduction, const FoldTarget target) {
   const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
   const int64_t width = target.width;
-  const bool has_gaps = block.offsets != kAllOffsets.values;  // which the hardware prefetcher cannot predict
+  const bool has_gaps = HasGaps(block);  // which the hardware prefetcher cannot predict
   ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
     if (has_gaps && i + kPrefetchDistance < block.known) {
       PrefetchRow(rows + places[i + kPrefetchDistance] * stride, width);
@@ -513,8 +499,8 @@ void FoldOwnRows(const RowBlock& block, const typename Reduction::Element* rows,
   constexpr bool kFoldsWideNumbers = kMaxConvertedWidth<Reduction> > kMaxNarrowWidth;
   if constexpr (std::is_same_v<typename Reduction::Narrow, Reduction>) {
     if (IsNarrow(target.width)) return FoldNarrow(block, block.offsets, rows, reduction, target);
-  } else if (!target.rows_are_scattered && target.width > 0 && target.width <= kMaxConvertedWidth<Reduction> &&
-             (kFoldsWideNumbers || IsNarrow(target.width))) {
+  } else if (target.width > 0 && target.width <= kMaxConvertedWidth<Reduction> &&
+             (IsNarrow(target.width) || (kFoldsWideNumbers && !HasGaps(block)))) {
     typename Reduction::Narrow::Element numbers[kConvertedNumbers];
     ConvertBlock(block, rows, target.width, numbers,
                  [&](const Element* from, int64_t count, auto* to) { reduction.Convert(from, count, to); });
@@ -573,7 +559,7 @@ Plan PlanReduction(const SegmentCall& call, const Dispatch& dispatch, bool has_c
   return Plan{NameOf(kStrategyNames, strategy)};
 }
 
-// For JB_CPU_TARGET: the strategies of a reduction whose merge rounds, and of one whose merge does not.
+// The strategies of a reduction whose merge rounds, and of one whose merge does not.
 inline std::vector<const char*> RoundingStrategies() {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kScan, Strategy::kSplitScan, Strategy::kBatchOfFewRows,
                  Strategy::kGroupBySegment);
@@ -671,9 +657,7 @@ inline Strategy ChooseGather(const Problem& problem) {
   return problem.batch * problem.rows * problem.features == 0 ? Strategy::kNothing : Strategy::kGather;
 }
 
-inline Plan PlanOfGather(const PlanParameters& parameters) {
-  return {NameOf(kStrategyNames, ChooseGather(CallOf<SegmentCall>(parameters).problem))};
-}
+inline Plan PlanOfGather(const Problem& problem) { return {NameOf(kStrategyNames, ChooseGather(problem))}; }
 
 inline std::vector<const char*> GatherStrategies() {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kGather);
@@ -694,7 +678,7 @@ template <typename T, typename Prefetch, typename Write>
 JB_INLINE void WriteRowsOfBlock(const RowBlock& block, int64_t num_segments, int64_t width, T* result,
                                 const Prefetch& prefetch, const Write& write) {
   const uint64_t segments = static_cast<uint64_t>(num_segments);
-  const bool is_in_order = block.offsets == kAllOffsets.values;
+  const bool is_in_order = !HasGaps(block);
   T* next = result + block.first_row * width;
   for (int64_t i = 0; i < block.count; ++i, next += width) {
     if (i + kPrefetchDistance < block.known) {

@@ -57,7 +57,7 @@ constexpr bool UsesAtomics(Strategy strategy) {
   return strategy == Strategy::kAtomics || strategy == Strategy::kFilteredAtomics || strategy == Strategy::kSharedTable;
 }
 
-// For JB_CUDA_TARGET: the strategies of a reduction of rows, and the others that an op has.
+// The strategies of a reduction of rows, and the others that an op has.
 template <typename... Others>
 std::vector<const char*> ReduceStrategies(Others... others) {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kPrivateTable,
@@ -71,6 +71,8 @@ std::vector<const char*> TileStrategies(Others... others) {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kFewUnsortedRows, Strategy::kTiles,
                  Strategy::kStagedTiles, Strategy::kSortThenTiles, others...);
 }
+
+inline std::vector<const char*> MapStrategies() { return {JB_NAMES(kMapStrategyNames)}; }
 
 // The strategies of a reduction of edges.
 inline std::vector<const char*> EdgeStrategies() {

@@ -15,8 +15,9 @@ struct ExtremumCall : SegmentCall {
   void* output = nullptr;
   int32_t* winner = nullptr;  // with_winner: [batch, segments, features]
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies(bool with_winner);
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 struct ExtremumBackwardCall : SegmentCall {
@@ -26,8 +27,9 @@ struct ExtremumBackwardCall : SegmentCall {
   BatchOperand output;  // likewise
   void* d_data = nullptr;
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // The first row that attains each cell's maximum; the number of rows for an empty segment.
@@ -36,8 +38,9 @@ struct ArgCall : SegmentCall {
   const void* data = nullptr;
   int32_t* row = nullptr;
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

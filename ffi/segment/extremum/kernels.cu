@@ -173,9 +173,18 @@ struct TableLauncher {
 
 }  // namespace
 
-Plan ExtremumCall::CudaPlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).Summary(); }
+std::vector<const char*> ExtremumCall::Strategies(bool with_winner) {
+  if (!with_winner) return ReduceStrategies(Strategy::kAtomics, Strategy::kFilteredAtomics, Strategy::kSharedTable);
+  // There are no private tables; the shared table replaces them.
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kBatchOfFewRows,
+                 Strategy::kFewUnsortedRows, Strategy::kFewSortedRows, Strategy::kRuns, Strategy::kTiles,
+                 Strategy::kStagedTiles, Strategy::kSortThenTiles, Strategy::kAtomics, Strategy::kFilteredAtomics,
+                 Strategy::kSharedTable);
+}
 
-CudaStatus ExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan ExtremumCall::MakePlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).Summary(); }
+
+CudaStatus ExtremumCall::Run(cudaStream_t stream) const {
   if (problem.HasNoResult()) return {};
   const ReducePlan plan = Choose(*this);
   if (!UsesAtomics(plan.strategy)) {

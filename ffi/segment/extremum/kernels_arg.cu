@@ -4,9 +4,11 @@
 
 namespace jax_baracuda::segment {
 
-Plan ArgCall::CudaPlan() const { return PlanByRule(*this, PairStateBytes(type)).Summary(); }
+std::vector<const char*> ArgCall::Strategies() { return ReduceStrategies(); }
 
-CudaStatus ArgCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan ArgCall::MakePlan() const { return PlanByRule(*this, PairStateBytes(type)).Summary(); }
+
+CudaStatus ArgCall::Run(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchWide), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const typename ArgReduction<T>::Outputs outputs{row, static_cast<int32_t>(problem.rows),

@@ -43,9 +43,11 @@ struct ExtremumGradient {
 
 }  // namespace
 
-Plan ExtremumBackwardCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
+std::vector<const char*> ExtremumBackwardCall::Strategies() { return MapStrategies(); }
 
-CudaStatus ExtremumBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan ExtremumBackwardCall::MakePlan() const { return PlanMapRows(problem, ElementBytes(type)); }
+
+CudaStatus ExtremumBackwardCall::Run(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;

@@ -10,7 +10,7 @@
 
 #include "ffi/segment/engine/rows_cpu.h"
 #include "ffi/segment/extremum/arithmetic.h"
-#include "ffi/segment/extremum/handler.h"
+#include "ffi/segment/extremum/call.h"
 #include "ffi/segment/extremum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
@@ -237,62 +237,46 @@ bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
   });
 }
 
-// The gradients of minima and maxima are the same function of winners and cotangents.
-bool RunBackward(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
-  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating),
-                    [&](auto tag) { return GradientOfAll<typename decltype(tag)::type>(pool, call); });
-}
-
-bool RunArg(ffi::ThreadPool& pool, const ArgCall& call) {
-  AdviseHugePages(call.row, call.problem.NumCells() * sizeof(int32_t));
-  return DispatchKeys(JB_DISPATCH(DispatchWide), call.type, call.is_minimum, [&](auto format) {
-    const auto no_row = static_cast<int32_t>(call.problem.rows);
-    return ReduceRows(pool, call, call.data, ArgExtremum<decltype(format)>{format, no_row, call.row});
-  });
-}
-
 template <typename T>
 using ArgExtremumOf = ArgExtremum<FormatOfType<T>>;
 
-Plan PlanExtremum(const ExtremumCall& call) {
-  return call.with_winner ? PlanReduction<ExtremumWithWinnerOf>(call, JB_DISPATCH(DispatchFloating))
-                          : PlanReduction<ExtremumOf>(call, JB_DISPATCH(DispatchOrdered));
+}  // namespace
+
+std::vector<const char*> ExtremumCall::Strategies(bool) { return ExactStrategies(); }
+
+Plan ExtremumCall::MakePlan() const {
+  return with_winner ? PlanReduction<ExtremumWithWinnerOf>(*this, JB_DISPATCH(DispatchFloating))
+                     : PlanReduction<ExtremumOf>(*this, JB_DISPATCH(DispatchOrdered));
 }
 
-Plan PlanArg(const ArgCall& call) { return PlanReduction<ArgExtremumOf>(call, JB_DISPATCH(DispatchWide)); }
-
-Plan PlanBackward(const ExtremumBackwardCall& call) {
-  return {NameOf(kStrategyNames, ChooseGradient(call.problem, ElementBytes(call.type)))};
+bool ExtremumCall::Run(ffi::ThreadPool& pool) const {
+  return with_winner ? RunWithWinner(pool, *this) : RunExtremum(pool, *this);
 }
 
-constexpr auto kRun = RunOnCpu<ExtremumCall, RunExtremum>;
-constexpr auto kRunWithWinner = RunOnCpu<ExtremumCall, RunWithWinner>;
-constexpr auto kRunBackward = RunOnCpu<ExtremumBackwardCall, RunBackward>;
-constexpr auto kRunArg = RunOnCpu<ArgCall, RunArg>;
-
-constexpr auto kPlan = PlanOf<PlanExtremum, ExtremumCallOf<false>>;
-constexpr auto kPlanWithWinner = PlanOf<PlanExtremum, ExtremumCallOf<true>>;
-constexpr auto kPlanBackward = PlanOf<PlanBackward, CallOf<ExtremumBackwardCall>>;
-constexpr auto kPlanArg = PlanOf<PlanArg, CallOf<ArgCall>>;
-
-std::vector<const char*> BackwardStrategies() {
+std::vector<const char*> ExtremumBackwardCall::Strategies() {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kGather, Strategy::kStreamedGroups);
 }
 
-JB_CPU_TARGET("segment_max", (HandleExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/false>), kPlan,
-              ExactStrategies());
-JB_CPU_TARGET("segment_min", (HandleExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/false>), kPlan,
-              ExactStrategies());
-JB_CPU_TARGET("segment_max_with_winner", (HandleExtremum<ffi::ThreadPool, kRunWithWinner, false, /*kWithWinner=*/true>),
-              kPlanWithWinner, ExactStrategies());
-JB_CPU_TARGET("segment_min_with_winner", (HandleExtremum<ffi::ThreadPool, kRunWithWinner, true, /*kWithWinner=*/true>),
-              kPlanWithWinner, ExactStrategies());
-JB_CPU_TARGET("segment_max_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, false>), kPlanBackward,
-              BackwardStrategies());
-JB_CPU_TARGET("segment_min_backward", (HandleExtremumBackward<ffi::ThreadPool, kRunBackward, true>), kPlanBackward,
-              BackwardStrategies());
-JB_CPU_TARGET("segment_argmax", (HandleArg<ffi::ThreadPool, kRunArg, false>), kPlanArg, ExactStrategies());
-JB_CPU_TARGET("segment_argmin", (HandleArg<ffi::ThreadPool, kRunArg, true>), kPlanArg, ExactStrategies());
+Plan ExtremumBackwardCall::MakePlan() const {
+  return {NameOf(kStrategyNames, ChooseGradient(problem, ElementBytes(type)))};
+}
 
-}  // namespace
+// The gradients of minima and maxima are the same function of winners and cotangents.
+bool ExtremumBackwardCall::Run(ffi::ThreadPool& pool) const {
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return GradientOfAll<typename decltype(tag)::type>(pool, *this); });
+}
+
+std::vector<const char*> ArgCall::Strategies() { return ExactStrategies(); }
+
+Plan ArgCall::MakePlan() const { return PlanReduction<ArgExtremumOf>(*this, JB_DISPATCH(DispatchWide)); }
+
+bool ArgCall::Run(ffi::ThreadPool& pool) const {
+  AdviseHugePages(row, problem.NumCells() * sizeof(int32_t));
+  return DispatchKeys(JB_DISPATCH(DispatchWide), type, is_minimum, [&](auto format) {
+    const auto no_row = static_cast<int32_t>(problem.rows);
+    return ReduceRows(pool, *this, data, ArgExtremum<decltype(format)>{format, no_row, row});
+  });
+}
+
 }  // namespace jax_baracuda::segment

@@ -13,8 +13,9 @@ struct GatherCall : SegmentCall {  // problem.data_is_shared is unused
   BatchOperand count;              // int32 [batch or 1, segments] to divide the cells by, of means
   void* rows = nullptr;            // [batch, rows, features]
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

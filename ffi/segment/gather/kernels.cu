@@ -26,9 +26,11 @@ struct GatherCells {
 
 }  // namespace
 
-Plan GatherCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
+std::vector<const char*> GatherCall::Strategies() { return MapStrategies(); }
 
-CudaStatus GatherCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan GatherCall::MakePlan() const { return PlanMapRows(problem, ElementBytes(type)); }
+
+CudaStatus GatherCall::Run(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const GatherCells<T> function{

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "ffi/segment/engine/rows_cpu.h"
-#include "ffi/segment/gather/handler.h"
+#include "ffi/segment/gather/call.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -90,22 +90,22 @@ void GatherAll(ffi::ThreadPool& pool, const GatherCall& call) {
                        });
 }
 
-bool RunGather(ffi::ThreadPool& pool, const GatherCall& call) {
-  DispatchFloating(call.type, [&](auto tag) {
+}  // namespace
+
+std::vector<const char*> GatherCall::Strategies() { return GatherStrategies(); }
+
+Plan GatherCall::MakePlan() const { return PlanOfGather(problem); }
+
+bool GatherCall::Run(ffi::ThreadPool& pool) const {
+  DispatchFloating(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (call.count.data == nullptr) {
-      GatherAll<false, BitsOf<T>>(pool, call);  // copies depend on the width of the type only
+    if (count.data == nullptr) {
+      GatherAll<false, BitsOf<T>>(pool, *this);  // copies depend on the width of the type only
     } else {
-      GatherAll<true, T>(pool, call);
+      GatherAll<true, T>(pool, *this);
     }
   });
   return true;
 }
 
-constexpr auto kRun = RunOnCpu<GatherCall, RunGather>;
-
-JB_CPU_TARGET("segment_sum_backward", (HandleSumBackward<ffi::ThreadPool, kRun>), PlanOfGather, GatherStrategies());
-JB_CPU_TARGET("segment_mean_backward", (HandleMeanBackward<ffi::ThreadPool, kRun>), PlanOfGather, GatherStrategies());
-
-}  // namespace
 }  // namespace jax_baracuda::segment

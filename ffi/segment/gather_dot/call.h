@@ -17,8 +17,9 @@ struct GatherDotCall : GatheringCall {
 
   bool HasNoElement() const { return problem.batch == 0 || problem.rows == 0 || heads == 0; }
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

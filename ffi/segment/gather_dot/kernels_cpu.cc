@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/gathered_rows_cpu.h"
-#include "ffi/segment/gather_dot/handler.h"
+#include "ffi/segment/gather_dot/call.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -76,31 +76,30 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
   }
 }
 
-bool RunGatherDot(ffi::ThreadPool& pool, const GatherDotCall& call) {
-  if (call.HasNoElement()) return true;
-  const Problem& problem = call.problem;
-  DispatchFloating(call.type, [&](auto tag) {
+}  // namespace
+
+std::vector<const char*> GatherDotCall::Strategies() { return {kNothing, "edges"}; }
+
+Plan GatherDotCall::MakePlan() const { return {HasNoElement() ? kNothing : "edges"}; }
+
+bool GatherDotCall::Run(ffi::ThreadPool& pool) const {
+  if (HasNoElement()) return true;
+  DispatchFloating(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (call.edge_order.data != nullptr) {
+    if (edge_order.data != nullptr) {
       // Edges missing from an invalid order get 0.
-      const int64_t products = problem.batch * problem.rows * call.heads;
-      WriteZeroBytes(pool, call.output, products * (call.is_wide ? sizeof(ComputeType<T>) : sizeof(T)));
+      const int64_t products = problem.batch * problem.rows * heads;
+      WriteZeroBytes(pool, output, products * (is_wide ? sizeof(ComputeType<T>) : sizeof(T)));
     }
     const int64_t edge_bytes = 2 * problem.features * static_cast<int64_t>(sizeof(T));
     const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * edge_bytes));
     ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
       const int64_t chunk = index % chunks;
-      DotEdges<T>(call, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
+      DotEdges<T>(*this, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
                   ChunkBegin(problem.rows, chunks, chunk + 1));
     });
   });
   return true;
 }
 
-Plan PlanGatherDot(const GatherDotCall& call) { return {call.HasNoElement() ? kNothing : "edges"}; }
-
-JB_CPU_TARGET("gather_segment_dot", (HandleGatherDot<ffi::ThreadPool, RunOnCpu<GatherDotCall, RunGatherDot>>),
-              (PlanOf<PlanGatherDot, GatherDotCallOf>), kNothing, "edges");
-
-}  // namespace
 }  // namespace jax_baracuda::segment

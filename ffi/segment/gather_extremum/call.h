@@ -15,8 +15,9 @@ struct GatherExtremumCall : GatheringCall {
   void* output = nullptr;     // [batch, segments, features]
   int32_t* winner = nullptr;  // likewise, with_winner
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // The gradient sums over transposed edges: each gathers the cotangents of a segment, and adds those of the cells that
@@ -32,8 +33,9 @@ struct GatherExtremumBackwardCall : GatheringCall {
   bool shares_ties = false;
   void* d_data = nullptr;  // [batch, problem.segments, features]
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

@@ -36,9 +36,11 @@ CudaStatus GatherWithWinner(const GatherExtremumCall& call, const ReducePlan& pl
 
 }  // namespace
 
-Plan GatherExtremumCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+std::vector<const char*> GatherExtremumCall::Strategies() { return EdgeStrategies(); }
 
-CudaStatus GatherExtremumCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan GatherExtremumCall::MakePlan() const { return PlanOf(*this).Summary(); }
+
+CudaStatus GatherExtremumCall::Run(cudaStream_t stream) const {
   return with_winner ? GatherWithWinner(*this, PlanOf(*this), stream) : GatherMaximum(*this, PlanOf(*this), stream);
 }
 

@@ -8,32 +8,11 @@
 #include "ffi/core/integers.h"
 #include "ffi/segment/engine/gathered_rows_cpu.h"
 #include "ffi/segment/extremum/reduction_cpu.h"
-#include "ffi/segment/gather_extremum/handler.h"
+#include "ffi/segment/gather_extremum/call.h"
 #include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
 namespace {
-
-bool RunGatherExtremum(ffi::ThreadPool& pool, const GatherExtremumCall& call) {
-  const Problem& problem = call.problem;
-  const int64_t cells = problem.NumCells();
-  AdviseHugePages(call.output, cells * ElementBytes(call.type));
-  if (call.with_winner) AdviseHugePages(call.winner, cells * sizeof(int32_t));
-  return DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
-    using Format = decltype(format);
-    auto* const output = static_cast<typename Format::Key*>(call.output);
-    const auto reduce = [&](const auto& reduction) {
-      return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/true, reduction));
-    };
-    return call.with_winner ? reduce(ExtremumWithWinner<Format>{format, call.first_wins, output, call.winner})
-                            : reduce(Extremum<Format>{format, output});
-  });
-}
-
-Plan PlanGatherExtremum(const GatherExtremumCall& call) {
-  return call.with_winner ? PlanReduction<ExtremumWithWinnerOf>(call, JB_DISPATCH(DispatchFloating))
-                          : PlanReduction<ExtremumOf>(call, JB_DISPATCH(DispatchFloating));
-}
 
 // Words per edge, with one bit per feature.
 int64_t SelectionWords(const Problem& problem) { return CeilDivide(problem.features, 32); }
@@ -136,54 +115,55 @@ JB_AVX2_CLONES void SelectWon(const GatherExtremumBackwardCall call, int64_t bat
   }
 }
 
-bool RunGatherExtremumBackward(ffi::ThreadPool& pool, const GatherExtremumBackwardCall& call) {
-  const Problem& problem = call.problem;
+}  // namespace
+
+std::vector<const char*> GatherExtremumCall::Strategies() { return ExactStrategies(); }
+
+Plan GatherExtremumCall::MakePlan() const {
+  return with_winner ? PlanReduction<ExtremumWithWinnerOf>(*this, JB_DISPATCH(DispatchFloating))
+                     : PlanReduction<ExtremumOf>(*this, JB_DISPATCH(DispatchFloating));
+}
+
+bool GatherExtremumCall::Run(ffi::ThreadPool& pool) const {
+  const int64_t cells = problem.NumCells();
+  AdviseHugePages(output, cells * ElementBytes(type));
+  if (with_winner) AdviseHugePages(winner, cells * sizeof(int32_t));
+  return DispatchKeys(JB_DISPATCH(DispatchFloating), type, is_minimum, [&](auto format) {
+    using Format = decltype(format);
+    auto* const keys = static_cast<typename Format::Key*>(output);
+    const auto reduce = [&](const auto& reduction) {
+      return ReduceAll(pool, SegmentIds(*this), GatheredReduction(*this, /*clips=*/true, reduction));
+    };
+    return with_winner ? reduce(ExtremumWithWinner<Format>{format, first_wins, keys, winner})
+                       : reduce(Extremum<Format>{format, keys});
+  });
+}
+
+std::vector<const char*> GatherExtremumBackwardCall::Strategies() { return RoundingStrategies(); }
+
+Plan GatherExtremumBackwardCall::MakePlan() const { return PlanReduction<SumOf>(*this, JB_DISPATCH(DispatchFloating)); }
+
+bool GatherExtremumBackwardCall::Run(ffi::ThreadPool& pool) const {
   if (problem.HasNoResult()) return true;
-  const int64_t words = SelectionWords(call.problem);
+  const int64_t words = SelectionWords(problem);
   const auto selection = Allocate<uint32_t>(problem.batch * problem.rows * words);
   if (selection == nullptr) return false;
-  if (call.forward_order.data != nullptr) {
+  if (forward_order.data != nullptr) {
     // Edges missing from an invalid order won nothing.
     WriteZeroBytes(pool, selection.get(), problem.batch * problem.rows * words * sizeof(uint32_t));
   }
-  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * problem.features * sizeof(int32_t)));
     ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
       const int64_t chunk = index % chunks;
-      SelectWon<T>(call, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
+      SelectWon<T>(*this, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
                    ChunkBegin(problem.rows, chunks, chunk + 1), selection.get());
     });
-    AdviseHugePages(call.d_data, problem.NumCells() * sizeof(T));
+    AdviseHugePages(d_data, problem.NumCells() * sizeof(T));
     const SelectedRows rows{selection.get(), problem.rows, words};
-    return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, /*clips=*/false, Sum<T>{call.d_data}, rows));
+    return ReduceAll(pool, SegmentIds(*this), GatheredReduction(*this, /*clips=*/false, Sum<T>{d_data}, rows));
   });
 }
 
-Plan PlanGatherExtremumBackward(const GatherExtremumBackwardCall& call) {
-  return PlanReduction<SumOf>(call, JB_DISPATCH(DispatchFloating));
-}
-
-constexpr auto kRun = RunOnCpu<GatherExtremumCall, RunGatherExtremum>;
-constexpr auto kRunBackward = RunOnCpu<GatherExtremumBackwardCall, RunGatherExtremumBackward>;
-constexpr auto kPlan = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<false>>;
-constexpr auto kPlanWithWinner = PlanOf<PlanGatherExtremum, GatherExtremumCallOf<true>>;
-constexpr auto kPlanBackward = PlanOf<PlanGatherExtremumBackward, GatherExtremumBackwardCallOf>;
-
-JB_CPU_TARGET("gather_segment_max", (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/false>), kPlan,
-              ExactStrategies());
-JB_CPU_TARGET("gather_segment_min", (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/false>), kPlan,
-              ExactStrategies());
-JB_CPU_TARGET("gather_segment_max_with_winner",
-              (HandleGatherExtremum<ffi::ThreadPool, kRun, false, /*kWithWinner=*/true>), kPlanWithWinner,
-              ExactStrategies());
-JB_CPU_TARGET("gather_segment_min_with_winner",
-              (HandleGatherExtremum<ffi::ThreadPool, kRun, true, /*kWithWinner=*/true>), kPlanWithWinner,
-              ExactStrategies());
-JB_CPU_TARGET("gather_segment_max_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, false>),
-              kPlanBackward, RoundingStrategies());
-JB_CPU_TARGET("gather_segment_min_backward", (HandleGatherExtremumBackward<ffi::ThreadPool, kRunBackward, true>),
-              kPlanBackward, RoundingStrategies());
-
-}  // namespace
 }  // namespace jax_baracuda::segment

@@ -18,8 +18,9 @@ struct GatherSumCall : GatheringCall {
 
   int64_t FeaturesPerHead() const { return heads == 0 ? 0 : problem.features / heads; }
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/gathered_rows_cpu.h"
-#include "ffi/segment/gather_sum/handler.h"
+#include "ffi/segment/gather_sum/call.h"
 #include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
@@ -68,25 +68,24 @@ struct WeightedRows {
   }
 };
 
-bool RunGatherSum(ffi::ThreadPool& pool, const GatherSumCall& call) {
-  const Problem& problem = call.problem;
-  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+}  // namespace
+
+std::vector<const char*> GatherSumCall::Strategies() { return RoundingStrategies(); }
+
+Plan GatherSumCall::MakePlan() const { return PlanReduction<SumOf>(*this, JB_DISPATCH(DispatchFloating)); }
+
+bool GatherSumCall::Run(ffi::ThreadPool& pool) const {
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Sum<T> sum{call.output, call.is_wide};
-    const int64_t element_bytes = call.is_wide ? sizeof(ComputeType<T>) : sizeof(T);
-    AdviseHugePages(call.output, problem.NumCells() * element_bytes);
+    const Sum<T> sum{output, is_wide};
+    const int64_t element_bytes = is_wide ? sizeof(ComputeType<T>) : sizeof(T);
+    AdviseHugePages(output, problem.NumCells() * element_bytes);
     const auto reduce = [&](const auto& input) {
-      return ReduceAll(pool, SegmentIds(call), GatheredReduction(call, call.clips_gather_ids, sum, input));
+      return ReduceAll(pool, SegmentIds(*this), GatheredReduction(*this, clips_gather_ids, sum, input));
     };
-    if (call.weights.data == nullptr) return reduce(PlainRows{});
-    return reduce(WeightedRows<T>{{call.weights, problem.rows * call.heads}, call.heads});
+    if (weights.data == nullptr) return reduce(PlainRows{});
+    return reduce(WeightedRows<T>{{weights, problem.rows * heads}, heads});
   });
 }
 
-Plan PlanGatherSum(const GatherSumCall& call) { return PlanReduction<SumOf>(call, JB_DISPATCH(DispatchFloating)); }
-
-JB_CPU_TARGET("gather_segment_sum", (HandleGatherSum<ffi::ThreadPool, RunOnCpu<GatherSumCall, RunGatherSum>>),
-              (PlanOf<PlanGatherSum, GatherSumCallOf>), RoundingStrategies());
-
-}  // namespace
 }  // namespace jax_baracuda::segment

@@ -53,9 +53,11 @@ ReducePlan PlanOf(const LogSumExpCall& call) { return PlanByRule(call, PairState
 
 }  // namespace
 
-Plan LogSumExpCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+std::vector<const char*> LogSumExpCall::Strategies() { return ReduceStrategies(); }
 
-CudaStatus LogSumExpCall::LaunchOnCuda(cudaStream_t stream) const {
+Plan LogSumExpCall::MakePlan() const { return PlanOf(*this).Summary(); }
+
+CudaStatus LogSumExpCall::Run(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = ComputeType<T>;

@@ -11,7 +11,7 @@
 
 #include "ffi/core/exp_cpu.h"
 #include "ffi/segment/engine/rows_cpu.h"
-#include "ffi/segment/logsumexp/handler.h"
+#include "ffi/segment/logsumexp/logsumexp.h"
 #include "ffi/segment/logsumexp/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
@@ -165,20 +165,12 @@ bool WithLogSumExp(const LogSumExpCall& call, FunctionRef<bool(const RowReductio
                     [&](auto tag) { return body(LogSumExpRows<typename decltype(tag)::type>(call)); });
 }
 
-Plan PlanLogSumExp(const LogSumExpCall& call) {
-  return PlanReduction<LogSumExpReduction>(call, JB_DISPATCH(DispatchFloating));
+std::vector<const char*> LogSumExpCall::Strategies() { return RoundingStrategies(); }
+
+Plan LogSumExpCall::MakePlan() const { return PlanReduction<LogSumExpReduction>(*this, JB_DISPATCH(DispatchFloating)); }
+
+bool LogSumExpCall::Run(ffi::ThreadPool& pool) const {
+  return WithLogSumExp(*this, [&](const RowReduction& rows) { return ReduceAll(pool, SegmentIds(*this), rows); });
 }
 
-namespace {
-
-bool RunLogSumExp(ffi::ThreadPool& pool, const LogSumExpCall& call) {
-  return WithLogSumExp(call, [&](const RowReduction& rows) { return ReduceAll(pool, SegmentIds(call), rows); });
-}
-
-constexpr auto kRun = RunOnCpu<LogSumExpCall, RunLogSumExp>;
-
-JB_CPU_TARGET("segment_logsumexp", (HandleLogSumExp<ffi::ThreadPool, kRun>),
-              (PlanOf<PlanLogSumExp, CallOf<LogSumExpCall>>), RoundingStrategies());
-
-}  // namespace
 }  // namespace jax_baracuda::segment

@@ -12,9 +12,9 @@ struct LogSumExpCall : SegmentCall {
   const void* data = nullptr;
   void *maxima = nullptr, *totals = nullptr;  // the states of cells, in the ComputeType of the data
 
-  // How the launcher runs, from shapes and flags alone.
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // The state of a cell after some of its rows: their maximum, NaN if one of them is NaN, and the total of

@@ -10,6 +10,4 @@ namespace jax_baracuda::segment {
 // Calls body(reduction) with the reduction of a call, and returns its result.
 bool WithLogSumExp(const LogSumExpCall& call, FunctionRef<bool(const RowReduction&)> body);
 
-Plan PlanLogSumExp(const LogSumExpCall& call);
-
 }  // namespace jax_baracuda::segment

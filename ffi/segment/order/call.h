@@ -11,8 +11,9 @@ struct OrderCall : SegmentCall {  // without data: problem.features is 1
   int32_t* order = nullptr;       // [batch, rows]
   int32_t* sorted_ids = nullptr;  // [batch, rows]; the number of segments for a row that is dropped
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

@@ -14,14 +14,16 @@ Problem PartOf(Problem problem) {
 
 }  // namespace
 
-Plan OrderCall::CudaPlan() const {
+std::vector<const char*> OrderCall::Strategies() { return {kNothing, "few_unsorted_rows", "radix_sort"}; }
+
+Plan OrderCall::MakePlan() const {
   if (problem.batch == 0 || problem.rows == 0) return {kNothing};
   if (TakesFewUnsortedRows(problem)) return {"few_unsorted_rows"};
   const Problem part = PartOf(problem);
   return {"radix_sort", SegmentOrderScratchBytes(part, /*holds_order=*/part.batch > 1)};
 }
 
-CudaStatus OrderCall::LaunchOnCuda(cudaStream_t stream) const {
+CudaStatus OrderCall::Run(cudaStream_t stream) const {
   if (problem.batch == 0 || problem.rows == 0) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
   if (TakesFewUnsortedRows(problem)) {

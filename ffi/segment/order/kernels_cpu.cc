@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "ffi/segment/engine/rows_cpu.h"
-#include "ffi/segment/order/handler.h"
+#include "ffi/segment/order/call.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -20,8 +20,6 @@ const char* StrategyOf(const Problem& problem) {
   if (problem.batch == 0 || problem.rows == 0) return kNothing;
   return IsCounted(problem) ? "counting_sort" : "merge_sort";
 }
-
-Plan PlanOfOrder(const PlanParameters& parameters) { return {StrategyOf(CallOf<OrderCall>(parameters).problem)}; }
 
 // Dropped rows are sorted into an extra segment after the last one.
 int32_t SegmentOf(int32_t id, int64_t segments) {
@@ -51,24 +49,25 @@ void MergeSort(const int32_t* ids, int64_t rows, int64_t segments, int32_t* orde
   for (int64_t place = 0; place < rows; ++place) sorted_ids[place] = SegmentOf(ids[order[place]], segments);
 }
 
-bool RunOrder(ffi::ThreadPool& pool, const OrderCall& call) {
-  const Problem& problem = call.problem;
+}  // namespace
+
+std::vector<const char*> OrderCall::Strategies() { return {kNothing, "counting_sort", "merge_sort"}; }
+
+Plan OrderCall::MakePlan() const { return {StrategyOf(problem)}; }
+
+bool OrderCall::Run(ffi::ThreadPool& pool) const {
   std::atomic<bool> has_memory{true};
   ParallelFor(pool, problem.rows == 0 ? 0 : problem.batch, [&](int64_t b) {
-    const int32_t* const ids = static_cast<const int32_t*>(call.segment_ids) + problem.IdIndex(b, 0);
-    int32_t* const order = call.order + b * problem.rows;
-    int32_t* const sorted_ids = call.sorted_ids + b * problem.rows;
+    const int32_t* const ids = static_cast<const int32_t*>(segment_ids) + problem.IdIndex(b, 0);
+    int32_t* const own_order = order + b * problem.rows;
+    int32_t* const own_sorted_ids = sorted_ids + b * problem.rows;
     if (!IsCounted(problem)) {
-      MergeSort(ids, problem.rows, problem.segments, order, sorted_ids);
-    } else if (!CountingSort(ids, problem.rows, problem.segments, order, sorted_ids)) {
+      MergeSort(ids, problem.rows, problem.segments, own_order, own_sorted_ids);
+    } else if (!CountingSort(ids, problem.rows, problem.segments, own_order, own_sorted_ids)) {
       has_memory = false;
     }
   });
   return has_memory;
 }
 
-JB_CPU_TARGET("segment_order", (HandleOrder<ffi::ThreadPool, RunOnCpu<OrderCall, RunOrder>>), PlanOfOrder, kNothing,
-              "counting_sort", "merge_sort");
-
-}  // namespace
 }  // namespace jax_baracuda::segment

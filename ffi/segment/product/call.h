@@ -13,8 +13,9 @@ struct ProductCall : SegmentCall {
   void* mantissa = nullptr;   // with `packed`, the residual for the gradient (see arithmetic.h); or nullptr
   int32_t* packed = nullptr;  // see `mantissa`
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 struct ProductBackwardCall : SegmentCall {
@@ -23,8 +24,9 @@ struct ProductBackwardCall : SegmentCall {
   BatchOperand data;
   void* d_data = nullptr;
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

@@ -71,11 +71,15 @@ ReducePlan PlanOf(const ProductCall& call) {
 
 }  // namespace
 
-Plan ProductCall::CudaPlan() const { return PlanOf(*this).Summary(); }
+std::vector<const char*> ProductCall::Strategies() { return ReduceStrategies(); }
 
-Plan ProductBackwardCall::CudaPlan() const { return PlanMapRows(problem, ElementBytes(type)); }
+Plan ProductCall::MakePlan() const { return PlanOf(*this).Summary(); }
 
-CudaStatus ProductCall::LaunchOnCuda(cudaStream_t stream) const {
+std::vector<const char*> ProductBackwardCall::Strategies() { return MapStrategies(); }
+
+Plan ProductBackwardCall::MakePlan() const { return PlanMapRows(problem, ElementBytes(type)); }
+
+CudaStatus ProductCall::Run(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const ProductOutputs<T> outputs{static_cast<T*>(output), static_cast<ComputeType<T>*>(mantissa), packed};
@@ -83,7 +87,7 @@ CudaStatus ProductCall::LaunchOnCuda(cudaStream_t stream) const {
   });
 }
 
-CudaStatus ProductBackwardCall::LaunchOnCuda(cudaStream_t stream) const {
+CudaStatus ProductBackwardCall::Run(cudaStream_t stream) const {
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t cells = problem.segments * problem.features;

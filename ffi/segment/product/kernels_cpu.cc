@@ -9,7 +9,7 @@
 
 #include "ffi/segment/engine/map_rows_cpu.h"
 #include "ffi/segment/product/arithmetic.h"
-#include "ffi/segment/product/handler.h"
+#include "ffi/segment/product/call.h"
 
 namespace jax_baracuda::segment {
 namespace {
@@ -353,49 +353,44 @@ class ProductGradient {
   const BatchArray<int32_t> packed_;
 };
 
-bool RunProduct(ffi::ThreadPool& pool, const ProductCall& call) {
-  const Problem& problem = call.problem;
+template <typename T>
+using ProductOf = std::conditional_t<kIsFloating<T>, FloatingProduct<T>, IntegerProduct<T>>;
+
+}  // namespace
+
+std::vector<const char*> ProductCall::Strategies() { return RoundingStrategies(); }
+
+Plan ProductCall::MakePlan() const { return PlanReduction<ProductOf>(*this, JB_DISPATCH(DispatchWrapping)); }
+
+bool ProductCall::Run(ffi::ThreadPool& pool) const {
   const int64_t cells = problem.NumCells();
-  return DispatchOr(true, call.type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
+  return DispatchOr(true, type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto reduce = [&](const auto& reduction) {
       AdviseHugePages(reduction.output, cells * sizeof(T));
-      return ReduceRows(pool, call, call.data, reduction);
+      return ReduceRows(pool, *this, data, reduction);
     };
-    T* const to = static_cast<T*>(call.output);
+    T* const to = static_cast<T*>(output);
     if constexpr (kIsFloating<T>) {
       using C = ComputeType<T>;
-      if (call.mantissa != nullptr) {
-        AdviseHugePages(call.mantissa, cells * sizeof(C));
-        AdviseHugePages(call.packed, cells * sizeof(int32_t));
+      if (mantissa != nullptr) {
+        AdviseHugePages(mantissa, cells * sizeof(C));
+        AdviseHugePages(packed, cells * sizeof(int32_t));
       }
-      return reduce(FloatingProduct<T>{to, static_cast<C*>(call.mantissa), call.packed});
+      return reduce(FloatingProduct<T>{to, static_cast<C*>(mantissa), packed});
     } else {
       return reduce(IntegerProduct<T>{to});
     }
   });
 }
 
-bool RunProductBackward(ffi::ThreadPool& pool, const ProductBackwardCall& call) {
-  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating),
-                    [&](auto tag) { return ProductGradient<typename decltype(tag)::type>(call).Write(pool); });
+std::vector<const char*> ProductBackwardCall::Strategies() { return GatherStrategies(); }
+
+Plan ProductBackwardCall::MakePlan() const { return PlanOfGather(problem); }
+
+bool ProductBackwardCall::Run(ffi::ThreadPool& pool) const {
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return ProductGradient<typename decltype(tag)::type>(*this).Write(pool); });
 }
 
-template <typename T>
-using ProductOf = std::conditional_t<kIsFloating<T>, FloatingProduct<T>, IntegerProduct<T>>;
-
-Plan PlanProduct(const ProductCall& call) { return PlanReduction<ProductOf>(call, JB_DISPATCH(DispatchWrapping)); }
-
-constexpr auto kRun = RunOnCpu<ProductCall, RunProduct>;
-constexpr auto kRunBackward = RunOnCpu<ProductBackwardCall, RunProductBackward>;
-constexpr auto kPlan = PlanOf<PlanProduct, CallOf<ProductCall>>;
-
-JB_CPU_TARGET("segment_prod", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/false>), kPlan,
-              RoundingStrategies());
-JB_CPU_TARGET("segment_prod_with_residual", (HandleProduct<ffi::ThreadPool, kRun, /*kHasResidual=*/true>), kPlan,
-              RoundingStrategies());
-JB_CPU_TARGET("segment_prod_backward", (HandleProductBackward<ffi::ThreadPool, kRunBackward>), PlanOfGather,
-              GatherStrategies());
-
-}  // namespace
 }  // namespace jax_baracuda::segment

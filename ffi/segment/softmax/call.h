@@ -21,8 +21,9 @@ struct SoftmaxCall : SegmentCall {
     return reduction;
   }
 
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies(bool is_backward);
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

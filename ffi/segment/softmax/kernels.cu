@@ -80,7 +80,7 @@ ReducePlan PlanOfProducts(const SoftmaxCall& call) { return PlanPairs(call, Accu
 
 // How the rows are reduced to cells.
 Plan PlanOfCells(const SoftmaxCall& call) {
-  return call.is_backward ? PlanOfProducts(call).Summary() : call.ReductionAs<LogSumExpCall>().CudaPlan();
+  return call.is_backward ? PlanOfProducts(call).Summary() : call.ReductionAs<LogSumExpCall>().MakePlan();
 }
 
 // Gives the rest of the scratch, behind the cells, to the reduction.
@@ -108,7 +108,7 @@ CudaStatus LaunchForward(const SoftmaxCall& call, cudaStream_t stream) {
   auto reduction = ReductionWithScratch<LogSumExpCall>(call, &carver);
   reduction.maxima = maxima;
   reduction.totals = totals;
-  JB_RETURN_IF_CUDA_ERROR(reduction.LaunchOnCuda(stream));
+  JB_RETURN_IF_CUDA_ERROR(reduction.Run(stream));
   const Probability<T> function{{call.inputs[0], problem.rows * problem.features}, maxima, totals, problem};
   return LaunchMap<T>(call, function, stream);
 }
@@ -120,17 +120,21 @@ CudaStatus LaunchBackward(const SoftmaxCall& call, cudaStream_t stream) {
   ScratchCarver carver(call.scratch);
   C* const sums = carver.Take<C>(problem.NumCells());
   const auto reduction = ReductionWithScratch<SumCall>(call, &carver);
-  const RowPairs<T> pairs{static_cast<const T*>(call.inputs[1].data), call.inputs[1].is_shared};
-  JB_RETURN_IF_CUDA_ERROR(
-      LaunchReduction<ProductSumReduction<T>>(reduction, PlanOfProducts(call), {sums}, stream, pairs));
   const int64_t elements = problem.rows * problem.features;
   const Gradient<T> function{{call.inputs[0], elements}, {call.inputs[1], elements}, sums, problem};
+  const RowPairs<T> pairs{function.d_probabilities};
+  JB_RETURN_IF_CUDA_ERROR(
+      LaunchReduction<ProductSumReduction<T>>(reduction, PlanOfProducts(call), {sums}, stream, pairs));
   return LaunchMap<T>(call, function, stream);
 }
 
 }  // namespace
 
-Plan SoftmaxCall::CudaPlan() const {
+std::vector<const char*> SoftmaxCall::Strategies(bool is_backward) {
+  return is_backward ? TileStrategies() : ReduceStrategies();
+}
+
+Plan SoftmaxCall::MakePlan() const {
   if (HasNoResult()) return {kNothing};
   if (problem.segments == 0) return {NameOf(kStrategyNames, Strategy::kFill)};
   const Plan of_cells = PlanOfCells(*this);
@@ -142,9 +146,9 @@ Plan SoftmaxCall::CudaPlan() const {
   return {of_cells.strategy, sizes.total};
 }
 
-CudaStatus SoftmaxCall::LaunchOnCuda(cudaStream_t stream) const {
+CudaStatus SoftmaxCall::Run(cudaStream_t stream) const {
   if (HasNoResult()) return {};
-  if (scratch_bytes < CudaPlan().scratch_bytes) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  if (scratch_bytes < MakePlan().scratch_bytes) return JB_CUDA_STATUS(cudaErrorInvalidValue);
   return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     return is_backward ? LaunchBackward<T>(*this, stream) : LaunchForward<T>(*this, stream);

@@ -9,7 +9,7 @@
 #include "ffi/core/exp_cpu.h"
 #include "ffi/segment/engine/map_rows_cpu.h"
 #include "ffi/segment/logsumexp/reduction_cpu.h"
-#include "ffi/segment/softmax/handler.h"
+#include "ffi/segment/softmax/call.h"
 #include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
@@ -163,34 +163,28 @@ Memory<int64_t> NumberSegmentsWithRows(SoftmaxCall* call) {
   return numbers;
 }
 
-bool RunSoftmax(ffi::ThreadPool& pool, const SoftmaxCall& given) {
-  if (given.HasNoResult()) return true;
-  SoftmaxCall call = given;
-  const auto numbers = NumberSegmentsWithRows(&call);
-  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return call.is_backward ? Gradient<T>(pool, call) : Softmax<T>(pool, call);
-  });
-}
+}  // namespace
 
-Plan PlanSoftmax(const SoftmaxCall& call) {
-  if (call.HasNoResult()) return {kNothing};
-  if (call.problem.segments == 0) return {NameOf(kStrategyNames, Strategy::kFill)};
-  return call.is_backward ? PlanReduction<ProductSum>(call, JB_DISPATCH(DispatchFloating))
-                          : PlanLogSumExp(call.ReductionAs<LogSumExpCall>());
-}
-
-constexpr auto kRun = RunOnCpu<SoftmaxCall, RunSoftmax>;
-
-std::vector<const char*> SoftmaxStrategies() {
+std::vector<const char*> SoftmaxCall::Strategies(bool) {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kScan, Strategy::kSplitScan,
                  Strategy::kBatchOfFewRows, Strategy::kGroupBySegment);
 }
 
-JB_CPU_TARGET("segment_softmax", (HandleSoftmax<ffi::ThreadPool, kRun>), (PlanOf<PlanSoftmax, SoftmaxCallOf<false>>),
-              SoftmaxStrategies());
-JB_CPU_TARGET("segment_softmax_backward", (HandleSoftmaxBackward<ffi::ThreadPool, kRun>),
-              (PlanOf<PlanSoftmax, SoftmaxCallOf<true>>), SoftmaxStrategies());
+Plan SoftmaxCall::MakePlan() const {
+  if (HasNoResult()) return {kNothing};
+  if (problem.segments == 0) return {NameOf(kStrategyNames, Strategy::kFill)};
+  return is_backward ? PlanReduction<ProductSum>(*this, JB_DISPATCH(DispatchFloating))
+                     : ReductionAs<LogSumExpCall>().MakePlan();
+}
 
-}  // namespace
+bool SoftmaxCall::Run(ffi::ThreadPool& pool) const {
+  if (HasNoResult()) return true;
+  SoftmaxCall call = *this;
+  const auto numbers = NumberSegmentsWithRows(&call);
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return is_backward ? Gradient<T>(pool, call) : Softmax<T>(pool, call);
+  });
+}
+
 }  // namespace jax_baracuda::segment

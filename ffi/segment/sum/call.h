@@ -32,8 +32,9 @@ struct SumCall : SegmentCall {
            : is_mean  ? IsFloating(type)
                       : DispatchWrapping(type, nothing);
   }
-  Plan CudaPlan() const;
-  CudaStatus LaunchOnCuda(cudaStream_t stream) const;
+  static std::vector<const char*> Strategies(bool is_mean, bool in_float64);
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::segment

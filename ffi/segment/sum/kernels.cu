@@ -122,14 +122,20 @@ CudaStatus LaunchTable(const SumCall& call, const ReducePlan& plan, cudaStream_t
 
 }  // namespace
 
-Plan SumCall::CudaPlan() const {
+std::vector<const char*> SumCall::Strategies(bool is_mean, bool in_float64) {
+  if (in_float64) return is_mean ? TileStrategies(Strategy::kFillCounts) : TileStrategies();
+  return is_mean ? ReduceStrategies(Strategy::kFillCounts, Strategy::kAtomics, Strategy::kSharedTable)
+                 : ReduceStrategies(Strategy::kAtomics, Strategy::kSharedTable);
+}
+
+Plan SumCall::MakePlan() const {
   if (problem.HasNoResult()) {
     return {NameOf(kStrategyNames, HasCounts() ? Strategy::kFillCounts : Strategy::kNothing)};
   }
   return Choose(*this).Summary();
 }
 
-CudaStatus SumCall::LaunchOnCuda(cudaStream_t stream) const {
+CudaStatus SumCall::Run(cudaStream_t stream) const {
   if (problem.HasNoResult()) {
     if (!HasCounts()) return {};
     return JB_CUDA_STATUS(cudaMemsetAsync(count, 0, problem.batch * problem.segments * sizeof(int32_t), stream));

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "ffi/segment/engine/rows_cpu.h"
-#include "ffi/segment/sum/handler.h"
+#include "ffi/segment/sum/call.h"
 #include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
@@ -21,32 +21,24 @@ bool Reduce(ffi::ThreadPool& pool, const SumCall& call) {
   return ReduceRows(pool, call, call.data, sum, call.count);
 }
 
-bool RunSum(ffi::ThreadPool& pool, const SumCall& call) {
-  if (call.in_float64) {
-    return DispatchOr(true, call.type, JB_DISPATCH(DispatchBelowFloat64),
-                      [&](auto tag) { return Reduce<typename decltype(tag)::type, double>(pool, call); });
+}  // namespace
+
+std::vector<const char*> SumCall::Strategies(bool, bool) { return RoundingStrategies(); }
+
+Plan SumCall::MakePlan() const {
+  return in_float64 ? PlanReduction<Float64SumOf>(*this, JB_DISPATCH(DispatchBelowFloat64), is_mean)
+                    : PlanReduction<SumOf>(*this, JB_DISPATCH(DispatchWrapping), is_mean);
+}
+
+bool SumCall::Run(ffi::ThreadPool& pool) const {
+  if (in_float64) {
+    return DispatchOr(true, type, JB_DISPATCH(DispatchBelowFloat64),
+                      [&](auto tag) { return Reduce<typename decltype(tag)::type, double>(pool, *this); });
   }
-  return DispatchOr(true, call.type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
+  return DispatchOr(true, type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return Reduce<T, ComputeType<T>>(pool, call);
+    return Reduce<T, ComputeType<T>>(pool, *this);
   });
 }
 
-Plan PlanSum(const SumCall& call) {
-  return call.in_float64 ? PlanReduction<Float64SumOf>(call, JB_DISPATCH(DispatchBelowFloat64), call.is_mean)
-                         : PlanReduction<SumOf>(call, JB_DISPATCH(DispatchWrapping), call.is_mean);
-}
-
-constexpr auto kRun = RunOnCpu<SumCall, RunSum>;
-
-JB_CPU_TARGET((kSumName<false, false>), (HandleSum<ffi::ThreadPool, kRun, /*kIsMean=*/false, /*kInFloat64=*/false>),
-              (PlanOf<PlanSum, SumCallOf<false, false>>), RoundingStrategies());
-JB_CPU_TARGET((kSumName<true, false>), (HandleSum<ffi::ThreadPool, kRun, /*kIsMean=*/true, /*kInFloat64=*/false>),
-              (PlanOf<PlanSum, SumCallOf<true, false>>), RoundingStrategies());
-JB_CPU_TARGET((kSumName<false, true>), (HandleSum<ffi::ThreadPool, kRun, /*kIsMean=*/false, /*kInFloat64=*/true>),
-              (PlanOf<PlanSum, SumCallOf<false, true>>), RoundingStrategies());
-JB_CPU_TARGET((kSumName<true, true>), (HandleSum<ffi::ThreadPool, kRun, /*kIsMean=*/true, /*kInFloat64=*/true>),
-              (PlanOf<PlanSum, SumCallOf<true, true>>), RoundingStrategies());
-
-}  // namespace
 }  // namespace jax_baracuda::segment

@@ -1,11 +1,9 @@
 // The handlers of attention over edges and its gradients.
-#pragma once
-
 #include <string>
 #include <type_traits>
 
 #include "ffi/segment/attention/call.h"
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 
 namespace jax_baracuda::segment {
 
@@ -23,33 +21,25 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::AttentionOptions, S
                                       StructMember<double>("negative_slope"));
 
 namespace jax_baracuda::segment {
+namespace {
 
 template <ScoreKind kScore>
-inline constexpr const char* kForwardName = kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention"
-                                            : kScore == ScoreKind::kAdditive ? "graph_additive_attention"
-                                                                             : "segment_attention";
+constexpr const char* kForwardName = kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention"
+                                     : kScore == ScoreKind::kAdditive ? "graph_additive_attention"
+                                                                      : "segment_attention";
 template <ScoreKind kScore>
-inline constexpr const char* kBySegmentName =
+constexpr const char* kBySegmentName =
     kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention_d_query" : "graph_additive_attention_d_query";
 template <ScoreKind kScore>
-inline constexpr const char* kByRowName = kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention_d_key"
-                                          : kScore == ScoreKind::kAdditive ? "graph_additive_attention_d_key"
-                                                                           : "segment_attention_backward";
-
-// Whether the kernels take heads of any width: those of CPUs.
-template <typename Context>
-inline constexpr bool kTakesAnyWidth = std::is_same_v<Context, ffi::ThreadPool>;
+constexpr const char* kByRowName = kScore == ScoreKind::kDotProduct ? "graph_dot_product_attention_d_key"
+                                   : kScore == ScoreKind::kAdditive ? "graph_additive_attention_d_key"
+                                                                    : "segment_attention_backward";
 
 // What the three handlers decode alike.
 class AttentionDecoder {
  public:
-  AttentionDecoder(const char* op, bool takes_any_width, ScoreKind score, const AttentionOptions& options,
-                   AttentionCall* call)
-      : op_(op),
-        takes_any_width_(takes_any_width),
-        options_(options),
-        call_(*call),
-        decoder_(op, options.num_batch_dims, call) {
+  AttentionDecoder(const char* op, ScoreKind score, const AttentionOptions& options, AttentionCall* call)
+      : op_(op), options_(options), call_(*call), decoder_(op, options.num_batch_dims, call) {
     call_.indices_are_sorted = options.indices_are_sorted;
     call_.score = score;
     call_.scale = options.scale;
@@ -69,12 +59,12 @@ class AttentionDecoder {
     JB_RETURN_IF_ERROR(CheckKernel(op_, name, gathered, IsFloating(call_.type)));
     const int64_t width = call_.head_features, least = call_.MinHeadFeatures(), most = call_.MaxHeadFeatures();
     const bool fits = call_.heads == 0 || (width >= least && width <= most && (width & (width - 1)) == 0);
-    if (!takes_any_width_ && !fits) {
+    if (kOnCuda && !fits) {
       return InvalidArgument(op_, std::string(name) + " has " + std::to_string(width) +
                                       " features of a head, expected a power of two from " + std::to_string(least) +
                                       " to " + std::to_string(most));
     }
-    return ffi::Error::Success();
+    return CheckSorted(op_, call_);
   }
 
   // `is_there`: whether the call has this operand.
@@ -131,25 +121,24 @@ class AttentionDecoder {
   }
 
   const char* op_;
-  bool takes_any_width_;
   const AttentionOptions& options_;
   AttentionCall& call_;
   Decoder decoder_;
 };
 
 // The first operand has the rows that edges gather: keys, or values if the logits are given.
-template <typename Context, ScoreKind kScore, Run<Context, AttentionForwardCall> kRun>
+template <ScoreKind kScore>
 ffi::Error HandleAttention(Context context, ffi::AnyBuffer gathered, ffi::AnyBuffer gather_ids,
                            ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> output,
                            ffi::Result<ffi::AnyBuffer> maxima, ffi::Result<ffi::AnyBuffer> totals,
                            ffi::RemainingRets scratch, AttentionOptions options) {
   constexpr const char* kOp = kForwardName<kScore>;
   AttentionForwardCall call;
-  AttentionDecoder attention(kOp, kTakesAnyWidth<Context>, kScore, options, &call);
+  AttentionDecoder attention(kOp, kScore, options, &call);
   Decoder& decoder = attention.decoder();
   constexpr bool kIsGiven = kScore == ScoreKind::kGiven;
   JB_RETURN_IF_ERROR(attention.Edges("output", *output, kIsGiven ? "value" : "key", gathered, gather_ids, segment_ids));
-  (kIsGiven ? call.value : call.key) = {call.data, call.problem.data_is_shared};
+  (kIsGiven ? call.value : call.key) = call.Data();
   JB_RETURN_IF_ERROR(decoder.FirstCells("output", *output, decoder.type(), &call.output));
   const auto heads = decoder.features().first(1);
   const int64_t segments = call.problem.segments;
@@ -159,10 +148,10 @@ ffi::Error HandleAttention(Context context, ffi::AnyBuffer gathered, ffi::AnyBuf
   JB_RETURN_IF_ERROR(operands.End());
   JB_RETURN_IF_ERROR(decoder.Array("maxima", *maxima, attention.wide_type(), segments, heads, &call.new_maxima));
   JB_RETURN_IF_ERROR(decoder.Array("totals", *totals, attention.wide_type(), segments, heads, &call.new_totals));
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
-template <typename Context, ScoreKind kScore, Run<Context, AttentionBySegmentCall> kRun>
+template <ScoreKind kScore>
 ffi::Error HandleAttentionBySegment(Context context, ffi::AnyBuffer key, ffi::AnyBuffer query, ffi::AnyBuffer d_output,
                                     ffi::AnyBuffer maxima, ffi::AnyBuffer totals, ffi::AnyBuffer means,
                                     ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional,
@@ -170,10 +159,10 @@ ffi::Error HandleAttentionBySegment(Context context, ffi::AnyBuffer key, ffi::An
                                     AttentionOptions options) {
   constexpr const char* kOp = kBySegmentName<kScore>;
   AttentionBySegmentCall call;
-  AttentionDecoder attention(kOp, kTakesAnyWidth<Context>, kScore, options, &call);
+  AttentionDecoder attention(kOp, kScore, options, &call);
   Decoder& decoder = attention.decoder();
   JB_RETURN_IF_ERROR(attention.Edges("d_query", *d_query, "key", key, gather_ids, segment_ids));
-  call.key = {call.data, call.problem.data_is_shared};
+  call.key = call.Data();
   JB_RETURN_IF_ERROR(decoder.FirstCells("d_query", *d_query, decoder.type(), &call.d_query));
   const int64_t segments = call.problem.segments;
   JB_RETURN_IF_ERROR(attention.Rows("query", query, segments, &call.query));
@@ -188,23 +177,23 @@ ffi::Error HandleAttentionBySegment(Context context, ffi::AnyBuffer key, ffi::An
       results.Next("d_score_weights", kScore == ScoreKind::kAdditive, [&](const ffi::AnyBuffer& d_weights) {
         return decoder.Cells("d_score_weights", d_weights, attention.wide_type(), &call.d_score_weights);
       }));
-  return kRun(context, results, &call);
+  return RunCall(context, results, &call);
 }
 
 // The first result is the gradient of the keys, or of the values if the logits are given.
-template <typename Context, ScoreKind kScore, Run<Context, AttentionByRowCall> kRun>
+template <ScoreKind kScore>
 ffi::Error HandleAttentionByRow(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer maxima, ffi::AnyBuffer totals,
                                 ffi::AnyBuffer means, ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
                                 ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> d_rows,
                                 ffi::RemainingRets more_results, AttentionOptions options) {
   constexpr const char* kOp = kByRowName<kScore>;
   AttentionByRowCall call;
-  AttentionDecoder attention(kOp, kTakesAnyWidth<Context>, kScore, options, &call);
+  AttentionDecoder attention(kOp, kScore, options, &call);
   Decoder& decoder = attention.decoder();
   constexpr bool kIsGiven = kScore == ScoreKind::kGiven, kIsAdditive = kScore == ScoreKind::kAdditive;
   const char* const d_name = kIsGiven ? "d_value" : "d_key";
   JB_RETURN_IF_ERROR(attention.Edges(d_name, *d_rows, "d_output", d_output, gather_ids, segment_ids));
-  call.d_output = {call.data, call.problem.data_is_shared};
+  call.d_output = call.Data();
   JB_RETURN_IF_ERROR(decoder.FirstCells(d_name, *d_rows, decoder.type(), kIsGiven ? &call.d_value : &call.d_key));
   const int64_t rows = call.problem.segments, segments = call.num_rows;
   JB_RETURN_IF_ERROR(attention.Softmax(segments, maxima, totals, means));
@@ -221,7 +210,7 @@ ffi::Error HandleAttentionByRow(Context context, ffi::AnyBuffer d_output, ffi::A
     return decoder.Cells("d_value", d_value, decoder.type(), &call.d_value);
   }));
   JB_RETURN_IF_ERROR(attention.NextBiasGradient(&results, kIsGiven, &call.d_bias));
-  return kRun(context, results, &call);
+  return RunCall(context, results, &call);
 }
 
 // The call that plan parameters describe.
@@ -234,4 +223,19 @@ Call AttentionCallOf(const PlanParameters& parameters) {
   return call;
 }
 
+constexpr ScoreKind kDot = ScoreKind::kDotProduct, kAdditive = ScoreKind::kAdditive, kGiven = ScoreKind::kGiven;
+constexpr auto kPlan = PlanOf<AttentionCallOf<AttentionForwardCall>>;
+constexpr auto kPlanBySegment = PlanOf<AttentionCallOf<AttentionBySegmentCall>>;
+constexpr auto kPlanByRow = PlanOf<AttentionCallOf<AttentionByRowCall>>;
+
+JB_TARGET(kForwardName<kDot>, HandleAttention<kDot>, kPlan, AttentionCall::Strategies());
+JB_TARGET(kForwardName<kAdditive>, HandleAttention<kAdditive>, kPlan, AttentionCall::Strategies());
+JB_TARGET(kForwardName<kGiven>, HandleAttention<kGiven>, kPlan, AttentionCall::Strategies());
+JB_TARGET(kBySegmentName<kDot>, HandleAttentionBySegment<kDot>, kPlanBySegment, AttentionCall::Strategies());
+JB_TARGET(kBySegmentName<kAdditive>, HandleAttentionBySegment<kAdditive>, kPlanBySegment, AttentionCall::Strategies());
+JB_TARGET(kByRowName<kDot>, HandleAttentionByRow<kDot>, kPlanByRow, AttentionCall::Strategies());
+JB_TARGET(kByRowName<kAdditive>, HandleAttentionByRow<kAdditive>, kPlanByRow, AttentionCall::Strategies());
+JB_TARGET(kByRowName<kGiven>, HandleAttentionByRow<kGiven>, kPlanByRow, AttentionCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::segment

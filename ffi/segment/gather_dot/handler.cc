@@ -1,7 +1,5 @@
 // The handler of gather_segment_dot.
-#pragma once
-
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/gather_dot/call.h"
 
 namespace jax_baracuda::segment {
@@ -17,8 +15,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherDotOptions, S
                                       StructMember<bool>("is_wide"), StructMember<bool>("has_edge_order"));
 
 namespace jax_baracuda::segment {
+namespace {
 
-template <typename Context, Run<Context, GatherDotCall> kRun>
 ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids,
                            ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> output,
                            ffi::RemainingRets scratch, GatherDotOptions options) {
@@ -38,14 +36,17 @@ ffi::Error HandleGatherDot(Context context, ffi::AnyBuffer cells, ffi::AnyBuffer
   JB_RETURN_IF_ERROR(operands.End());
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   call.is_wide = options.is_wide;
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
-inline GatherDotCall GatherDotCallOf(const PlanParameters& parameters) {
+GatherDotCall GatherDotCallOf(const PlanParameters& parameters) {
   auto call = CallOf<GatherDotCall>(parameters);
   call.heads = parameters.at("heads");
   call.head_features = call.heads == 0 ? 0 : call.problem.features / call.heads;
   return call;
 }
 
+JB_TARGET("gather_segment_dot", HandleGatherDot, PlanOf<GatherDotCallOf>, GatherDotCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::segment

@@ -1,16 +1,15 @@
 // The handlers of segment_sum and segment_mean.
-#pragma once
-
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/sum/call.h"
 
 namespace jax_baracuda::segment {
+namespace {
 
 template <bool kIsMean, bool kInFloat64>
-inline constexpr const char* kSumName = kInFloat64 ? (kIsMean ? "segment_mean_in_float64" : "segment_sum_in_float64")
-                                                   : (kIsMean ? "segment_mean" : "segment_sum");
+constexpr const char* kSumName = kInFloat64 ? (kIsMean ? "segment_mean_in_float64" : "segment_sum_in_float64")
+                                            : (kIsMean ? "segment_mean" : "segment_sum");
 
-template <typename Context, Run<Context, SumCall> kRun, bool kIsMean, bool kInFloat64>
+template <bool kIsMean, bool kInFloat64>
 ffi::Error HandleSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                      ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results, SumOptions options) {
   constexpr const char* kOp = kSumName<kIsMean, kInFloat64>;
@@ -26,7 +25,7 @@ ffi::Error HandleSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segmen
   JB_RETURN_IF_ERROR(results.Next("count", kIsMean, [&](const ffi::AnyBuffer& count) {
     return decoder.Vector("count", count, ffi::DataType::S32, call.problem.segments, &call.count);
   }));
-  return kRun(context, results, &call);
+  return RunCall(context, results, &call);
 }
 
 template <bool kIsMean, bool kInFloat64>
@@ -37,4 +36,14 @@ SumCall SumCallOf(const PlanParameters& parameters) {
   return call;
 }
 
+JB_TARGET((kSumName<false, false>), (HandleSum<false, false>), (PlanOf<SumCallOf<false, false>>),
+          SumCall::Strategies(/*is_mean=*/false, /*in_float64=*/false));
+JB_TARGET((kSumName<true, false>), (HandleSum<true, false>), (PlanOf<SumCallOf<true, false>>),
+          SumCall::Strategies(/*is_mean=*/true, /*in_float64=*/false));
+JB_TARGET((kSumName<false, true>), (HandleSum<false, true>), (PlanOf<SumCallOf<false, true>>),
+          SumCall::Strategies(/*is_mean=*/false, /*in_float64=*/true));
+JB_TARGET((kSumName<true, true>), (HandleSum<true, true>), (PlanOf<SumCallOf<true, true>>),
+          SumCall::Strategies(/*is_mean=*/true, /*in_float64=*/true));
+
+}  // namespace
 }  // namespace jax_baracuda::segment

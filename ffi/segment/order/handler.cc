@@ -1,7 +1,5 @@
 // The handler of segment_order.
-#pragma once
-
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/order/call.h"
 
 namespace jax_baracuda::segment {
@@ -16,8 +14,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::OrderOptions, Struc
                                       StructMember<int64_t>("num_segments"));
 
 namespace jax_baracuda::segment {
+namespace {
 
-template <typename Context, Run<Context, OrderCall> kRun>
 ffi::Error HandleOrder(Context context, ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> order,
                        ffi::Result<ffi::AnyBuffer> sorted_ids, ffi::RemainingRets scratch, OrderOptions options) {
   constexpr const char* kOp = "segment_order";
@@ -35,7 +33,10 @@ ffi::Error HandleOrder(Context context, ffi::AnyBuffer segment_ids, ffi::Result<
     return InvalidArgument(kOp,
                            "num_segments is " + std::to_string(options.num_segments) + ", expected at most 2147483647");
   }
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
+JB_TARGET("segment_order", HandleOrder, PlanOf<CallOf<OrderCall>>, OrderCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::segment

@@ -1,14 +1,13 @@
 // The handlers of segment_max, segment_min, segment_argmax, segment_argmin and their gradients.
-#pragma once
-
 #include <type_traits>
 
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/extremum/call.h"
 
 namespace jax_baracuda::segment {
+namespace {
 
-template <typename Context, Run<Context, ExtremumCall> kRun, bool kIsMinimum, bool kWithWinner>
+template <bool kIsMinimum, bool kWithWinner>
 ffi::Error HandleExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                           ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results,
                           std::conditional_t<kWithWinner, WinnerOptions, ReductionOptions> options) {
@@ -27,11 +26,11 @@ ffi::Error HandleExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer s
   call.with_winner = kWithWinner;
   if constexpr (kWithWinner) call.first_wins = options.first_wins;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, results, &call);
+  return RunCall(context, results, &call);
 }
 
 // The operands are (d_output, winner, segment_ids) and, if ties are shared, data and output.
-template <typename Context, Run<Context, ExtremumBackwardCall> kRun, bool kIsMinimum>
+template <bool kIsMinimum>
 ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer winner,
                                   ffi::AnyBuffer segment_ids, ffi::RemainingArgs data_and_output,
                                   ffi::Result<ffi::AnyBuffer> d_data, ffi::RemainingRets scratch,
@@ -53,10 +52,10 @@ ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi:
     return decoder.Like("winner", winner, "output", output, decoder.type(), &call.output);
   }));
   JB_RETURN_IF_ERROR(operands.End());
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
-template <typename Context, Run<Context, ArgCall> kRun, bool kIsMinimum>
+template <bool kIsMinimum>
 ffi::Error HandleArg(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                      ffi::Result<ffi::AnyBuffer> winner, ffi::RemainingRets scratch, ReductionOptions options) {
   constexpr const char* kOp = kIsMinimum ? "segment_argmin" : "segment_argmax";
@@ -69,7 +68,7 @@ ffi::Error HandleArg(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segmen
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchWide(call.type, [](auto) {})));
   call.is_minimum = kIsMinimum;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
 // The calls that plan parameters describe.
@@ -80,4 +79,20 @@ ExtremumCall ExtremumCallOf(const PlanParameters& parameters) {
   return call;
 }
 
+JB_TARGET("segment_max", (HandleExtremum<false, false>), PlanOf<ExtremumCallOf<false>>,
+          ExtremumCall::Strategies(/*with_winner=*/false));
+JB_TARGET("segment_min", (HandleExtremum<true, false>), PlanOf<ExtremumCallOf<false>>,
+          ExtremumCall::Strategies(/*with_winner=*/false));
+JB_TARGET("segment_max_with_winner", (HandleExtremum<false, true>), PlanOf<ExtremumCallOf<true>>,
+          ExtremumCall::Strategies(/*with_winner=*/true));
+JB_TARGET("segment_min_with_winner", (HandleExtremum<true, true>), PlanOf<ExtremumCallOf<true>>,
+          ExtremumCall::Strategies(/*with_winner=*/true));
+JB_TARGET("segment_max_backward", HandleExtremumBackward<false>, PlanOf<CallOf<ExtremumBackwardCall>>,
+          ExtremumBackwardCall::Strategies());
+JB_TARGET("segment_min_backward", HandleExtremumBackward<true>, PlanOf<CallOf<ExtremumBackwardCall>>,
+          ExtremumBackwardCall::Strategies());
+JB_TARGET("segment_argmax", HandleArg<false>, PlanOf<CallOf<ArgCall>>, ArgCall::Strategies());
+JB_TARGET("segment_argmin", HandleArg<true>, PlanOf<CallOf<ArgCall>>, ArgCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::segment

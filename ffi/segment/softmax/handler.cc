@@ -1,12 +1,10 @@
 // The handlers of segment_softmax and its gradient.
-#pragma once
-
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/softmax/call.h"
 
 namespace jax_baracuda::segment {
+namespace {
 
-template <typename Context, Run<Context, SoftmaxCall> kRun>
 ffi::Error HandleSoftmax(Context context, ffi::AnyBuffer logits, ffi::AnyBuffer segment_ids,
                          ffi::Result<ffi::AnyBuffer> probabilities, ffi::RemainingRets scratch,
                          SoftmaxOptions options) {
@@ -21,10 +19,9 @@ ffi::Error HandleSoftmax(Context context, ffi::AnyBuffer logits, ffi::AnyBuffer 
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "logits", logits, IsFloating(call.type)));
   call.problem.data_is_shared = call.inputs[0].is_shared;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
-template <typename Context, Run<Context, SoftmaxCall> kRun>
 ffi::Error HandleSoftmaxBackward(Context context, ffi::AnyBuffer probabilities, ffi::AnyBuffer d_probabilities,
                                  ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_logits,
                                  ffi::RemainingRets scratch, SoftmaxOptions options) {
@@ -41,7 +38,7 @@ ffi::Error HandleSoftmaxBackward(Context context, ffi::AnyBuffer probabilities, 
   call.problem.data_is_shared = call.inputs[0].is_shared;
   call.is_backward = true;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
 template <bool kIsBackward>
@@ -51,4 +48,10 @@ SoftmaxCall SoftmaxCallOf(const PlanParameters& parameters) {
   return call;
 }
 
+JB_TARGET("segment_softmax", HandleSoftmax, PlanOf<SoftmaxCallOf<false>>,
+          SoftmaxCall::Strategies(/*is_backward=*/false));
+JB_TARGET("segment_softmax_backward", HandleSoftmaxBackward, PlanOf<SoftmaxCallOf<true>>,
+          SoftmaxCall::Strategies(/*is_backward=*/true));
+
+}  // namespace
 }  // namespace jax_baracuda::segment

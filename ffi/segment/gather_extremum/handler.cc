@@ -1,10 +1,8 @@
 // The handlers of gather_segment_max, gather_segment_min and their gradients.
-#pragma once
-
 #include <string>
 #include <type_traits>
 
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/gather_extremum/call.h"
 
 namespace jax_baracuda::segment {
@@ -29,8 +27,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherExtremumBackw
                                       StructMember<bool>("shares_ties"));
 
 namespace jax_baracuda::segment {
+namespace {
 
-template <typename Context, Run<Context, GatherExtremumCall> kRun, bool kIsMinimum, bool kWithWinner>
+template <bool kIsMinimum, bool kWithWinner>
 ffi::Error HandleGatherExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids,
                                 ffi::AnyBuffer segment_ids, ffi::RemainingArgs optional,
                                 ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results,
@@ -60,12 +59,13 @@ ffi::Error HandleGatherExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBu
   call.is_minimum = kIsMinimum;
   call.with_winner = kWithWinner;
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, results, &call);
+  if (kOnCuda) JB_RETURN_IF_ERROR(CheckSorted(kOp, call));
+  return RunCall(context, results, &call);
 }
 
 // Optional operands: with a plan, the edges sorted by the row that they gather; with shared ties, data and output of
 // the forward pass.
-template <typename Context, Run<Context, GatherExtremumBackwardCall> kRun, bool kIsMinimum>
+template <bool kIsMinimum>
 ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner, ffi::AnyBuffer winner,
                                         ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
                                         ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> d_data,
@@ -110,7 +110,8 @@ ffi::Error HandleGatherExtremumBackward(Context context, ffi::AnyBuffer d_winner
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_winner", d_winner, IsFloating(call.type)));
   call.indices_are_sorted = options.has_plan;
   call.shares_ties = options.shares_ties;
-  return kRun(context, {kOp, scratch}, &call);
+  if (kOnCuda) JB_RETURN_IF_ERROR(CheckSorted(kOp, call));
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
 // The calls that plan parameters describe.
@@ -122,10 +123,24 @@ GatherExtremumCall GatherExtremumCallOf(const PlanParameters& parameters) {
   return call;
 }
 
-inline GatherExtremumBackwardCall GatherExtremumBackwardCallOf(const PlanParameters& parameters) {
+GatherExtremumBackwardCall GatherExtremumBackwardCallOf(const PlanParameters& parameters) {
   auto call = CallOf<GatherExtremumBackwardCall>(parameters);
   call.num_rows = parameters.at("gathered_rows");
   return call;
 }
 
+JB_TARGET("gather_segment_max", (HandleGatherExtremum<false, false>), PlanOf<GatherExtremumCallOf<false>>,
+          GatherExtremumCall::Strategies());
+JB_TARGET("gather_segment_min", (HandleGatherExtremum<true, false>), PlanOf<GatherExtremumCallOf<false>>,
+          GatherExtremumCall::Strategies());
+JB_TARGET("gather_segment_max_with_winner", (HandleGatherExtremum<false, true>), PlanOf<GatherExtremumCallOf<true>>,
+          GatherExtremumCall::Strategies());
+JB_TARGET("gather_segment_min_with_winner", (HandleGatherExtremum<true, true>), PlanOf<GatherExtremumCallOf<true>>,
+          GatherExtremumCall::Strategies());
+JB_TARGET("gather_segment_max_backward", HandleGatherExtremumBackward<false>, PlanOf<GatherExtremumBackwardCallOf>,
+          GatherExtremumBackwardCall::Strategies());
+JB_TARGET("gather_segment_min_backward", HandleGatherExtremumBackward<true>, PlanOf<GatherExtremumBackwardCallOf>,
+          GatherExtremumBackwardCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::segment

@@ -1,13 +1,11 @@
 // The handler of segment_logsumexp.
-#pragma once
-
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/logsumexp/logsumexp.h"
 
 namespace jax_baracuda::segment {
+namespace {
 
-// The back end brings its context, which is the stream or the thread pool, and the function that runs calls.
-template <typename Context, Run<Context, LogSumExpCall> kRun>
+// The context is the stream or the thread pool.
 ffi::Error HandleLogSumExp(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                            ffi::Result<ffi::AnyBuffer> maxima, ffi::Result<ffi::AnyBuffer> totals,
                            ffi::RemainingRets scratch, ReductionOptions options) {
@@ -22,7 +20,10 @@ ffi::Error HandleLogSumExp(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   JB_RETURN_IF_ERROR(decoder.Cells("totals", *totals, of_states, &call.totals));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
+JB_TARGET("segment_logsumexp", HandleLogSumExp, PlanOf<CallOf<LogSumExpCall>>, LogSumExpCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::segment

@@ -1,7 +1,5 @@
 // The handler of gather_segment_sum.
-#pragma once
-
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/gather_sum/call.h"
 
 namespace jax_baracuda::segment {
@@ -19,9 +17,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherSumOptions, S
                                       StructMember<bool>("has_edge_order"));
 
 namespace jax_baracuda::segment {
+namespace {
 
 // With weights [.., edges, heads], data is [.., rows, heads, features of a head].
-template <typename Context, Run<Context, GatherSumCall> kRun>
 ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer gather_ids, ffi::AnyBuffer segment_ids,
                            ffi::RemainingArgs optional, ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets scratch,
                            GatherSumOptions options) {
@@ -45,10 +43,11 @@ ffi::Error HandleGatherSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer 
   call.clips_gather_ids = options.clips_gather_ids;
   call.has_weights = options.has_weights;
   call.is_wide = options.is_wide;
-  return kRun(context, {kOp, scratch}, &call);
+  if (kOnCuda) JB_RETURN_IF_ERROR(CheckSorted(kOp, call));
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
-inline GatherSumCall GatherSumCallOf(const PlanParameters& parameters) {
+GatherSumCall GatherSumCallOf(const PlanParameters& parameters) {
   auto call = CallOf<GatherSumCall>(parameters);
   call.num_rows = parameters.at("gathered_rows");
   call.heads = parameters.at("heads");
@@ -56,4 +55,7 @@ inline GatherSumCall GatherSumCallOf(const PlanParameters& parameters) {
   return call;
 }
 
+JB_TARGET("gather_segment_sum", HandleGatherSum, PlanOf<GatherSumCallOf>, GatherSumCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::segment

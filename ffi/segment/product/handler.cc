@@ -1,12 +1,11 @@
 // The handlers of segment_prod and its gradient.
-#pragma once
-
-#include "ffi/segment/decoding.h"
+#include "ffi/segment/engine/run.h"
 #include "ffi/segment/product/call.h"
 
 namespace jax_baracuda::segment {
+namespace {
 
-template <typename Context, Run<Context, ProductCall> kRun, bool kHasResidual>
+template <bool kHasResidual>
 ffi::Error HandleProduct(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                          ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results,
                          ReductionOptions options) {
@@ -24,10 +23,9 @@ ffi::Error HandleProduct(Context context, ffi::AnyBuffer data, ffi::AnyBuffer se
     return decoder.Cells("packed", packed, ffi::DataType::S32, &call.packed);
   }));
   call.indices_are_sorted = options.indices_are_sorted;
-  return kRun(context, results, &call);
+  return RunCall(context, results, &call);
 }
 
-template <typename Context, Run<Context, ProductBackwardCall> kRun>
 ffi::Error HandleProductBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer mantissa,
                                  ffi::AnyBuffer packed, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
                                  ffi::Result<ffi::AnyBuffer> d_data, ffi::RemainingRets scratch,
@@ -43,7 +41,15 @@ ffi::Error HandleProductBackward(Context context, ffi::AnyBuffer d_output, ffi::
   JB_RETURN_IF_ERROR(decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa));
   JB_RETURN_IF_ERROR(decoder.Like("mantissa", mantissa, "packed", packed, ffi::DataType::S32, &call.packed));
   JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, IsFloating(call.type)));
-  return kRun(context, {kOp, scratch}, &call);
+  return RunCall(context, {kOp, scratch}, &call);
 }
 
+JB_TARGET("segment_prod", HandleProduct</*kHasResidual=*/false>, PlanOf<CallOf<ProductCall>>,
+          ProductCall::Strategies());
+JB_TARGET("segment_prod_with_residual", HandleProduct</*kHasResidual=*/true>, PlanOf<CallOf<ProductCall>>,
+          ProductCall::Strategies());
+JB_TARGET("segment_prod_backward", HandleProductBackward, PlanOf<CallOf<ProductBackwardCall>>,
+          ProductBackwardCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::segment
