@@ -16,6 +16,7 @@ from support.matrix.calls import (
     Operand,
     Options,
     Problem,
+    by_name,
     declare,
     finite_numbers,
     passed,
@@ -154,25 +155,18 @@ def _run(activation: Callable[..., Any], options: Options, arrays: Mapping[str, 
 
 
 def _forward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
-    operands = _parameters(dtype, options)
-    names = tuple(operands)
-
     def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            y, state = _run(activation, options, dict(zip(names, arrays, strict=True)))
+        def call(**arrays: Any) -> Any:
+            y, state = _run(activation, options, arrays)
             return (y, state) if options["return_final_state"] else y
 
         return call
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(names, arrays, strict=True))
-        return function(**given, **passed(options, "activation", "channels_last", "return_final_state"))
-
     plain, majorant = _ACTIVATIONS[options["activation"]]
     state = (("example", "channel", "state"),) if options["return_final_state"] else ()
     return Problem(
-        operands=tuple(operands.values()),
-        apply=apply,
+        operands=tuple(_parameters(dtype, options).values()),
+        apply=by_name(options, "activation", "channels_last", "return_final_state"),
         reference=bound(plain),
         majorant=bound(majorant),
         results=(_signal(options), *state),
@@ -203,29 +197,22 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     operands["d_output"] = Operand("d_output", _signal(options), finite_numbers)
     if options["d_final_state"]:
         operands["d_final_state"] = Operand("d_final_state", ("example", "channel", "state"), finite_numbers)
-    names = tuple(operands)
     primals = [name for name in ("x", "weight", "bias", "initial_state") if name in operands]
 
     def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            given = dict(zip(names, arrays, strict=True))
-
+        def call(d_output: Any, d_final_state: Any = None, **given: Any) -> Any:
             def forward(*chosen: Any) -> tuple[Any, Any]:
                 return _run(activation, options, {**given, **dict(zip(primals, chosen, strict=True))})
 
             (_, state), pull = jax.vjp(forward, *(given[name] for name in primals))
-            return pull((given["d_output"], given.get("d_final_state", jnp.zeros_like(state))))
+            return pull((d_output, jnp.zeros_like(state) if d_final_state is None else d_final_state))
 
         return call
-
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(names, arrays, strict=True))
-        return function(**given, **passed(options, "activation", "channels_last"))
 
     plain, majorant = _ACTIVATIONS[options["activation"]]
     return Problem(
         operands=tuple(operands.values()),
-        apply=apply,
+        apply=by_name(options, "activation", "channels_last"),
         reference=bound(plain),
         majorant=bound(majorant),
         results=tuple(operands[name].dims for name in primals),
@@ -264,20 +251,17 @@ def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         Operand("state_slots", ("example",), slots(sizes["slot"]), dtype="int32"),
         *([Operand("num_accepted", ("example",), slots(num_inputs), dtype="int32")] if has_accepted else []),
     ]
-    names = tuple(operand.name for operand in operands)
 
     def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            given = dict(zip(names, arrays, strict=True))
-            x = given["x"][:, :, None] if is_single else _swapped(given["x"], options["channels_last"])
-            y, pool = pool_reference(activation, {**given, "x": x})
+        def call(x: Any, **others: Any) -> Any:
+            x = x[:, :, None] if is_single else _swapped(x, options["channels_last"])
+            y, pool = pool_reference(activation, {**others, "x": x})
             return y[:, :, 0] if is_single else _swapped(y, options["channels_last"]), pool
 
         return call
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(names, arrays, strict=True))
-        return function(state=given.pop("pool"), **given, **passed(options, "activation", "channels_last"))
+    def apply(function: Callable[..., Any], pool: Any, **others: Any) -> Any:
+        return function(state=pool, **others, **passed(options, "activation", "channels_last"))
 
     plain, majorant = _ACTIVATIONS[options["activation"]]
     return Problem(
@@ -309,17 +293,14 @@ def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     }
     if options["bias"]:
         operands["bias"] = Operand("bias", ("channel",), finite_numbers, dtype=wide)
-    names = tuple(operands)
 
     def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            given = dict(zip(names, arrays, strict=True))
-            x = given["x"][:, :, None] if is_single else _swapped(given["x"], options["channels_last"])
-            kept = given["weight"].shape[1] - 1
-            inputs = jnp.concatenate([given["state"], x], axis=2)
-            length = given["state"].shape[2]
-            state = given["state"][:, :, length - kept :]
-            y, _ = reference(activation, x, given["weight"], given.get("bias"), state, None)
+        def call(x: Any, state: Any, weight: Any, bias: Any = None) -> Any:
+            x = x[:, :, None] if is_single else _swapped(x, options["channels_last"])
+            length = state.shape[2]
+            inputs = jnp.concatenate([state, x], axis=2)
+            recent = state[:, :, length - (weight.shape[1] - 1) :]
+            y, _ = reference(activation, x, weight, bias, recent, None)
             y = y[:, :, 0] if is_single else _swapped(y, options["channels_last"])
             return y, inputs[:, :, inputs.shape[2] - length :]
 
@@ -328,9 +309,7 @@ def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     plain, majorant = _ACTIVATIONS[options["activation"]]
     return Problem(
         operands=tuple(operands.values()),
-        apply=lambda function, *arrays: function(
-            **dict(zip(names, arrays, strict=True)), **passed(options, "activation", "channels_last")
-        ),
+        apply=by_name(options, "activation", "channels_last"),
         reference=bound(plain),
         majorant=bound(majorant),
         results=(signal, operands["state"].dims),
@@ -502,16 +481,13 @@ def _ragged_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         Operand("state_slots", ("sequence",), slots(sizes["slot"]), dtype=options["integers"]),
         Operand("has_state", ("sequence",), flags, dtype="bool"),
     ]
-    names = tuple(operand.name for operand in operands)
 
     def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arrays: ragged_reference(activation, dict(zip(names, arrays, strict=True)))
+        return lambda **arrays: ragged_reference(activation, arrays)
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(names, arrays, strict=True))
-        ends = given.pop("ends")
+    def apply(function: Callable[..., Any], ends: Any, **others: Any) -> Any:
         cu_seqlens = jnp.concatenate([jnp.zeros(1, ends.dtype), reshard_as(ends, ends, (None,))])
-        return function(**given, cu_seqlens=cu_seqlens, **passed(options, "activation"))
+        return function(**others, cu_seqlens=cu_seqlens, **passed(options, "activation"))
 
     plain, majorant = _ACTIVATIONS[options["activation"]]
     return Problem(
