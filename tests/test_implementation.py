@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import cases, programs, recorded
+from support.kernels import kernels_in, kernels_of, lowered
 from support.matrix.calls import load_all
 from support.meshes import collectives
 
@@ -37,12 +37,8 @@ from jax_baracuda._tools.calls import traced_calls
 IMPLEMENTATIONS = ("kernel", "xla", None)
 
 
-def lowered(function: Callable[..., Any], *operands: Any, platform: str = cases.PLATFORM) -> str:
-    return jax.jit(lambda *x: function(*x)).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
-
-
 def runs_kernel(function: Callable[..., Any], *operands: Any, **options: Any) -> bool:
-    targets = re.findall(r"@jax_baracuda\.(\w+)", lowered(function, *operands, **options))
+    targets = kernels_of(function, *operands, **options)
     return any(target != "partitioned" for target in targets)  # that one only says how the call is split
 
 
@@ -572,7 +568,7 @@ def test_large_graphs_run_by_kernels(users_rules: None, cuda_module: None, name:
     features = jax.ShapeDtypeStruct((nodes, weights[0][0] if name == "attention" else weights[0][1]), jnp.float32)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in weights]
     text = lowered(step, arrays, features, {"gather_ids": ids, "segment_ids": ids}, platform="cuda")
-    kernels = set(re.findall(r"@jax_baracuda\.(\w+)\(", text))
+    kernels = set(kernels_in(text))
     expected = {
         "maxima": {"gather_segment_max_with_winner", "gather_segment_max_backward"},
         "sums": {"gather_segment_sum"},

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.reference import kernels_in
 from support import cases, programs
+from support.kernels import kernels_in
 
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, by_name, value_and_gradient

@@ -79,6 +79,13 @@ def integer_array(function: str, argument: str, value: ArrayLike) -> Array:
     return array
 
 
+def floating_array(function: str, argument: str, value: ArrayLike) -> Array:
+    array = as_array(function, argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{function}: {argument} must have a real floating dtype, got {array.dtype}")
+    return array
+
+
 def index_array(function: str, argument: str, value: ArrayLike) -> Array:
     """Indices as int32. Those beyond int32 become its least or greatest number, so they stay out of range."""
     info = np.iinfo(np.int32)
@@ -163,6 +170,13 @@ def whole_number(function: str, argument: str, value: Any, *, minimum: int) -> i
     if value < minimum:
         raise ValueError(f"{function}: {argument} must be {minimum} or more, got {value!r}")
     return int(value)
+
+
+def check_choice(function: str, argument: str, value: Any, *choices: str | None) -> None:
+    """Raises ValueError unless a value is one of these."""
+    if not isinstance(value, str | None) or value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"{function}: {argument} must be {', '.join(others)} or {last}, got {value!r}")
 
 
 def flag(function: str, argument: str, value: Any) -> bool:

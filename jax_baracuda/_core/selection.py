@@ -15,6 +15,7 @@ from typing import Any, Final, Generic, Literal, ParamSpec, TypeVar, cast, get_a
 import jax
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.arrays import check_choice
 from jax_baracuda._core.docstrings import add_descriptions
 
 P = ParamSpec("P")
@@ -85,6 +86,7 @@ class Scope(contextlib.AbstractContextManager[Any], Generic[T]):
 # The implementation.
 
 Implementation = Literal["kernel", "xla"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 KERNEL_IF_ANY: Final = "kernel if any"
 """The kernel wherever there is one, faster or not."""
@@ -139,16 +141,11 @@ def selectable(function: Callable[P, R]) -> Callable[P, R]:
         asked_for = kwargs.get("implementation")
         if asked_for is None:
             return function(*args, **kwargs)
-        with selecting(_checked(function.__name__, asked_for)):
+        check_choice(function.__name__, "implementation", asked_for, *IMPLEMENTATIONS, None)
+        with selecting(cast(Implementation, asked_for)):
             return function(*args, **kwargs)
 
     return selectable_function
-
-
-def _checked(function: str, asked_for: Any) -> Implementation:
-    if not isinstance(asked_for, str) or asked_for not in get_args(Implementation):
-        raise ValueError(f"{function}: implementation must be 'kernel', 'xla' or None, got {asked_for!r}")
-    return cast(Implementation, asked_for)
 
 
 @jax_versions.hiding_frames
@@ -178,7 +175,8 @@ def implementation(name: Implementation | None = None) -> contextlib.AbstractCon
       >>> print("implementation=xla" in str(program))
       True
     """
-    return Scope(_of_context, None if name is None else _checked("implementation", name))
+    check_choice("implementation", "implementation", name, *IMPLEMENTATIONS, None)
+    return Scope(_of_context, name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

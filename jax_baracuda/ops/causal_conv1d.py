@@ -26,8 +26,10 @@ from jax_baracuda._core.arrays import (
     INTEGER_DTYPES,
     accumulation_dtype,
     as_array,
+    check_choice,
     check_shape,
     flag,
+    floating_array,
     in_automatic_mode,
     integer_array,
     reshard_as,
@@ -776,11 +778,9 @@ def canonicalize(
 
     `given_x`: the layout and shape of x before the caller added a dimension, for messages.
     """
-    x, weight = as_array(name, "x", x), as_array(name, "weight", weight)
+    x, weight = floating_array(name, "x", x), as_array(name, "weight", weight)
     channels_last = flag(name, "channels_last", channels_last)
     layout = "[B, L, C] (channels_last=True)" if channels_last else "[B, C, L] (channels_last=False)"
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}: x must have a real floating dtype, got {x.dtype}")
     if x.ndim != 3:
         advice = "; x[None] is a batch of one" if x.ndim == 2 else ""
         raise ValueError(f"{name}: x must have shape {layout}, got {x.shape}{advice}")
@@ -806,8 +806,7 @@ def canonicalize(
         bias = as_array(name, "bias", bias)
         _check_parameter_dtype(name, "bias", bias, x)
         check_shape(name, "bias", bias, (channels,), "[C]", f" {fits_x}")
-    if activation is not None and not (isinstance(activation, str) and activation in ("silu", "swish")):
-        raise ValueError(f"{name}: activation must be None, 'silu' or 'swish', got {activation!r}")
+    check_choice(name, "activation", activation, None, "silu", "swish")
     if initial_state is not None:
         initial_state = _array_like_x(name, "initial_state", initial_state, x, state_shape(x, weight), "[B, C, W - 1]")
         initial_state = reshard_as(initial_state, x, (0, channel_axis, None)) if width > 1 else None

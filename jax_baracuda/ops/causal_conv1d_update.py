@@ -53,6 +53,7 @@ from jax_baracuda.ops.causal_conv1d import (
     widened,
     with_dtype_of_x,
 )
+from jax_baracuda.ops.write_rows import is_last_of_slot
 
 
 @selectable
@@ -205,9 +206,8 @@ def of_writers(pool: Array, slots: Array, has_inputs: Array | None = None) -> Ar
     """
     writes = in_range(slots, pool.shape[0])
     writes = writes if has_inputs is None else writes & has_inputs
-    slots, order = jnp.where(writes, slots, -1), jnp.arange(slots.shape[0])
-    is_later = (slots[None, :] == slots[:, None]) & (order[None, :] > order[:, None])
-    return jnp.where(jnp.any(is_later, axis=1), -1, slots)
+    slots = jnp.where(writes, slots, -1)
+    return jnp.where(is_last_of_slot(slots), slots, -1)
 
 
 def with_states(pool: Array, writers: Array, states: Array) -> Array:

@@ -27,7 +27,9 @@ from jax_baracuda._core.arrays import (
     FLOATING_DTYPES,
     accumulation_dtype,
     as_array,
+    check_choice,
     flag,
+    floating_array,
     integer_array,
     real_number,
     reshard_to,
@@ -681,13 +683,10 @@ def _canonicalize(
     Args:
       rotated: one or two arrays, by the argument names of the public function.
     """
-    if layout is not None and (not isinstance(layout, str) or layout not in ("BHSD", "BSHD")):
-        raise ValueError(f"{name}: layout must be 'BHSD' or 'BSHD', got {layout!r}")
+    check_choice(name, "layout", layout, None, "BHSD", "BSHD")
     heads_first = layout != "BSHD"
-    arrays = {argument: as_array(name, argument, value) for argument, value in rotated.items()}
+    arrays = {argument: floating_array(name, argument, value) for argument, value in rotated.items()}
     for argument, x in arrays.items():
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name}: {argument} must have a real floating dtype, got {x.dtype}")
         if x.ndim != 4:
             shape = "[B, H, S, D]" if heads_first else "[B, S, H, D]"
             advice = f"; {argument}[None] is a batch of one" if x.ndim == 3 else ""

@@ -14,7 +14,14 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, check_shape, index_array
+from jax_baracuda._core.arrays import (
+    FLOATING_DTYPES,
+    accumulation_dtype,
+    as_array,
+    check_shape,
+    floating_array,
+    index_array,
+)
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
@@ -129,7 +136,7 @@ def rope_write(
     options = RotationOptions(
         base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
     )
-    rows = {argument: as_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
+    rows = {argument: floating_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
     _check_rows(name, rows)
     q = rows["q"]
     slots = index_array(name, "slots", slots)
@@ -309,8 +316,6 @@ _rope_write = KernelVjp("rope_write", _forward, _backward)
 def _check_rows(name: str, rows: dict[str, Array]) -> None:
     q = rows["q"]
     for argument, x in rows.items():
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name}: {argument} must have a real floating dtype, got {x.dtype}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: {argument} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.ndim != 3:

@@ -22,6 +22,7 @@ from jax_baracuda._core.arrays import (
     DTYPES_OF_WHOLE_BYTES,
     as_array,
     as_bits,
+    check_choice,
     check_one_for_each,
     element_bits,
     in_range,
@@ -565,8 +566,7 @@ def _canonicalize(
     start_indices: Any,
     mode: WriteMode,
 ) -> _Update:
-    if not isinstance(mode, str) or mode not in ("clip", "drop"):
-        raise ValueError(f"{name}: mode must be 'clip' or 'drop', got {mode!r}")
+    check_choice(name, "mode", mode, "clip", "drop")
     dest, source = as_array(name, dest_name, dest), as_array(name, source_name, source)
     if source.dtype != dest.dtype:
         raise TypeError(f"{name}: {source_name} must have the dtype of {dest_name}, {dest.dtype}, got {source.dtype}")

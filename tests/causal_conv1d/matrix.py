@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.matrix.calls import (
     Operand,
     Options,
     Problem,
+    by_name,
     declare,
     finite_numbers,
     passed,
@@ -63,9 +65,23 @@ def _signal(options: Options) -> tuple[str, ...]:
     return ("example", "time", "channel") if options["channels_last"] else ("example", "channel", "time")
 
 
-def _wide(dtype: str, options: Options) -> str:
-    is_narrow = dtype in ("float16", "bfloat16")
-    return "float32" if options["parameter_dtype"] == "wide" and is_narrow else dtype
+def _weights(dtype: str, options: Options) -> dict[str, Operand]:
+    """The filter and, if the call has one, the bias."""
+    is_wide = options["parameter_dtype"] == "wide" and dtype in ("float16", "bfloat16")
+    dims = {"weight": ("channel", "tap")} | ({"bias": ("channel",)} if options["bias"] else {})
+    return {name: Operand(name, of, finite_numbers, dtype="float32" if is_wide else dtype) for name, of in dims.items()}
+
+
+def _problem(options: Options, operands: Mapping[str, Operand], run: Callable[..., Any], **fields: Any) -> Problem:
+    """`run`: ``(activation, **arrays)``, the call in plain JAX."""
+    plain, majorant = (functools.partial(run, activation) for activation in _ACTIVATIONS[options["activation"]])
+    return Problem(
+        operands=tuple(operands.values()),
+        reference=plain,
+        majorant=majorant,
+        draw_cotangents=finite_numbers,
+        **fields,
+    )
 
 
 def same_sequences(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -126,13 +142,7 @@ STRATEGY_OPTIONS = tuple(
 
 
 def _parameters(dtype: str, options: Options) -> dict[str, Operand]:
-    wide = _wide(dtype, options)
-    operands = {
-        "x": Operand("x", _signal(options), finite_numbers),
-        "weight": Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
-    }
-    if options["bias"]:
-        operands["bias"] = Operand("bias", ("channel",), finite_numbers, dtype=wide)
+    operands = {"x": Operand("x", _signal(options), finite_numbers)} | _weights(dtype, options)
     if options["initial_state"]:
         operands["initial_state"] = Operand("initial_state", ("example", "channel", "state"), finite_numbers)
     if options["segment_ids"]:
@@ -154,30 +164,18 @@ def _run(activation: Callable[..., Any], options: Options, arrays: Mapping[str, 
 
 
 def _forward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
-    operands = _parameters(dtype, options)
-    names = tuple(operands)
+    def run(activation: Callable[..., Any], **arrays: Any) -> Any:
+        y, state = _run(activation, options, arrays)
+        return (y, state) if options["return_final_state"] else y
 
-    def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            y, state = _run(activation, options, dict(zip(names, arrays, strict=True)))
-            return (y, state) if options["return_final_state"] else y
-
-        return call
-
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(names, arrays, strict=True))
-        return function(**given, **passed(options, "activation", "channels_last", "return_final_state"))
-
-    plain, majorant = _ACTIVATIONS[options["activation"]]
     state = (("example", "channel", "state"),) if options["return_final_state"] else ()
-    return Problem(
-        operands=tuple(operands.values()),
-        apply=apply,
-        reference=bound(plain),
-        majorant=bound(majorant),
+    return _problem(
+        options,
+        _parameters(dtype, options),
+        run,
+        apply=by_name(options, "activation", "channels_last", "return_final_state"),
         results=(_signal(options), *state),
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
-        draw_cotangents=finite_numbers,
         free=("example", "channel"),
         carry=(0, 0),
     )
@@ -203,36 +201,24 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     operands["d_output"] = Operand("d_output", _signal(options), finite_numbers)
     if options["d_final_state"]:
         operands["d_final_state"] = Operand("d_final_state", ("example", "channel", "state"), finite_numbers)
-    names = tuple(operands)
     primals = [name for name in ("x", "weight", "bias", "initial_state") if name in operands]
 
-    def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            given = dict(zip(names, arrays, strict=True))
+    def run(activation: Callable[..., Any], d_output: Any, d_final_state: Any = None, **given: Any) -> Any:
+        def forward(*chosen: Any) -> tuple[Any, Any]:
+            return _run(activation, options, {**given, **dict(zip(primals, chosen, strict=True))})
 
-            def forward(*chosen: Any) -> tuple[Any, Any]:
-                return _run(activation, options, {**given, **dict(zip(primals, chosen, strict=True))})
+        (_, state), pull = jax.vjp(forward, *(given[name] for name in primals))
+        return pull((d_output, jnp.zeros_like(state) if d_final_state is None else d_final_state))
 
-            (_, state), pull = jax.vjp(forward, *(given[name] for name in primals))
-            return pull((given["d_output"], given.get("d_final_state", jnp.zeros_like(state))))
-
-        return call
-
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(names, arrays, strict=True))
-        return function(**given, **passed(options, "activation", "channels_last"))
-
-    plain, majorant = _ACTIVATIONS[options["activation"]]
-    return Problem(
-        operands=tuple(operands.values()),
-        apply=apply,
-        reference=bound(plain),
-        majorant=bound(majorant),
+    return _problem(
+        options,
+        operands,
+        run,
+        apply=by_name(options, "activation", "channels_last"),
         results=tuple(operands[name].dims for name in primals),
         result_dtypes=tuple(operands[name].dtype for name in primals),
         rounded_dims=("time",),
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
-        draw_cotangents=finite_numbers,
     )
 
 
@@ -252,43 +238,34 @@ declare(
 
 def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     """Updates of states in a pool."""
-    wide, has_accepted = _wide(dtype, options), options["slots"] == "accepted"
     is_single = options["inputs"] == "one"
     signal = ("example", "channel") if is_single else _signal(options)
-    num_inputs = 1 if is_single else sizes["time"]
-    operands = [
-        Operand("x", signal, finite_numbers),
-        Operand("pool", ("slot", "channel", "entry"), finite_numbers),
-        Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
-        *([Operand("bias", ("channel",), finite_numbers, dtype=wide)] if options["bias"] else []),
-        Operand("state_slots", ("example",), slots(sizes["slot"]), dtype="int32"),
-        *([Operand("num_accepted", ("example",), slots(num_inputs), dtype="int32")] if has_accepted else []),
-    ]
-    names = tuple(operand.name for operand in operands)
+    operands = {
+        "x": Operand("x", signal, finite_numbers),
+        "pool": Operand("pool", ("slot", "channel", "entry"), finite_numbers),
+        **_weights(dtype, options),
+        "state_slots": Operand("state_slots", ("example",), slots(sizes["slot"]), dtype="int32"),
+    }
+    if options["slots"] == "accepted":
+        num_inputs = 1 if is_single else sizes["time"]
+        operands["num_accepted"] = Operand("num_accepted", ("example",), slots(num_inputs), dtype="int32")
 
-    def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            given = dict(zip(names, arrays, strict=True))
-            x = given["x"][:, :, None] if is_single else _swapped(given["x"], options["channels_last"])
-            y, pool = pool_reference(activation, {**given, "x": x})
-            return y[:, :, 0] if is_single else _swapped(y, options["channels_last"]), pool
+    def run(activation: Callable[..., Any], x: Any, **others: Any) -> Any:
+        x = x[:, :, None] if is_single else _swapped(x, options["channels_last"])
+        y, pool = pool_reference(activation, {**others, "x": x})
+        return y[:, :, 0] if is_single else _swapped(y, options["channels_last"]), pool
 
-        return call
+    def apply(function: Callable[..., Any], pool: Any, **others: Any) -> Any:
+        return function(state=pool, **others, **passed(options, "activation", "channels_last"))
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(names, arrays, strict=True))
-        return function(state=given.pop("pool"), **given, **passed(options, "activation", "channels_last"))
-
-    plain, majorant = _ACTIVATIONS[options["activation"]]
-    return Problem(
-        operands=tuple(operands),
+    return _problem(
+        options,
+        operands,
+        run,
         apply=apply,
-        reference=bound(plain),
-        majorant=bound(majorant),
         results=(signal, ("slot", "channel", "entry")),
         gradient_roundings=2,
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
-        draw_cotangents=finite_numbers,
         free=("channel",),
         carry=(1, 1),
     )
@@ -297,45 +274,31 @@ def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     if options["slots"] is not ABSENT:
         return _pool_problem(dtype, options, sizes)
-    wide = _wide(dtype, options)
     is_single = options["inputs"] == "one"
     signal = ("example", "channel") if is_single else _signal(options)
+    state_dims = ("example", "channel", "old" if options["state"] == "long" else "state")
     operands = {
         "x": Operand("x", signal, finite_numbers),
-        "state": Operand(
-            "state", ("example", "channel", "old" if options["state"] == "long" else "state"), finite_numbers
-        ),
-        "weight": Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
+        "state": Operand("state", state_dims, finite_numbers),
+        **_weights(dtype, options),
     }
-    if options["bias"]:
-        operands["bias"] = Operand("bias", ("channel",), finite_numbers, dtype=wide)
-    names = tuple(operands)
 
-    def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            given = dict(zip(names, arrays, strict=True))
-            x = given["x"][:, :, None] if is_single else _swapped(given["x"], options["channels_last"])
-            kept = given["weight"].shape[1] - 1
-            inputs = jnp.concatenate([given["state"], x], axis=2)
-            length = given["state"].shape[2]
-            state = given["state"][:, :, length - kept :]
-            y, _ = reference(activation, x, given["weight"], given.get("bias"), state, None)
-            y = y[:, :, 0] if is_single else _swapped(y, options["channels_last"])
-            return y, inputs[:, :, inputs.shape[2] - length :]
+    def run(activation: Callable[..., Any], x: Any, state: Any, weight: Any, bias: Any = None) -> Any:
+        x = x[:, :, None] if is_single else _swapped(x, options["channels_last"])
+        length = state.shape[2]
+        inputs = jnp.concatenate([state, x], axis=2)
+        recent = state[:, :, length - (weight.shape[1] - 1) :]
+        y, _ = reference(activation, x, weight, bias, recent, None)
+        y = y[:, :, 0] if is_single else _swapped(y, options["channels_last"])
+        return y, inputs[:, :, inputs.shape[2] - length :]
 
-        return call
-
-    plain, majorant = _ACTIVATIONS[options["activation"]]
-    return Problem(
-        operands=tuple(operands.values()),
-        apply=lambda function, *arrays: function(
-            **dict(zip(names, arrays, strict=True)), **passed(options, "activation", "channels_last")
-        ),
-        reference=bound(plain),
-        majorant=bound(majorant),
-        results=(signal, operands["state"].dims),
+    return _problem(
+        options,
+        operands,
+        run,
+        apply=by_name(options, "activation", "channels_last"),
+        results=(signal, state_dims),
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),
-        draw_cotangents=finite_numbers,
         free=("example", "channel"),
         carry=(1, 1),
     )
@@ -491,38 +454,31 @@ LARGE_RAGGED_SIZES: dict[str, Sizes] = {
 
 
 def _ragged_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
-    wide = _wide(dtype, options)
     pool = ("slot", "channel", "old" if options["states"] == "long" else "state")
-    operands = [
-        Operand("x", ("token", "channel"), finite_numbers),
-        Operand("states", pool, finite_numbers),
-        Operand("weight", ("channel", "tap"), finite_numbers, dtype=wide),
-        *([Operand("bias", ("channel",), finite_numbers, dtype=wide)] if options["bias"] else []),
-        Operand("ends", ("sequence",), ends_of_sequences(sizes["token"]), dtype=options["integers"]),
-        Operand("state_slots", ("sequence",), slots(sizes["slot"]), dtype=options["integers"]),
-        Operand("has_state", ("sequence",), flags, dtype="bool"),
-    ]
-    names = tuple(operand.name for operand in operands)
+    operands = {
+        "x": Operand("x", ("token", "channel"), finite_numbers),
+        "states": Operand("states", pool, finite_numbers),
+        **_weights(dtype, options),
+        "ends": Operand("ends", ("sequence",), ends_of_sequences(sizes["token"]), dtype=options["integers"]),
+        "state_slots": Operand("state_slots", ("sequence",), slots(sizes["slot"]), dtype=options["integers"]),
+        "has_state": Operand("has_state", ("sequence",), flags, dtype="bool"),
+    }
 
-    def bound(activation: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arrays: ragged_reference(activation, dict(zip(names, arrays, strict=True)))
+    def run(activation: Callable[..., Any], **arrays: Any) -> Any:
+        return ragged_reference(activation, arrays)
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(names, arrays, strict=True))
-        ends = given.pop("ends")
+    def apply(function: Callable[..., Any], ends: Any, **others: Any) -> Any:
         cu_seqlens = jnp.concatenate([jnp.zeros(1, ends.dtype), reshard_as(ends, ends, (None,))])
-        return function(**given, cu_seqlens=cu_seqlens, **passed(options, "activation"))
+        return function(**others, cu_seqlens=cu_seqlens, **passed(options, "activation"))
 
-    plain, majorant = _ACTIVATIONS[options["activation"]]
-    return Problem(
-        operands=tuple(operands),
+    return _problem(
+        options,
+        operands,
+        run,
         apply=apply,
-        reference=bound(plain),
-        majorant=bound(majorant),
         results=(("token", "channel"), pool),
         gradient_roundings=2,
         terms=sizes["tap"] * max(1, sizes["token"]),
-        draw_cotangents=finite_numbers,
         free=("channel",),
         carry=(1, 1),
     )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support import cases, handlers
+from support import cases
 from support.cases import Expected
-from support.handlers import Array, Call
 
 from jax_baracuda import causal_conv1d
 
@@ -296,86 +294,3 @@ def check_gradients(
     for name, gradient in actual.items():
         gradient = in_layout(gradient, channels_last) if name == "x" else gradient
         expected[name].check(gradient, f"{where} d_{name}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Direct calls of the native targets.
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """All of them different, so that no dimension passes for another."""
-
-    batch: int = 3
-    examples: int = 2
-    channels: int = 6
-    length: int = 7
-    width: int = 5
-    state_length: int = 8
-    """The length of the updated state."""
-
-
-SIZES = Sizes()
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """Names of the arrays of a target, in order."""
-
-    operands: tuple[str, ...]
-    optional_operands: tuple[str, ...]
-    results: tuple[str, ...]
-
-
-TARGETS = {
-    "causal_conv1d": Target(("x", "weight"), ("bias", "initial_state", "same_sequence"), ("y",)),
-    "causal_conv1d_backward": Target(
-        ("x", "weight", "d_output"),
-        ("bias", "initial_state", "same_sequence", "d_final_state"),
-        ("dx", "dweight", "dbias"),
-    ),
-    "causal_conv1d_update": Target(("x", "state", "weight"), ("bias",), ("y", "new_state")),
-}
-
-
-def named_arrays(sizes: Sizes, channels_last: bool, dtype: str) -> dict[str, Array]:
-    """All arrays that a target can have."""
-    outer = (sizes.batch, sizes.examples)
-    time_and_channel = (sizes.length, sizes.channels) if channels_last else (sizes.channels, sizes.length)
-    compute_dtype = dtype if dtype == "float64" else "float32"
-    weight, bias = (sizes.batch, sizes.channels, sizes.width), (sizes.batch, sizes.channels)
-    arrays = [
-        *(Array(name, (*outer, *time_and_channel), dtype) for name in ("x", "d_output", "y", "dx")),
-        Array("weight", weight, dtype),
-        Array("bias", bias, dtype),
-        Array("dweight", weight, compute_dtype),
-        Array("dbias", bias, compute_dtype),
-        Array("same_sequence", (*outer, sizes.length), "uint8"),
-        *(
-            Array(name, (*outer, sizes.channels, sizes.width - 1), dtype)
-            for name in ("initial_state", "d_initial_state", "d_final_state")
-        ),
-        *(Array(name, (*outer, sizes.channels, sizes.state_length), dtype) for name in ("state", "new_state")),
-    ]
-    return {array.name: array for array in arrays}
-
-
-def good_call(
-    target: str,
-    channels_last: bool = False,
-    *,
-    optional: Collection[str] | None = None,
-    sizes: Sizes = SIZES,
-    dtype: str = "float32",
-) -> Call:
-    """A valid call, with these optional operands; None: all of them."""
-    names = TARGETS[target]
-    present = [name for name in names.optional_operands if optional is None or name in optional]
-    results = [*names.results]
-    if target == "causal_conv1d_backward" and "initial_state" in present:
-        results.append("d_initial_state")
-    arrays = named_arrays(sizes, channels_last, dtype)
-    operands = [arrays[name] for name in (*names.operands, *present)]
-    params = {f"has_{name}": name in present for name in names.optional_operands}
-    params |= {"channels_last": channels_last, "silu": True}
-    return handlers.good_call(target, operands, [arrays[name] for name in results], params)

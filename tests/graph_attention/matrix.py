@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -192,16 +192,16 @@ CONSTRAINTS = (
 )
 
 
-def _call_by_edges(options: Options, function: Callable[..., Any], arrays: Sequence[Any], *ids: Any, bias: Any) -> Any:
+def _call_by_edges(
+    options: Options, function: Callable[..., Any], query: Any, key: Any, gather_ids: Any, segment_ids: Any, **more: Any
+) -> Any:
     """Calls `function` with ids, or with a plan made from them."""
-    query, key, *_ = arrays
-    gather_ids, segment_ids = ids
-    keywords = {} if bias is None else {"bias": bias}
-    keywords |= passed(options, *(name for name in ("scale", "negative_slope") if name in options))
+    more |= passed(options, *(name for name in ("scale", "negative_slope") if name in options))
     if options["plan"]:
         plan = jax_baracuda.segment_plan(segment_ids, query.shape[0], gather_ids, key.shape[0])
-        return function(*arrays, plan=plan, **keywords)
-    return function(*arrays, *ids, **keywords, **passed(options, "indices_are_sorted", "mode"))
+        return function(query, key, plan=plan, **more)
+    more |= passed(options, "indices_are_sorted", "mode")
+    return function(query, key, gather_ids=gather_ids, segment_ids=segment_ids, **more)
 
 
 def _problem(is_additive: bool, dtype: str, options: Options, sizes: Sizes) -> Problem:
@@ -219,8 +219,8 @@ def _problem(is_additive: bool, dtype: str, options: Options, sizes: Sizes) -> P
     slope = NEGATIVE_SLOPE if slope is ABSENT else slope
 
     def reference_of(is_majorant: bool) -> Callable[..., Any]:
-        def call(query: Any, key: Any, other: Any, gather_ids: Any, segment_ids: Any, *biases: Any) -> Any:
-            bias = biases[0] if biases else None
+        def call(query: Any, key: Any, gather_ids: Any, segment_ids: Any, bias: Any = None, **others: Any) -> Any:
+            [other] = others.values()
             bias = bias[:, None] if options["bias"] == "edge" else bias
             ids = wide_ids(segment_ids)
             ids = jnp.clip(ids, 0, num_segments - 1) if options["mode"] == "clip" else ids
@@ -234,10 +234,6 @@ def _problem(is_additive: bool, dtype: str, options: Options, sizes: Sizes) -> P
 
         return call
 
-    def apply(function: Callable[..., Any], query: Any, key: Any, other: Any, *ids_and_bias: Any) -> Any:
-        ids, biases = ids_and_bias[:2], ids_and_bias[2:]
-        return _call_by_edges(options, function, (query, key, other), *ids, bias=biases[0] if biases else None)
-
     is_sorted = bool(options["indices_are_sorted"])
     return Problem(
         operands=(
@@ -248,7 +244,7 @@ def _problem(is_additive: bool, dtype: str, options: Options, sizes: Sizes) -> P
             Operand("segment_ids", ("row",), ids_of(num_segments, is_sorted), dtype=options["ids_dtype"]),
             *biases,
         ),
-        apply=apply,
+        apply=functools.partial(_call_by_edges, options),
         reference=reference_of(False),
         majorant=reference_of(True),
         results=(("segment", "feature", width),),

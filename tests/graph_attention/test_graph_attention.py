@@ -306,7 +306,7 @@ PLAN: dict[str, Any] = {"segment_ids": IDS, "num_segments": 2, "gather_ids": IDS
     ("error", "changed"),
     [
         ("TypeError: query must be an array, got list", {"query": [1.0]}),
-        ("TypeError: query must have a floating dtype, got int32", {"query": QUERY.astype(np.int32)}),
+        ("TypeError: query must have a real floating dtype, got int32", {"query": QUERY.astype(np.int32)}),
         (r"ValueError: query must have .* \[rows, heads, features\], got \(3, 4\)", {"query": QUERY[0]}),
         (r"ValueError: key must have .* \[rows, heads, features\], got \(3, 4\)", {"key": KEY[0]}),
         ("TypeError: key must have the dtype of query, got float16 and float32", {"key": KEY.astype(np.float16)}),
@@ -331,7 +331,7 @@ PLAN: dict[str, Any] = {"segment_ids": IDS, "num_segments": 2, "gather_ids": IDS
             r"ValueError: key must have rows for 5 edges to gather, got shape \(0, 3, 4\)",
             {"key": KEY[:0], "value": VALUE[:0]},
         ),
-        ("TypeError: bias must have a floating dtype, got int32", {"bias": IDS}),
+        ("TypeError: bias must have a real floating dtype, got int32", {"bias": IDS}),
         (r"ValueError: bias must be \[E\] or \[E, H\], .* \(5,\) or \(5, 3\), got \(4,\)", {"bias": WEIGHTS[0]}),
         (r"ValueError: bias must be \[E\] or \[E, H\], .* got \(5, 1\)", {"bias": np.ones((5, 1))}),
     ],
@@ -348,7 +348,7 @@ def test_errors(kind: str, error: str, changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("error", "changed"),
     [
-        ("TypeError: value must have a floating dtype, got int32", {"value": VALUE.astype(np.int32)}),
+        ("TypeError: value must have a real floating dtype, got int32", {"value": VALUE.astype(np.int32)}),
         ("TypeError: value must have the dtype of query, got float16 and float32", {"value": VALUE.astype(np.float16)}),
         (r"ValueError: value must have .* \[rows, heads, features\], got \(3, 7\)", {"value": VALUE[0]}),
         (r"ValueError: value must be \[N, H, Dv\] .* \(5, 3, 7\) and key.shape = \(6, 3, 4\)", {"value": VALUE[:5]}),
@@ -365,7 +365,7 @@ def test_errors_of_dot_products(error: str, changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("error", "changed"),
     [
-        ("TypeError: score_weights must have a floating dtype, got int32", {"score_weights": IDS}),
+        ("TypeError: score_weights must have a real floating dtype, got int32", {"score_weights": IDS}),
         (r"ValueError: score_weights must be \[H, D\] .* \(4,\) and query.shape = .*", {"score_weights": WEIGHTS[0]}),
         ("TypeError: negative_slope must be .*", {"negative_slope": None}),
         (r"ValueError: negative_slope must be finite in float32, got -1e\+39", {"negative_slope": -1e39}),

@@ -26,8 +26,8 @@ Sizes = Mapping[str, Any]
 BASE = 10000.0
 
 
-def _rotate(direction: int, angle_errors: float | None, options: Options, x: Any, positions: Any, inv_freq: Any) -> Any:
-    """Rotates x, whose layout is in the options."""
+def rotated(direction: int, angle_errors: float | None, options: Options, x: Any, positions: Any, inv_freq: Any) -> Any:
+    """Rotates x, whose layout is in the options. With `angle_errors`, the majorant: the errors of angles, relative."""
     heads_first = options["layout"] != "BSHD"
     x = x if heads_first else jnp.swapaxes(x, 1, 2)
     size = x.shape[3]
@@ -86,14 +86,12 @@ def _problem(
         return ("example", *(("sequence", head) if options["layout"] == "BSHD" else (head, "sequence")), "feature")
 
     operands = [Operand(name, dims(head), numbers) for name, head in zip(names, heads, strict=True)]
-    keywords = []
     if options["positions"]:
         of_each, positions_dtype = options["positions"].split(" ")
         most = MAX_POSITION_64 if dtype == "float64" else MAX_POSITION
         shape = ("sequence",) if of_each == "shared" else ("example", "sequence")
         shape = shape if options["sections"] is ABSENT else ("two", *shape)
         operands.append(Operand("positions", shape, integers(-most, most), dtype=positions_dtype))
-        keywords.append("positions")
     if options["inv_freq"]:
         wide = "float64" if dtype == "float64" else "float32"
         pair = "half" if options["rotary_dim"] is ABSENT else "pair"
@@ -107,22 +105,14 @@ def _problem(
                 has_sign=True,
             )
         )
-        keywords.append("inv_freq")
-    rotated = len(names)
 
     def bound(angle_errors: float | None) -> Callable[..., Any]:
-        def call(*arrays: Any) -> Any:
-            given = dict(zip(keywords, arrays[rotated:], strict=True))
-            results = tuple(
-                _rotate(direction, angle_errors, options, x, given.get("positions"), given.get("inv_freq"))
-                for x in arrays[:rotated]
-            )
-            return results if rotated > 1 else results[0]
+        def call(positions: Any = None, inv_freq: Any = None, **features: Any) -> Any:
+            return [rotated(direction, angle_errors, options, x, positions, inv_freq) for x in features.values()]
 
         return call
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        given = dict(zip(keywords, arrays[rotated:], strict=True))
+    def apply(function: Callable[..., Any], **arrays: Any) -> Any:
         chosen = passed(options, "base", "interleaved", "layout", "rotary_dim", "scale")
         size = sizes["feature"]
         rotary = options["rotary_dim"] or size
@@ -132,16 +122,16 @@ def _problem(
             chosen["sections_interleaved"] = options["sections"] == "interleaved"
             second = rotary // 4 if chosen["sections_interleaved"] else rotary // 2 - 1
             chosen["sections"] = (rotary // 2 - second, second)
-        return function(*arrays[:rotated], **given, **chosen)
+        return function(**arrays, **chosen)
 
     return Problem(
         operands=tuple(operands),
         apply=apply,
         reference=bound(None),
         majorant=bound(1.0 if dtype == "float64" else 0.0),  # the others have exact angles
-        results=tuple(operand.dims for operand in operands[:rotated]),
+        results=tuple(map(dims, heads)),
         terms=2,
-        free=("example", *(heads if rotated == 1 else ()), *(("sequence",) if options["positions"] else ())),
+        free=("example", *(heads if len(heads) == 1 else ()), *(("sequence",) if options["positions"] else ())),
         carry=(0, 0),
     )
 

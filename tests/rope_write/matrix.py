@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from rope.matrix import BASE
+from rope.matrix import rotated
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
     Call,
-    Constraint,
     Operand,
     Options,
     Problem,
@@ -56,38 +54,24 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     size = sizes["feature"]
     rotary = options["rotary_dim"] or size
     offset = size - rotary if options["rotary_offset"] else 0
-    sections = (rotary // 2 - 1, 1) if options["sections"] else None
+    sections = (1, rotary // 2 - 1) if options["sections"] else None
 
-    def rotated(x: Any, positions: Any, is_majorant: bool) -> Any:
-        inv_freq = jnp.asarray(BASE ** (-np.arange(0, rotary, 2, dtype=np.float64) / rotary))
-        of_pairs = positions[:, None] if sections is None else positions[np.repeat([0, 1], sections)].T
-        angle = (of_pairs.astype(jnp.float64) * inv_freq)[:, None]
-        scale = options["scale"] or 1.0
-        cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-        if is_majorant:  # the length of the pair, and the rounding error of the angle in float64
-            cos = sin = scale * (1 + jnp.abs(angle) * (dtype == "float64"))
-        before, turned, after = jnp.split(x, [offset, offset + rotary], axis=-1)
-        halves = options["interleaved"] is False
-        first, second = jnp.split(turned, 2, axis=-1) if halves else (turned[..., ::2], turned[..., 1::2])
-        pair = (first * cos + (1 if is_majorant else -1) * second * sin, second * cos + first * sin)
-        turned = jnp.concatenate(pair, axis=-1) if halves else jnp.stack(pair, axis=-1).reshape(turned.shape)
-        return jnp.concatenate([before, turned, after], axis=-1)
+    def bound(angle_errors: float | None) -> Callable[..., Any]:
+        rotate = functools.partial(rotated, 1, angle_errors, {**options, "layout": "BSHD", "base": ABSENT})
 
-    def bound(is_majorant: bool) -> Callable[..., Any]:
-        def call(q: Any, k: Any, v: Any, keys: Any, values: Any, positions: Any, at: Any, layer: Any = None) -> Any:
-            k = rotated(k, positions, is_majorant)
-            caches = (written(*x, at, axis, layer) for x in ((keys, k), (values, v)))
-            return (rotated(q, positions, is_majorant), *caches)
+        def call(
+            q: Any, k: Any, v: Any, key_cache: Any, value_cache: Any, positions: Any, slots: Any, layer: Any = None
+        ) -> Any:
+            q, k = (rotate(x[None], positions, None)[0] for x in (q, k))
+            return (q, *(written(*x, slots, axis, layer) for x in ((key_cache, k), (value_cache, v))))
 
         return call
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
+    def apply(function: Callable[..., Any], **arrays: Any) -> Any:
         chosen = passed(options, "axis", "interleaved", "rotary_dim", "scale")
         if options["rotary_offset"]:
             chosen["rotary_offset"] = offset
-        if has_layer:
-            chosen["layer"] = arrays[7]
-        return function(*arrays[:7], sections=sections, **chosen)
+        return function(**arrays, sections=sections, **chosen)
 
     def cache() -> tuple[str, ...]:
         dims = ["head", "feature"]
@@ -106,8 +90,8 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             *((of_layer,) if has_layer else ()),
         ),
         apply=apply,
-        reference=bound(False),
-        majorant=bound(True),
+        reference=bound(None),
+        majorant=bound(1.0 if dtype == "float64" else 0.0),
         results=(rows["q"], *caches.values()),
         terms=2,
         carry=(3, 1),
@@ -122,12 +106,6 @@ declare(
         large_sizes=LARGE_SIZES,
         options=OPTIONS,
         problem=_problem,
-        constraints=(
-            Constraint(
-                "vmap maps an operand that the call has",
-                lambda batch, layer: batch == "one:layer" and layer is ABSENT,
-            ),
-        ),
         has_carry=True,
     )
 )

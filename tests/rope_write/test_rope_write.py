@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rope_write.reference import LAYERS, RopeWrite, make_call
-from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, assert_same_bits, assert_same_values
+from support.kernels import Batch, kernels_in
 from support.programs import copies_of
 
 from jax_baracuda import rope_write

@@ -20,6 +20,7 @@ from support.matrix.calls import (
     Operand,
     Options,
     Problem,
+    by_name,
     declare,
     finite_numbers,
     numbers,
@@ -544,19 +545,23 @@ def _ids(options: Options, sizes: Sizes) -> Operand:
 
 
 def _call_of_rows(
-    options: Options, num_segments: int, function: Callable[..., Any], arrays: Sequence[Any], keywords: Sequence[str]
+    options: Options,
+    num_segments: int,
+    keywords: Sequence[str],
+    function: Callable[..., Any],
+    segment_ids: Any,
+    **others: Any,
 ) -> Any:
-    """Calls `function` with the ids, the last of `arrays`, or with a plan made from them."""
-    *others, ids = arrays
+    """Calls `function` with the ids, or with a plan made from them."""
     if options["plan"]:
         keywords = [key for key in keywords if key != "mode"]
         # Functions of rows ignore the gather ids of a plan.
-        num_rows = ids.shape[0]
+        num_rows = segment_ids.shape[0]
         gather = (jnp.arange(num_rows)[::-1], num_rows) if options["plan"] == "of edges" else ()
-        plan = jax_baracuda.segment_plan(ids, num_segments, *gather)
-        return function(*others, plan=plan, **passed(options, *keywords))
+        plan = jax_baracuda.segment_plan(segment_ids, num_segments, *gather)
+        return function(**others, plan=plan, **passed(options, *keywords))
     kwargs = {"num_segments": num_segments} if options.get("num_segments", ABSENT) is not ABSENT else {}
-    return function(*others, ids, **kwargs, **passed(options, *keywords))
+    return function(**others, segment_ids=segment_ids, **kwargs, **passed(options, *keywords))
 
 
 def _num_segments(options: Options, sizes: Sizes, ids: Any) -> int:
@@ -597,14 +602,13 @@ def declare_reduction(
         buckets = 0 if chosen.get("bucket_size") is ABSENT else -(-sizes["row"] // chosen["bucket_size"])
 
         def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(data: Any, ids: Any) -> Any:
-                data = jnp.broadcast_to(data, (*ids.shape, *data.shape[1:]))
-                return _clipped(function, chosen["mode"])(data, ids, _num_segments(chosen, sizes, ids))
+            def call(segment_ids: Any, **others: Any) -> Any:
+                [data] = others.values()
+                data = jnp.broadcast_to(data, (*segment_ids.shape, *data.shape[1:]))
+                num_segments = _num_segments(chosen, sizes, segment_ids)
+                return _clipped(function, chosen["mode"])(data, segment_ids, num_segments)
 
             return call
-
-        def apply(function: Callable[..., Any], data: Any, ids: Any) -> Any:
-            return _call_of_rows(chosen, sizes["segment"], function, (data, ids), keywords)
 
         has_sign = majorant_of is not None or is_selection
         return Problem(
@@ -612,7 +616,7 @@ def declare_reduction(
                 Operand(data_name, (row, *features), draw_of(chosen, sizes), has_sign=has_sign),
                 _ids(chosen, sizes),
             ),
-            apply=apply,
+            apply=functools.partial(_call_of_rows, chosen, sizes["segment"], keywords),
             reference=bound(reference_of(chosen)),
             majorant=None if majorant_of is None else bound(majorant_of(chosen)),
             results=(("row" if has_rows else "segment", *features),),
@@ -752,11 +756,10 @@ def _declare_gradient(
             data = (Operand("data", ("row", *features), draw_data(chosen, sizes), has_sign=data_is_selection),)
 
         def bound(gradient: Callable[..., Any]) -> Callable[..., Any]:
-            def call(d_output: Any, *data_and_ids: Any) -> Any:
-                *some_data, ids = data_and_ids
+            def call(d_output: Any, segment_ids: Any, **data: Any) -> Any:
                 if chosen["mode"] == "clip":
-                    ids = jnp.clip(ids.astype(jnp.int64), 0, num_segments - 1)
-                return gradient(d_output, *some_data, ids, num_segments)
+                    segment_ids = jnp.clip(segment_ids.astype(jnp.int64), 0, num_segments - 1)
+                return gradient(d_output, *data.values(), segment_ids, num_segments)
 
             return call
 
@@ -764,7 +767,7 @@ def _declare_gradient(
         draw = numbers if majorant_of is None else finite_numbers
         return Problem(
             operands=(Operand("d_output", ("segment", *features), draw), *data, _ids(chosen, sizes)),
-            apply=lambda function, *arrays: _call_of_rows(chosen, num_segments, function, arrays, ("mode", *keywords)),
+            apply=functools.partial(_call_of_rows, chosen, num_segments, ("mode", *keywords)),
             reference=bound(gradient_of(chosen)),
             majorant=None if majorant_of is None else bound(majorant_of(chosen)),
             results=(("row", *features),),
@@ -840,23 +843,22 @@ def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Pro
     features = _features(sizes)
 
     def of_sign(sign: int) -> Callable[..., Any]:
-        def call(d_p: Any, p: Any, ids: Any) -> Any:
-            gradient = _clipped(lambda d_p, ids, n: _softmax_gradient(sign, d_p, p, ids, n), options["mode"])
-            return gradient(d_p, ids, _num_segments(options, sizes, ids))
+        def call(d_output: Any, probabilities: Any, segment_ids: Any) -> Any:
+            gradient = functools.partial(_softmax_gradient, sign, d_output)
+            return _clipped(gradient, options["mode"])(
+                probabilities, segment_ids, _num_segments(options, sizes, segment_ids)
+            )
 
         return call
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        keywords = ("indices_are_sorted", "mode", "deterministic")
-        return _call_of_rows(options, sizes["segment"], function, arrays, keywords)
-
+    keywords = ("indices_are_sorted", "mode", "deterministic")
     return Problem(
         operands=(
             Operand("d_output", ("row", *features), finite_numbers),
             Operand("probabilities", ("row", *features), probabilities),
             _ids(options, sizes),
         ),
-        apply=apply,
+        apply=functools.partial(_call_of_rows, options, sizes["segment"], keywords),
         reference=of_sign(-1),
         majorant=of_sign(1),
         results=(("row", *features),),
@@ -890,16 +892,25 @@ declare(
 
 
 def _call_by_edges(
-    options: Options, num_segments: int, function: Callable[..., Any], arrays: Sequence[Any], ids: Any, **weighted: Any
+    options: Options,
+    num_segments: int | None,
+    function: Callable[..., Any],
+    data: Any,
+    gather_ids: Any,
+    segment_ids: Any,
+    **others: Any,
 ) -> Any:
-    """Calls `function` with the ids of edges, or with a plan made from them."""
-    gather_ids, segment_ids = ids
-    own = [name for name in ("tie_break", "deterministic") if name in options]
+    """Calls `function` with the ids of edges, or with a plan made from them.
+
+    `num_segments` is None if the function takes it from an array with a row for each segment.
+    """
+    others |= {"data": data} | passed(options, *(x for x in ("tie_break", "deterministic") if x in options))
     if options["plan"]:
-        plan = jax_baracuda.segment_plan(segment_ids, num_segments, gather_ids, arrays[-1].shape[0])
-        return function(*arrays, plan=plan, **weighted, **passed(options, *own))
-    keywords = ("indices_are_sorted", "mode", *own)
-    return function(*arrays, gather_ids, segment_ids, num_segments, **weighted, **passed(options, *keywords))
+        count = others["segment_data"].shape[0] if num_segments is None else num_segments
+        return function(**others, plan=jax_baracuda.segment_plan(segment_ids, count, gather_ids, data.shape[0]))
+    others |= passed(options, "indices_are_sorted", "mode")
+    others |= {} if num_segments is None else {"num_segments": num_segments}
+    return function(**others, gather_ids=gather_ids, segment_ids=segment_ids)
 
 
 def _weighted(rows: Any, weights: Any) -> Any:
@@ -918,19 +929,15 @@ def _gather_problem(
     weights = () if dims is None else (Operand("weights", ("row", *dims), numbers),)
     selects = "tie_break" in options
 
-    def apply(function: Callable[..., Any], data: Any, gather_ids: Any, segment_ids: Any, *weights: Any) -> Any:
-        weighted = {"weights": weights[0]} if weights else {}
-        return _call_by_edges(options, num_segments, function, (data,), (gather_ids, segment_ids), **weighted)
-
-    def reference(data: Any, gather_ids: Any, segment_ids: Any, *weights: Any) -> Any:
+    def reference(data: Any, gather_ids: Any, segment_ids: Any, weights: Any = None) -> Any:
         reduction = _clipped(reduction_of(options), options["mode"])
         rows = data[wide_ids(gather_ids)]
-        if not weights:
+        if weights is None:
             return reduction(rows, segment_ids, num_segments)
         # Dropped edges take no part, also in derivatives: NaN times the zero that they get back would be NaN.
         ids = wide_ids(segment_ids)
         is_dropped = (options["mode"] != "clip") & ((ids < 0) | (ids >= num_segments))
-        rows, factors = (jnp.where(is_dropped.reshape(-1, *[1] * (x.ndim - 1)), 0, x) for x in (rows, weights[0]))
+        rows, factors = (jnp.where(is_dropped.reshape(-1, *[1] * (x.ndim - 1)), 0, x) for x in (rows, weights))
         return reduction(_weighted(rows, factors), segment_ids, num_segments)
 
     return Problem(
@@ -940,7 +947,7 @@ def _gather_problem(
             _ids(options, sizes),
             *weights,
         ),
-        apply=apply,
+        apply=functools.partial(_call_by_edges, options, num_segments),
         reference=reference,
         results=(("segment", *features),),
         exact_value=selects,
@@ -970,7 +977,7 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
             _ids(options, sizes),
         ),
-        apply=lambda function, logits, data, *ids: _call_by_edges(options, num_segments, function, (logits, data), ids),
+        apply=functools.partial(_call_by_edges, options, num_segments),
         reference=reference_of(-1),
         majorant=reference_of(1),
         results=(("segment", *features),),
@@ -982,13 +989,6 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 def _dot_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     features, num_segments = _features(sizes), sizes["segment"]
-
-    def apply(function: Callable[..., Any], data: Any, segment_data: Any, gather_ids: Any, segment_ids: Any) -> Any:
-        if options["plan"]:
-            plan = jax_baracuda.segment_plan(segment_ids, num_segments, gather_ids, sizes["node"])
-            return function(data, segment_data, plan=plan, **passed(options, "deterministic"))
-        keywords = passed(options, "indices_are_sorted", "mode", "deterministic")
-        return function(data, segment_data, gather_ids, segment_ids, **keywords)
 
     def reference(data: Any, segment_data: Any, gather_ids: Any, segment_ids: Any) -> Any:
         ids = wide_ids(segment_ids)
@@ -1004,7 +1004,7 @@ def _dot_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
             _ids(options, sizes),
         ),
-        apply=apply,
+        apply=functools.partial(_call_by_edges, options, None),
         reference=reference,
         results=(("row", *features[:-1]),),
         terms=max(sizes["row"], *sizes["features"][-1:], 1),
@@ -1115,7 +1115,7 @@ def _take_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             Operand("data", ("node", *features), numbers),
             Operand("ids", ids_dims, draw, dtype=options["ids_dtype"]),
         ),
-        apply=lambda function, data, ids: function(data, ids, **passed(options, *TAKE_OPTIONS)),
+        apply=by_name(options, *TAKE_OPTIONS),
         reference=lambda data, ids: data[wide_ids(ids)],
         results=((*ids_dims, *features),),
         exact_value=True,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,6 @@ from support.cases import FLOATING, KERNEL_DTYPES, WIDE_INTEGERS, Expected, Shap
 import jax_baracuda
 
 Options = dict[str, Any]
-
-
-def kernels_in(text: str) -> list[str]:
-    """The targets of jax_baracuda that a lowered or compiled program calls, in order."""
-    return re.findall(r"custom_call(?: @|_target=\")jax_baracuda\.(\w+)[(\"]", text)
 
 
 def value_and_pullback(function: Callable[..., Any], x: Any, cotangent: Any) -> tuple[jax.Array, jax.Array]:
@@ -250,30 +243,6 @@ LIKE_JAX = (MAX, MIN, SUM, PROD)
 
 def options_id(options: Options) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items()) or "default"
-
-
-@dataclasses.dataclass
-class Batch:
-    """Many calls in one program, because compilation dominates the tests' time. Each call has a check of its result."""
-
-    calls: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
-    operands: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
-    checks: list[Callable[..., None]] = dataclasses.field(default_factory=list)
-
-    def add(self, call: Callable[..., Any], operands: Sequence[Any], check: Callable[..., None]) -> None:
-        """``check(*results)`` or ``check(result)`` gets what ``call(*operands)`` returned."""
-        self.calls.append(call)
-        self.operands.append(tuple(operands))
-        self.checks.append(check)
-
-    def run(self) -> collections.Counter[str]:
-        """Runs all calls in one program, checks their results, and returns how often each kernel is in it."""
-        program = jax.jit(lambda all_operands: [f(*x) for f, x in zip(self.calls, all_operands, strict=True)])
-        lowered = program.lower(self.operands)
-        results = lowered.compile()(self.operands)
-        for check, result in zip(self.checks, results, strict=True):
-            check(*result) if isinstance(result, tuple) else check(result)
-        return collections.Counter(kernels_in(lowered.as_text()))
 
 
 def errors_of_softmax(data: np.ndarray, ids: np.ndarray, cotangent: np.ndarray, segments: int) -> list[np.ndarray]:

@@ -27,10 +27,8 @@ from segment.reference import (
     REDUCTIONS,
     SOFTMAX,
     SUM,
-    Batch,
     Options,
     Reduction,
-    kernels_in,
 )
 from support import cases, recorded
 from support.cases import (
@@ -45,6 +43,7 @@ from support.cases import (
     assert_same_bits,
     assert_same_values,
 )
+from support.kernels import Batch, kernels_in
 from support.programs import small_integers
 
 import jax_baracuda

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.reference import ARGMAX, ARGMIN, Batch, Reduction
+from segment.reference import ARGMAX, ARGMIN, Reduction
 from support import cases
 from support.cases import Shape
+from support.kernels import Batch
 
 each_arg = pytest.mark.parametrize("reduction", [ARGMAX, ARGMIN], ids=str)
 

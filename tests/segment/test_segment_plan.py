@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.reference import DIFFERENTIABLE, REDUCTIONS, Reduction, kernels_in
+from segment.reference import DIFFERENTIABLE, REDUCTIONS, Reduction
 from support import cases, recorded
+from support.kernels import kernels_in
 from support.programs import small_floats
 
 import jax_baracuda

@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from segment.matrix import reference_prod
-from segment.reference import PROD, Batch
+from segment.reference import PROD
 from support import cases
 from support.cases import FLOATING, Shape, assert_same_bits
+from support.kernels import Batch
 from support.programs import small_integers
 
 from jax_baracuda import Implementation, forward_mode, segment_prod, segment_prod_backward

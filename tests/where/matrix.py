@@ -7,7 +7,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from support.matrix.calls import FLOATING, Call, Constraint, Operand, Options, Problem, declare, numbers, special
+from support.matrix.calls import (
+    FLOATING,
+    Call,
+    Constraint,
+    Operand,
+    Options,
+    Problem,
+    by_name,
+    declare,
+    numbers,
+    special,
+)
 
 Sizes = Mapping[str, Any]
 
@@ -64,7 +75,7 @@ def _where_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
             Operand("a", a, draw),
             Operand("b", b, draw),
         ),
-        apply=lambda function, *arrays: function(*arrays),
+        apply=by_name(options),
         reference=lambda cond, a, b: jnp.where(cond != 0, a, b),
         results=(ALL,),
         terms=max(1, sizes["head"] * sizes["query"] * sizes["key"]),

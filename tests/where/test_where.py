@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segment.reference import Batch, kernels_in
 from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits, assert_same_memory, random_bits
+from support.kernels import Batch, kernels_of
 from where.reference import (
     GRADIENT_SHAPES,
     KERNEL_DTYPES,
@@ -68,7 +68,7 @@ def test_dtypes_of_less_than_a_byte(rng: np.random.Generator, dtype: str) -> Non
     a, b = (rng.integers(0, 2, shape).astype(jnp.dtype(dtype)) for shape in ((5, 9), (9,)))
     cond = make_condition(rng, (5, 1))
     assert_same_bits(where(cond, a, b), reference(cond, a, b))
-    assert kernels_in(jax.jit(where).lower(cond, a, b).as_text()) == []
+    assert kernels_of(where, cond, a, b) == []
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
@@ -102,7 +102,7 @@ def test_gradient_of_other_dtypes(rng: np.random.Generator, dtype: str) -> None:
         dy = rng.integers(1, 3, (40, 5)).astype(a.dtype)
         ours, plain = (jax.jit(functools.partial(value_and_pullback, f)) for f in (where, jnp.where))
         kernels = ["where", "where_backward"] if dtype != "float8_e8m0fnu" else ["where"]
-        assert kernels_in(ours.lower(cond, a, b, dy).as_text()) == kernels
+        assert kernels_of(ours, cond, a, b, dy) == kernels
         value, *gradients = ours(cond, a, b, dy)
         assert_same_memory(value, reference(cond, a, b))  # plain JAX does not keep the bits of every NaN
         for got, want in zip(gradients, plain(cond, a, b, dy)[1:], strict=True):
@@ -178,11 +178,11 @@ def test_many_short_rows(rng: np.random.Generator, dtype: str) -> None:
 def test_many_dimensions(rng: np.random.Generator) -> None:
     """Operands may be repeated along every other one of many dimensions. Ranks above the kernels' run as plain JAX."""
     cond, a, b = make_operands(rng, ((2, 1) * 8, (1, 2) * 8, (2,) * 16))
-    assert kernels_in(jax.jit(where).lower(cond, a, b).as_text()) == ["where"]
+    assert kernels_of(where, cond, a, b) == ["where"]
     assert_same_memory(where(cond, a, b), reference(cond, a, b))
     high = [np.asarray(x)[(None,) * 17] for x in (cond, a, b)]
     operands = [jax.ShapeDtypeStruct((1,) * 20 + x.shape, x.dtype) for x in high]
-    assert kernels_in(jax.jit(where).lower(*operands).as_text()) == []
+    assert kernels_of(where, *operands) == []
 
 
 def test_broadcast_operands_are_not_written_out(rng: np.random.Generator) -> None:
@@ -248,7 +248,7 @@ def test_weak_results_are_of_the_kernel(rng: np.random.Generator, x64: bool) -> 
             assert value.weak_type and expected.weak_type
             assert jax.typeof(value) == jax.typeof(expected)
             assert_same_bits(value, np.asarray(expected))
-            assert kernels_in(ours.lower(a, b).as_text()) == ["where"]
+            assert kernels_of(ours, a, b) == ["where"]
             moving = [i for i, x in enumerate((a, b)) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)]
 
             def derivatives(function: Callable[..., Any], *operands: Any, moving: Any = moving) -> Any:
@@ -351,7 +351,7 @@ def test_kernels(rng: np.random.Generator) -> None:
             value, vjp = jax.vjp(function, *operands)
             return value, vjp(dy)
 
-        return kernels_in(jax.jit(run).lower(a, *operands).as_text())
+        return kernels_of(run, a, *operands)
 
     assert kernels(lambda a, b: where(cond, a, b), a, b) == ["where", "where_backward"]
     assert kernels(lambda a: where(cond, a, b), a) == ["where", "where"]

@@ -82,18 +82,13 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     heads.insert(axis, "slot")
     pool, rows = (*(("layer",) if has_layer else ()), *heads), ("token", "head", "feature")
 
-    def split(arrays: Any) -> tuple[Any, Any, Any, Any]:
-        return arrays[:num], arrays[num : 2 * num], arrays[2 * num], arrays[2 * num + 1] if has_layer else None
+    def apply(function: Callable[..., Any], slots: Any, layer: Any = None, **arrays: Any) -> Any:
+        given = ([arrays[name] for name in of_kind] for of_kind in zip(*names, strict=True))
+        arguments = (x[0] if num == 1 else x for x in given)
+        return function(*arguments, slots, layer=layer, **passed(options, "axis"))
 
-    def apply(function: Callable[..., Any], *arrays: Any) -> Any:
-        dests, own_rows, own_slots, layer = split(arrays)
-        arguments = (dests[0], own_rows[0]) if num == 1 else (list(dests), list(own_rows))
-        return function(*arguments, own_slots, layer=layer, **passed(options, "axis"))
-
-    def of_all(*arrays: Any) -> Any:
-        dests, own_rows, own_slots, layer = split(arrays)
-        results = [reference(*x, own_slots, axis, layer) for x in zip(dests, own_rows, strict=True)]
-        return results[0] if num == 1 else tuple(results)
+    def of_all(slots: Any, layer: Any = None, **arrays: Any) -> Any:
+        return [reference(arrays[pool], arrays[own_rows], slots, axis, layer) for pool, own_rows in names]
 
     of_layer = Operand("layer", (), slots(sizes["layer"]), dtype=options["layer"])
     row_dtype = options["conversion"]
@@ -115,10 +110,8 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     )
 
 
-def _has(operand: str, pools: str, layer: str | None) -> bool:
-    if operand == "layer":
-        return layer is not ABSENT
-    return operand == "slots" or (operand in ("dests", "rows")) == (pools == "one")
+def _has(operand: str, pools: str) -> bool:
+    return operand in ("slots", "layer") or (operand in ("dests", "rows")) == (pools == "one")
 
 
 declare(
@@ -132,7 +125,7 @@ declare(
         constraints=(
             Constraint(
                 "vmap maps an operand that the call has",
-                lambda batch, pools, layer: batch.startswith("one:") and not _has(batch[4:], pools, layer),
+                lambda batch, pools: batch.startswith("one:") and not _has(batch[4:], pools),
             ),
             Constraint(
                 "conversions to other dtypes are not those of NumPy and have tests of their own",

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.reference import kernels_in
 from support import cases
 from support.cases import assert_same_memory
+from support.kernels import kernels_of
 from support.programs import copies_of, small_integers
 from write_rows.reference import (
     ALL_DTYPES,
@@ -158,8 +158,7 @@ def test_several_pools(rng: np.random.Generator) -> None:
     assert isinstance(results, tuple)
     assert_same_numbers(results[0], reference_write(keys, new_keys, slots, scale=0.7))
     assert_same_numbers(results[1], reference_write(values, new_values, slots))
-    text = run.lower((keys, values), (new_keys, new_values), (0.7, None)).as_text()
-    assert kernels_in(text) == ["write_rows"]
+    assert kernels_of(run, (keys, values), (new_keys, new_values), (0.7, None)) == ["write_rows"]
     assert isinstance(write_rows([keys], [new_keys], slots), list)
     assert write_rows([], [], slots) == []
 
@@ -212,8 +211,8 @@ def test_vmap(rng: np.random.Generator) -> None:
         run = jax.jit(jax.vmap(write_rows, mapped))
         each = [[x[i] if axis == 0 else x for x, axis in zip(operands, mapped, strict=True)] for i in range(4)]
         assert_same_numbers(run(*operands), np.stack([reference_write(*x) for x in each]), str(mapped))
-        assert kernels_in(jax.jit(jax.vmap(lambda *x: write_rows(*x, implementation="kernel"), mapped))
-                          .lower(*operands).as_text()) == ["write_rows"]  # fmt: skip
+        by_kernel = jax.vmap(lambda *x: write_rows(*x, implementation="kernel"), mapped)
+        assert kernels_of(by_kernel, *operands) == ["write_rows"]
 
 
 @pytest.mark.parametrize("has_layer", [False, True])

@@ -81,11 +81,11 @@ def reference_write(dest: Any, source: Any, start: Sequence[Any], drop: bool) ->
     return jnp.where(is_inside, taken, dest)
 
 
-def _start_indices(options: Options, sizes: Sizes, dims: tuple[str, ...], *start: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The argument `start_indices`, and the start of each axis for the reference. `start`: the operand, if any."""
+def _start_indices(options: Options, sizes: Sizes, dims: tuple[str, ...], start: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The argument `start_indices`, and the start of each axis for the reference. `start`: the operand, or None."""
     time, new = sizes["time"], sizes["new"]
     of_kind = {"pair": (time - new) // 2, "integer": time - 1, "negative": -1}
-    [at] = start or [of_kind[options["start"]]]
+    at = of_kind[options["start"]] if start is None else start
     as_given = (at, at + new) if options["start"] == "pair" else at
     of_axes, starts = (tuple(x if name == "time" else 0 for name in dims) for x in (as_given, at))
     return of_axes, starts
@@ -104,14 +104,14 @@ def _write_slice_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     source = tuple(windowed.get(name, name) for name in dims)
     drop = options["mode"] == "drop"
 
-    def apply(function: Callable[..., Any], dest: Any, source: Any, *start: Any) -> Any:
-        return function(dest, source, _start_indices(options, sizes, dims, *start)[0], **passed(options, "mode"))
+    def apply(function: Callable[..., Any], dest: Any, source: Any, start: Any = None) -> Any:
+        return function(dest, source, _start_indices(options, sizes, dims, start)[0], **passed(options, "mode"))
 
     return Problem(
         operands=(Operand("dest", dims, draw), Operand("source", source, draw), *_start_operand(options, sizes)),
         apply=apply,
-        reference=lambda dest, source, *start: reference_write(
-            dest, source, _start_indices(options, sizes, dims, *start)[1], drop
+        reference=lambda dest, source, start=None: reference_write(
+            dest, source, _start_indices(options, sizes, dims, start)[1], drop
         ),
         results=(dims,),
         free=tuple(name for name in dims if name not in windowed),
@@ -156,19 +156,18 @@ def _write_slices_problem(dtype: str, options: Options, sizes: Sizes) -> Problem
     def source(dims: tuple[str, ...]) -> tuple[str, ...]:
         return tuple("new" if name == "time" else name for name in dims)
 
-    def apply(function: Callable[..., Any], k: Any, v: Any, new_k: Any, new_v: Any, *start: Any) -> Any:
-        start_indices = _start_indices(options, sizes, keys, *start)[0]
-        own = options["start_indices"] == "of each" or options["start"] == "pair"
-        if not own:
-            return function([k, v], [new_k, new_v], start_indices, **passed(options, "mode"))
-        of_each = [start_indices, _start_indices(options, sizes, values, *start)[0]]
-        return function([k, v], [new_k, new_v], start_indices_of_each=of_each, **passed(options, "mode"))
+    def apply(function: Callable[..., Any], start: Any = None, **arrays: Any) -> Any:
+        dests, sources = ([arrays[f"{new}{name}"] for name in ("keys", "values")] for new in ("", "new_"))
+        of_each = [_start_indices(options, sizes, dims, start)[0] for dims in (keys, values)]
+        if options["start_indices"] == "of each" or options["start"] == "pair":
+            return function(dests, sources, start_indices_of_each=of_each, **passed(options, "mode"))
+        return function(dests, sources, of_each[0], **passed(options, "mode"))
 
-    def reference(k: Any, v: Any, new_k: Any, new_v: Any, *start: Any) -> Any:
-        return tuple(
-            reference_write(dest, src, _start_indices(options, sizes, dims, *start)[1], drop)
-            for dest, src, dims in ((k, new_k, keys), (v, new_v, values))
-        )
+    def reference(start: Any = None, **arrays: Any) -> Any:
+        return [
+            reference_write(arrays[name], arrays[f"new_{name}"], _start_indices(options, sizes, dims, start)[1], drop)
+            for name, dims in (("keys", keys), ("values", values))
+        ]
 
     return Problem(
         operands=(

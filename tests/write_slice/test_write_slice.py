@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.reference import kernels_in
 from support import cases
 from support.cases import assert_same_memory
+from support.kernels import kernels_in
 from support.programs import small_integers
 from write_slice import reference as windows
 from write_slice.reference import (

@@ -17,6 +17,7 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import (
     as_array,
     broadcasts,
+    check_choice,
     check_shape,
     flag,
     in_range,
@@ -151,8 +152,7 @@ def with_wide_integers(data: Array) -> Array:
 
 def canonical_accumulator(name: str, accumulator: Accumulator | None, dtype: Any) -> Accumulator | None:
     """Checks the accumulator of a sum of numbers of `dtype`; None where it is the usual one."""
-    if accumulator is not None and (not isinstance(accumulator, str) or accumulator != "float64"):
-        raise ValueError(f"{name}: accumulator must be None or 'float64', got {accumulator!r}")
+    check_choice(name, "accumulator", accumulator, None, "float64")
     if accumulator is not None and jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"{name}: accumulator='float64' needs data of a real dtype, got {dtype}")
     is_wider = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < np.dtype(np.float64).itemsize

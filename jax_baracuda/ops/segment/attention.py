@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, real_number
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, floating_array, real_number
 from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.selection import Implementation, selectable
@@ -236,7 +236,7 @@ def graph_additive_attention(
     query = _heads(name, "query", query)
     key = _heads(name, "key", key, query)
     _check_key(name, key, query)
-    score_weights = _floating(name, "score_weights", score_weights)
+    score_weights = floating_array(name, "score_weights", score_weights)
     if score_weights.shape != query.shape[1:]:
         raise ValueError(
             f"{name}: score_weights must be [H, D] with H and D of query, got score_weights.shape = "
@@ -255,15 +255,8 @@ def graph_additive_attention(
 # Checks.
 
 
-def _floating(name: str, argument: str, value: ArrayLike) -> Array:
-    array = as_array(name, argument, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name}: {argument} must have a floating dtype, got {array.dtype}")
-    return array
-
-
 def _heads(name: str, argument: str, value: ArrayLike, query: Array | None = None) -> Array:
-    array = _floating(name, argument, value)
+    array = floating_array(name, argument, value)
     if array.ndim != 3:
         raise ValueError(f"{name}: {argument} must have the dimensions [rows, heads, features], got {array.shape}")
     if query is not None and array.dtype != query.dtype:
@@ -292,7 +285,7 @@ def _bias(name: str, bias: ArrayLike | None, query: Array, call: EdgeCall) -> di
     """The bias as ``[E, H]``, by its name; nothing if there is none."""
     if bias is None:
         return {}
-    bias = _floating(name, "bias", bias)
+    bias = floating_array(name, "bias", bias)
     num_edges, num_heads = call.edges["segment_ids"].shape[0], query.shape[1]
     if bias.shape not in ((num_edges,), (num_edges, num_heads)):
         raise ValueError(

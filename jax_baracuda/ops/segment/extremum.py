@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, check_choice, in_range
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import (
     MB,
@@ -313,8 +313,7 @@ def _backward(segments: Segments, data: ArrayLike, d_output: Array, tie_break: T
 
 
 def first_gets_all(name: str, tie_break: str) -> bool:
-    if tie_break not in ("split", "first"):
-        raise ValueError(f"{name}: tie_break must be 'split' or 'first', got {tie_break!r}")
+    check_choice(name, "tie_break", tie_break, "split", "first")
     return tie_break == "first"
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, with_whole_dims
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, floating_array, with_whole_dims
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.functions import Params
@@ -89,10 +89,7 @@ def gather_segment_dot(
       [5. 5. 5. 3.]
     """
     name = "gather_segment_dot"
-    data, segment_data = as_array(name, "data", data), as_array(name, "segment_data", segment_data)
-    for argument, array in (("data", data), ("segment_data", segment_data)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name}: {argument} must have a floating dtype, got {array.dtype}")
+    data, segment_data = floating_array(name, "data", data), floating_array(name, "segment_data", segment_data)
     if data.dtype != segment_data.dtype:
         raise TypeError(f"{name}: segment_data must have the dtype of data, got {segment_data.dtype} and {data.dtype}")
     if data.ndim < 2 or data.shape[1:] != segment_data.shape[1:]:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -156,10 +156,9 @@ def segment_prod_backward(
     d_output, segments = canonical_cotangent(name, d_output, segment_ids, indices_are_sorted, mode, plan)
     call = canonicalize_primal(segments, data, d_output)
     check_numbered(name, "rows", call.ids.shape[0])
-    with both_modes():  # a gradient has derivatives of either mode
-        ordered = call.sorted_by_plan()
-        d_data = ordered.gradient(_segment_prod, ordered.params(), d_output)
-        return d_data if plan is None else call.cotangent_of_data(unpermuted(d_data, plan.edge_order))
+    ordered = call.sorted_by_plan()
+    d_data = ordered.gradient(_segment_prod, ordered.params(), d_output)
+    return d_data if plan is None else call.cotangent_of_data(unpermuted(d_data, plan.edge_order))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

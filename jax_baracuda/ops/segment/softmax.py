@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, flag
-from jax_baracuda._core.autodiff import KernelVjp, both_modes, with_twin
+from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu, uncontended, unordered
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -137,12 +137,11 @@ def segment_softmax_backward(
     shape = (*call.ids_shape, *call.data.shape[1:])
     check_like(name, "d_output", d_output, "probabilities", call.data, shape)
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
-    with both_modes():  # a gradient has derivatives of either mode
-        ordered = call.sorted_by_plan()
-        params = ordered.params(deterministic=flag(name, "deterministic", deterministic))
-        rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).sorted_by_plan()))
-        [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **params)
-        return segments.shaped_as_ids(d_rows if plan is None else unpermuted(d_rows, plan.edge_order))
+    ordered = call.sorted_by_plan()
+    params = ordered.params(deterministic=flag(name, "deterministic", deterministic))
+    rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).sorted_by_plan()))
+    [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **params)
+    return segments.shaped_as_ids(d_rows if plan is None else unpermuted(d_rows, plan.edge_order))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -56,16 +56,16 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A call of an op with everything chosen except the arrays."""
+    """A call of an op with everything chosen except the arrays. Functions get these by the names of the operands."""
 
     operands: tuple[Operand, ...]
     apply: Callable[..., Any]
-    """``(function, *arrays)``: the call of the function."""
+    """``(function, **arrays)``: the call of the function. See :func:`by_name`."""
     reference: Callable[..., Any]
-    """``(*arrays)``: the same in plain JAX; it gets floating arrays as float64."""
+    """``(**arrays)``: the same in plain JAX; it gets floating arrays as float64."""
     results: tuple[Dims, ...]
     majorant: Callable[..., Any] | None = None
-    """``(*arrays)``: the sums of magnitudes to which rounding errors are relative. Its derivatives serve the op's
+    """``(**arrays)``: the sums of magnitudes to which rounding errors are relative. Its derivatives serve the op's
     derivatives in the same way. Default: the reference, applied to absolute values."""
     exact_value: bool = False
     """Whether results equal the reference bit by bit."""
@@ -178,6 +178,11 @@ def is_inexact(dtype: Any) -> bool:
 def passed(options: Options, *names: str) -> dict[str, Any]:
     """The keyword arguments of a call."""
     return {name: options[name] for name in names if options[name] is not ABSENT}
+
+
+def by_name(options: Options, *names: str) -> Callable[..., Any]:
+    """``(function, **arrays)``: the call of a function whose arguments have the names of the operands and options."""
+    return lambda function, **arrays: function(**arrays, **passed(options, *names))
 
 
 def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -329,8 +329,8 @@ class Plan:
     # Programs.
 
     def program(self, function: Callable[..., Any], is_reference: bool) -> Callable[..., tuple[Any, ...]]:
-        """``(*arrays) -> outputs``: the case's transformation of a function of the operands of one element."""
-        function = _returning_tuple(function)
+        """``(*arrays) -> outputs``: the case's transformation of a function of the operands of one element, by name."""
+        function = _of_positions(function, [x.name for x in self.operands])
         is_manual = bool(self.manual) and not is_reference
         if is_manual and not self.is_inside:
             specs = [self.spec(x.element, self.manual) for x in self.operands]
@@ -444,8 +444,9 @@ def size_of_dim(name: str, sizes: Mapping[str, Any], levels: Sequence[Level] = (
     return sizes[name]
 
 
-def _returning_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    return lambda *arrays: as_tuple(function(*arrays))
+def _of_positions(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    """A function of arrays by name as one of arrays by position, whose result is a tuple."""
+    return lambda *arrays: as_tuple(function(**dict(zip(names, arrays, strict=True))))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
