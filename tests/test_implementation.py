@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

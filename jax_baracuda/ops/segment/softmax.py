@@ -213,7 +213,8 @@ def _shard_backward(
 # Ops: one per native kernel. The kernels add in a fixed order, but plain JAX does not on GPUs: hence the guarantee.
 
 # H200, time of plain JAX / kernel, unsorted float32: 0.1 for 2,000 rows of 8, 0.3 for 10,000 of 64, 0.55 for 1M of 1,
-# 1.0 for 1.2M of 8. Plain JAX takes five times as long with 16 bits. Two cores: 0.5 for single features, gradients 0.66.
+# 1.0 for 1.2M of 8. Plain JAX takes five times as long with 16 bits. Two cores: 0.5 for single features, gradients
+# 0.66.
 _CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1))
 
 _COMMON: dict[str, Any] = {
