@@ -31,9 +31,6 @@ struct BatchArray {
       : data(static_cast<const T*>(operand.data)), stride(operand.is_shared ? 0 : size) {}
 
   JB_ALWAYS_INLINE const T* Of(int64_t batch) const { return data + batch * stride; }
-
-  // The arrays of the batch elements from this one on.
-  BatchArray From(int64_t batch) const { return {Of(batch), stride}; }
 };
 
 }  // namespace jax_baracuda

@@ -68,11 +68,6 @@ struct SegmentCall {
   bool deterministic = false;  // the order of additions is fixed, even if that is slower
   void* scratch = nullptr;
   int64_t scratch_bytes = 0;
-
-  // The ids of the batch elements from this one on.
-  const void* IdsFrom(int64_t element) const {
-    return static_cast<const char*>(segment_ids) + problem.IdIndex(element, 0) * (ids_are_64_bit ? 8 : 4);
-  }
 };
 
 // Calls whose rows are edges: each edge reads the row of `data` that its gather id names.
@@ -82,7 +77,7 @@ struct GatheringCall : SegmentCall {
   BatchOperand gather_ids;  // int32 [batch or 1, edges]
   BatchOperand edge_order;  // int32 [batch or 1, edges], the edge's number at each position; by default the position
 
-  JB_ALWAYS_INLINE BatchOperand Data() const { return {data, problem.data_is_shared}; }
+  BatchOperand Data() const { return {data, problem.data_is_shared}; }
 };
 
 // Whether T has NaN, infinities and a negative zero (std::is_floating_point excludes the 16-bit types).

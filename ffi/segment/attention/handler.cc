@@ -138,7 +138,7 @@ ffi::Error HandleAttention(Context context, ffi::AnyBuffer gathered, ffi::AnyBuf
   Decoder& decoder = attention.decoder();
   constexpr bool kIsGiven = kScore == ScoreKind::kGiven;
   JB_RETURN_IF_ERROR(attention.Edges("output", *output, kIsGiven ? "value" : "key", gathered, gather_ids, segment_ids));
-  (kIsGiven ? call.value : call.key) = call.Data();
+  (kIsGiven ? call.value : call.key) = {call.data, call.problem.data_is_shared};
   JB_RETURN_IF_ERROR(decoder.FirstCells("output", *output, decoder.type(), &call.output));
   const auto heads = decoder.features().first(1);
   const int64_t segments = call.problem.segments;
@@ -162,7 +162,7 @@ ffi::Error HandleAttentionBySegment(Context context, ffi::AnyBuffer key, ffi::An
   AttentionDecoder attention(kOp, kScore, options, &call);
   Decoder& decoder = attention.decoder();
   JB_RETURN_IF_ERROR(attention.Edges("d_query", *d_query, "key", key, gather_ids, segment_ids));
-  call.key = call.Data();
+  call.key = {call.data, call.problem.data_is_shared};
   JB_RETURN_IF_ERROR(decoder.FirstCells("d_query", *d_query, decoder.type(), &call.d_query));
   const int64_t segments = call.problem.segments;
   JB_RETURN_IF_ERROR(attention.Rows("query", query, segments, &call.query));
@@ -193,7 +193,7 @@ ffi::Error HandleAttentionByRow(Context context, ffi::AnyBuffer d_output, ffi::A
   constexpr bool kIsGiven = kScore == ScoreKind::kGiven, kIsAdditive = kScore == ScoreKind::kAdditive;
   const char* const d_name = kIsGiven ? "d_value" : "d_key";
   JB_RETURN_IF_ERROR(attention.Edges(d_name, *d_rows, "d_output", d_output, gather_ids, segment_ids));
-  call.d_output = call.Data();
+  call.d_output = {call.data, call.problem.data_is_shared};
   JB_RETURN_IF_ERROR(decoder.FirstCells(d_name, *d_rows, decoder.type(), kIsGiven ? &call.d_value : &call.d_key));
   const int64_t rows = call.problem.segments, segments = call.num_rows;
   JB_RETURN_IF_ERROR(attention.Softmax(segments, maxima, totals, means));

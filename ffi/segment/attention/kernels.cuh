@@ -121,7 +121,7 @@ struct AttentionEdges : Edges {
   AttentionArrays<T, Score> arrays;
 
   // The head of a thread.
-  __device__ __forceinline__ int64_t At(int64_t, int64_t column) const { return arrays.HeadOf(column); }
+  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t column) const { return arrays.HeadOf(column); }
 };
 
 // The vectors of an edge that enter its logit, on their way.
@@ -220,10 +220,11 @@ CudaStatus LaunchAttention(const Call& call, const ReducePlan& plan, int64_t seg
     using Score = decltype(score);
     GatheringCall element = call;
     element.problem = ProblemOfElement(call);
-    element.segment_ids = call.IdsFrom(b);
+    const int64_t first_id = call.problem.IdIndex(b, 0);
+    element.segment_ids = static_cast<const char*>(call.segment_ids) + first_id * (call.ids_are_64_bit ? 8 : 4);
     Input<T, Score> input{};
     static_cast<Edges&>(input) = EdgesOf(call, Input<T, Score>::kClips);
-    input.Advance(b);
+    input.Advance(b, call.problem.rows, call.problem.features);
     input.arrays = ArraysOf<T, Score>(call, segments, rows, b);
     const auto outputs = outputs_of(HeadsOf<T, Score>(call, b), T{}, b);
     return LaunchReduction<Reduction<T, Score>>(element, plan, outputs, stream, input);

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kFewRowThreads)
   const int64_t column = (static_cast<int64_t>(column_block) * lanes + (threadIdx.x - group * lanes)) * kVec;
   const bool is_active = group < grid.groups && column < features;
   const int64_t first_segment = a.first_segment + b * a.problem.segments + first_own;
-  const T* const arrays[] = {a.data + (a.problem.data_is_shared ? 0 : b * rows * features), a.input.second.Of(b)};
+  const T* const data = a.data + (a.problem.data_is_shared ? 0 : b * rows * features) + column;
 
   // Shares of fewer rows would not load faster, and leave more partial results to merge.
   const int total = sorter.count();
@@ -94,7 +94,11 @@ __global__ void __launch_bounds__(kFewRowThreads)
       for (int u = 0; u < kInFlight; ++u) {
         const int row = sorter.Row(min(first + u, end - 1));
         coming[u].number = row;
-        coming[u].LoadOwn([&](int k) { return LoadPacked<kVec>(arrays[k] + row * features + column); });
+        coming[u].values = LoadPacked<kVec>(data + row * features);
+        if constexpr (kHasPairs<Input>) {
+          const int64_t second_row = a.input.second_is_shared ? row : b * rows + row;
+          coming[u].second_values = LoadPacked<kVec>(a.input.second + second_row * features + column);
+        }
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {

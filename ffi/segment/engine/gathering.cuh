@@ -6,8 +6,8 @@
 //   kTakesEdges                         whether Row::Load needs the number of the edge
 //   kSharesLanes                        whether Prepare shuffles, so that all lanes of a warp have to call it together;
 //                                       Edges says no
-//   Advance(element)                    starts at this batch element; Edges has it for inputs without other arrays
-//   At(b, column)                       what a thread computes once, before it loads rows: an int64_t for batch element
+//   Advance(element, edges, features)   starts at this batch element; Edges has it for inputs without other arrays
+//   At(b, edges, column)                what a thread computes once, before it loads rows: an int64_t for batch element
 //                                       b and the features from `column` on; Edges has it for inputs that need none
 //   template <int kVec> Row             loads in flight: kVec elements of a gathered row and the input of its edge
 //     Load(input, data, source, place)     starts the loads
@@ -38,29 +38,32 @@ struct RowPlace {
 struct Edges {
   static constexpr bool kSharesLanes = false;
 
-  BatchArray<int32_t> gather_ids, edge_order;  // of all edges; edge_order may be absent
-  int64_t num_rows, row_stride;                // rows of a batch element; from one to the next, 0 if shared
-  bool clips;                                  // ids out of range name the nearest row; otherwise their rows are 0
+  const int32_t* gather_ids;  // [batch or 1, edges]
+  bool gather_ids_are_shared;
+  bool clips;  // ids out of range name the nearest row; otherwise their rows are 0
+  int64_t num_rows;
+  const int32_t* edge_order;  // [batch or 1, edges], or nullptr
+  bool edge_order_is_shared;
 
-  void Advance(int64_t element) {
-    gather_ids = gather_ids.From(element);
-    edge_order = edge_order.From(element);
+  void Advance(int64_t element, int64_t edges, int64_t /*features*/) {
+    if (!gather_ids_are_shared) gather_ids += element * edges;
+    if (edge_order != nullptr && !edge_order_is_shared) edge_order += element * edges;
   }
 
-  __device__ __forceinline__ int64_t At(int64_t, int64_t) const { return 0; }
+  __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t) const { return 0; }
 
   // The source of the edge at position `place` of batch element b. Its row is kDropped if the gather id names none.
   template <bool kTakesEdges>
-  __device__ __forceinline__ SourceRow Source(int64_t b, int64_t place, int64_t edges) const {
-    int64_t id = __ldg(gather_ids.Of(b) + place);
+  __device__ __forceinline__ SourceRow Source(int64_t b, int64_t place, int64_t edges, bool data_is_shared) const {
+    int64_t id = __ldg(gather_ids + (gather_ids_are_shared ? 0 : b * edges) + place);
     if (clips) id = min(max(id, int64_t{0}), num_rows - 1);
     const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(num_rows);
     SourceRow source{};
-    source.row = exists ? static_cast<uint32_t>(b * row_stride + id) : kDropped;
+    source.row = exists ? static_cast<uint32_t>((data_is_shared ? 0 : b * num_rows) + id) : kDropped;
     if constexpr (kTakesEdges) {
       int64_t edge = place;
-      if (edge_order.data != nullptr) {
-        edge = __ldg(edge_order.Of(b) + place);
+      if (edge_order != nullptr) {
+        edge = __ldg(edge_order + (edge_order_is_shared ? 0 : b * edges) + place);
         edge = min(max(edge, int64_t{0}), edges - 1);  // clamped: an invalid order must not cause reads out of bounds
       }
       source.edge = static_cast<uint32_t>(edge);
@@ -75,11 +78,6 @@ struct ComingRow {
   Packed<T, kVec> values;
   int32_t number;
 
-  // See OwnRows.
-  template <typename Read>
-  __device__ __forceinline__ void LoadOwn(const Read& read) {
-    values = read(0);
-  }
   __device__ __forceinline__ void LoadGathered(const T* data, const SourceRow& source, const RowPlace& place) {
     if (source.row != kDropped) {
       values = LoadPacked<kVec>(data + place.column + FirstElement(source.row, place.features));

@@ -258,7 +258,8 @@ struct Reducer {
     const Strategy strategy = plan.strategy;
     Problem part = problem;
     part.batch = plan.elements_at_once;
-    const void* const ids = call.IdsFrom(first);
+    const int64_t first_id = problem.IdIndex(first, 0);
+    const void* const ids = static_cast<const char*>(call.segment_ids) + first_id * (call.ids_are_64_bit ? 8 : 4);
     ScratchCarver carver(call.scratch);
     InputArguments<Reduction, Input> a{};
     static_cast<RowGrid&>(a) = grid;
@@ -270,9 +271,9 @@ struct Reducer {
       a.order = order.rows;
     }
     a.input = input;
-    a.input.Advance(first);
+    if constexpr (!kIsPlain) a.input.Advance(first, problem.rows, problem.features);
     if constexpr (kGathers) {
-      a.data = data + first * input.row_stride * problem.features;
+      a.data = data + (problem.data_is_shared ? 0 : first * input.num_rows * problem.features);
     } else {
       a.data = data + problem.DataRow(first, 0) * problem.features;
     }
@@ -448,12 +449,8 @@ inline ReducePlan PlanGathered(const GatheringCall& call, int64_t part_features,
 
 // The edges of a call. Gather ids out of range name the nearest row if `clips`, otherwise no row.
 inline Edges EdgesOf(const GatheringCall& call, bool clips) {
-  const int64_t edges = call.problem.rows;
-  return {{call.gather_ids, edges},
-          {call.edge_order, edges},
-          call.num_rows,
-          call.problem.data_is_shared ? 0 : call.num_rows,
-          clips};
+  return {static_cast<const int32_t*>(call.gather_ids.data), call.gather_ids.is_shared, clips, call.num_rows,
+          static_cast<const int32_t*>(call.edge_order.data), call.edge_order.is_shared};
 }
 
 }  // namespace jax_baracuda::segment

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
       (static_cast<int64_t>(column_block) * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
   const bool is_active = group < a.groups && own_column < features;
   const int64_t column = is_active ? own_column : 0;  // Prepare may read at this column
-  const int64_t at = a.input.At(b, column);
+  const int64_t at = a.input.At(b, rows, column);
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
 
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
       const uint32_t segment = row >= 0 && row < rows ? a.ids[ids_offset + row] : kDropped;
       SourceRow source{};
       if (i < block_rows && next_row < rows) {
-        source = a.input.template Source<Input::kTakesEdges>(b, next_row, rows);
+        source = a.input.template Source<Input::kTakesEdges>(b, next_row, rows, a.problem.data_is_shared);
       }
       segments[i] = segment;
       if (i < block_rows) sources[i] = source;

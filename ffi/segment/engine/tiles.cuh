@@ -47,42 +47,42 @@ inline constexpr int kMaxTileThreads = 64;
 // At least two tiles per block.
 inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 
-// The Input of rows that are not gathered. Its Row has LoadOwn(read) instead of Load: read(k) returns the elements of
-// the row in array k of kArrays arrays. Array 0 is the data.
+// The Input of rows that are not gathered.
 template <typename T>
 struct OwnRows {
   static constexpr bool kTakesEdges = false, kSharesLanes = false;
-  static constexpr int kArrays = 1;
-
-  BatchArray<T> second;  // array 1, if there is one
-
-  void Advance(int64_t element) { second = second.From(element); }
-
   template <int kVec>
   using Row = ComingRow<T, kVec>;
 };
 
-// The Input of rows that are computed from two arrays: instead of Add, the accumulator has AddPair(values of the data,
-// values of the second array).
+// The Input of rows that are computed from two arrays, the data and `second`: instead of Add, the accumulator has
+// AddPair(values of data, values of second).
 template <typename T>
-struct RowPairs : OwnRows<T> {
-  static constexpr int kArrays = 2;
+struct RowPairs {
+  static constexpr bool kTakesEdges = false, kSharesLanes = false;
+
+  const T* second;  // [batch or 1, rows, features]
+  bool second_is_shared;
+
+  void Advance(int64_t element, int64_t rows, int64_t features) {
+    if (!second_is_shared) second += element * rows * features;
+  }
 
   template <int kVec>
   struct Row : ComingRow<T, kVec> {
     Packed<T, kVec> second_values;
 
-    template <typename Read>
-    __device__ __forceinline__ void LoadOwn(const Read& read) {
-      this->values = read(0);
-      second_values = read(1);
-    }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
       cells.AddPair(Unpack<T, kVec>(this->values), Unpack<T, kVec>(second_values));
     }
   };
 };
+
+template <typename Input>
+inline constexpr bool kHasPairs = false;
+template <typename T>
+inline constexpr bool kHasPairs<RowPairs<T>> = true;
 
 // With the Input of the rows (see gathering.cuh).
 template <typename Reduction, typename Input>
@@ -126,9 +126,8 @@ struct TileShared {
 
   static int Bytes(int groups, int64_t features) {
     const int words = 2 * groups + 2 + kArrays * (groups + 1) * kPaddedTileRows;
-    int row_bytes = 0;
-    if constexpr (kSource == RowSource::kStaged) row_bytes = Input::kArrays * StagedBytes(groups, features) + 8;
-    return kCarryInBytes + words * 4 + row_bytes;
+    const int rows = kSource == RowSource::kStaged ? (kHasPairs<Input> ? 2 : 1) * StagedBytes(groups, features) + 8 : 0;
+    return kCarryInBytes + words * 4 + rows;
   }
 
   // Of the tiles of an array.
@@ -242,16 +241,17 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const int64_t first_row = (row_block - b * a.blocks_per_batch) * a.groups * kTileRows;
   const int64_t rows = a.problem.rows, features = a.problem.features;
   const bool is_whole = kSource == RowSource::kGathered || a.problem.data_is_shared;  // no offset per batch element
-  const T* arrays[] = {a.data + (is_whole ? 0 : b * rows * features), nullptr};
-  if constexpr (kSource != RowSource::kGathered) arrays[1] = a.input.second.Of(b);
+  const T* data = a.data + (is_whole ? 0 : b * rows * features);
+  const T* second = nullptr;
+  if constexpr (kHasPairs<Input>) second = a.input.second + (a.input.second_is_shared ? 0 : b * rows * features);
   const int staged_bytes = Shared::StagedBytes(a.groups, features);
 
   if constexpr (kSource == RowSource::kStaged) {
-#pragma unroll
-    for (int k = 0; k < Input::kArrays; ++k) {
-      StageRows(arrays[k] + first_row * features, rows - first_row, a.groups + 1, static_cast<int>(features),
-                shared.rows + k * staged_bytes);
-    }
+    const auto stage = [&](const T* from, char* to) {
+      StageRows(from + first_row * features, rows - first_row, a.groups + 1, static_cast<int>(features), to);
+    };
+    stage(data, shared.rows);
+    if constexpr (kHasPairs<Input>) stage(second, shared.rows + staged_bytes);
   }
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
   const uint32_t batch_rows = static_cast<uint32_t>(a.batch_rows);
@@ -266,12 +266,11 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   };
   FindStarts(shared, a.groups, first_row, rows, segment_of, [&](int64_t row) -> SourceRow {
     if constexpr (kSource == RowSource::kGathered) {
-      return a.input.template Source<Input::kTakesEdges>(b, row, rows);
-    } else {
-      const uint32_t joined_row = __ldg(a.order + row);
-      const bool is_own_row = is_joined && a.problem.data_is_shared && Input::kArrays == 1;
-      return {is_own_row ? joined_row % batch_rows : joined_row, 0};
+      return a.input.template Source<Input::kTakesEdges>(b, row, rows, a.problem.data_is_shared);
     }
+    const uint32_t joined_row = __ldg(a.order + row);
+    const bool is_own_row = is_joined && a.problem.data_is_shared && !kHasPairs<Input>;
+    return {is_own_row ? joined_row % batch_rows : joined_row, 0};
   });
   if constexpr (kSource == RowSource::kStaged) __pipeline_wait_prior(0);
   __syncthreads();
@@ -325,10 +324,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   };
   cells.Start();
   uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
-  const T* next[] = {arrays[0] + (tile_row + begin) * features + column,
-                     arrays[1] + (tile_row + begin) * features + column};
+  const T* next_row = data + (tile_row + begin) * features + column;
   int64_t at = 0;
-  if constexpr (kSource == RowSource::kGathered) at = a.input.At(b, column);
+  if constexpr (kSource == RowSource::kGathered) at = a.input.At(b, rows, column);
 
   const int first_place = group * kPaddedTileRows;
   int steps_end = end;
@@ -344,28 +342,30 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
         const char* tile =
             shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
         const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
-        coming[u].LoadOwn([&](int k) {
-          Packed<T, kVec> values;
-          memcpy(&values, tile + k * staged_bytes + element * sizeof(T), sizeof(values));
-          return values;
-        });
+        memcpy(&coming[u].values, tile + element * sizeof(T), sizeof(coming[u].values));
+        if constexpr (kHasPairs<Input>) {
+          memcpy(&coming[u].second_values, tile + staged_bytes + element * sizeof(T), sizeof(coming[u].values));
+        }
       } else if constexpr (kSource == RowSource::kOrdered) {
-        const uint32_t row = shared.order[first_place + tile_offset + (tile_offset >= kTileRows)];
-        const uint32_t own_row = is_joined ? row % batch_rows : row;
-        coming[u].number = static_cast<int32_t>(own_row);
-        coming[u].LoadOwn([&](int k) {
-          const bool is_shared = Input::kArrays > 1 && (k == 0 ? a.problem.data_is_shared : a.input.second.stride == 0);
-          return LoadPackedStreaming<kVec>(arrays[k] + column + FirstElement(is_shared ? own_row : row, features));
-        });
+        uint32_t data_row = shared.order[first_place + tile_offset + (tile_offset >= kTileRows)];
+        coming[u].number = is_joined ? data_row % batch_rows : data_row;
+        if constexpr (kHasPairs<Input>) {
+          const uint32_t second_row = is_joined && a.input.second_is_shared ? data_row % batch_rows : data_row;
+          coming[u].second_values = LoadPackedStreaming<kVec>(second + column + FirstElement(second_row, features));
+          if (is_joined && a.problem.data_is_shared) data_row %= batch_rows;
+        }
+        coming[u].values = LoadPackedStreaming<kVec>(data + column + FirstElement(data_row, features));
       } else if constexpr (kSource == RowSource::kGathered) {
         const int place = first_place + tile_offset + (tile_offset >= kTileRows);
         const SourceRow source{shared.order[place], Shared::kWithEdges ? shared.edges[place] : 0};
         const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
-        coming[u].Load(a.input, arrays[0], source, {own == kDropped ? -1 : first_segment + own, features, column, at});
+        coming[u].Load(a.input, data, source, {own == kDropped ? -1 : first_segment + own, features, column, at});
       } else {
-        coming[u].LoadOwn([&](int k) { return LoadPackedStreaming<kVec>(next[k]); });
-#pragma unroll
-        for (const T*& of_array : next) of_array += features;
+        coming[u].values = LoadPackedStreaming<kVec>(next_row);
+        if constexpr (kHasPairs<Input>) {
+          coming[u].second_values = LoadPackedStreaming<kVec>(second + (next_row - data));
+        }
+        next_row += features;
       }
     }
     // Also for rows past the end: their results are not used, and a branch would keep rows from overlapping.

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, Tuning::kDotBlocks) DotKernel(const 
   const int64_t head_features = call.head_features, features = heads * head_features;
   const int groups = kThreads / a.lanes, group = threadIdx.x / a.lanes, lane = threadIdx.x % a.lanes;
   const T* const cells = call.cells.Of<T>(b, problem.segments * features);
-  const T* const data = call.Data().Of<T>(b, call.num_rows * features);
+  const T* const data = BatchOperand{call.data, problem.data_is_shared}.Of<T>(b, call.num_rows * features);
 
   // All threads make the same number of steps, because sums are shuffled between lanes.
   for (int first = 0; first < products; first += groups * kProductsInFlight) {

@@ -36,11 +36,12 @@ template <typename T>
 struct RowsWithWinners : Edges {
   static constexpr bool kTakesEdges = true;
 
-  BatchArray<int32_t> winners;  // [num_rows, features]
+  const int32_t* winners;  // [batch or 1, num_rows, features]
+  bool winners_are_shared;
 
-  void Advance(int64_t element) {
-    Edges::Advance(element);
-    winners = winners.From(element);
+  void Advance(int64_t element, int64_t edges, int64_t features) {
+    Edges::Advance(element, edges, features);
+    if (!winners_are_shared) winners += element * num_rows * features;
   }
 
   template <int kVec>
@@ -53,7 +54,7 @@ struct RowsWithWinners : Edges {
       this->number = static_cast<int32_t>(source.edge);
       winners = Repeat<kVec>(int32_t{-1});
       if (source.row == kDropped) return;
-      winners = LoadVector<kVec>(input.winners.data + place.column + FirstElement(source.row, place.features));
+      winners = LoadVector<kVec>(input.winners + place.column + FirstElement(source.row, place.features));
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
@@ -69,14 +70,16 @@ template <typename T>
 struct RowsWithExtrema : Edges {
   static constexpr bool kTakesEdges = false;
 
-  BatchArray<T> extrema;  // [num_rows, features]
-  BatchArray<T> reduced;  // [segments, features]
-  int64_t cells;          // of a batch element
+  const T* extrema;  // [batch or 1, num_rows, features]
+  bool extrema_are_shared;
+  const T* reduced;  // [batch or 1, segments, features]
+  bool reduced_is_shared;
+  int64_t segments;
 
-  void Advance(int64_t element) {
-    Edges::Advance(element);
-    extrema = extrema.From(element);
-    reduced.data += element * (reduced.stride - cells);  // Load numbers segments over the whole batch
+  void Advance(int64_t element, int64_t edges, int64_t features) {
+    Edges::Advance(element, edges, features);
+    if (!extrema_are_shared) extrema += element * num_rows * features;
+    if (reduced_is_shared) reduced -= element * segments * features;  // Load numbers segments over the whole batch
   }
 
   template <int kVec>
@@ -89,8 +92,8 @@ struct RowsWithExtrema : Edges {
       extrema = Pack(Repeat<kVec>(static_cast<T>(ComputeType<T>{0})));
       reduced = Pack(Repeat<kVec>(static_cast<T>(ComputeType<T>{1})));
       if (source.row != kDropped && place.segment >= 0) {
-        extrema = LoadPacked<kVec>(input.extrema.data + place.column + FirstElement(source.row, place.features));
-        reduced = LoadPacked<kVec>(input.reduced.data + place.segment * place.features + place.column);
+        extrema = LoadPacked<kVec>(input.extrema + place.column + FirstElement(source.row, place.features));
+        reduced = LoadPacked<kVec>(input.reduced + place.segment * place.features + place.column);
       }
     }
     template <typename Cells, typename Outputs>
@@ -121,9 +124,10 @@ CudaStatus GatherExtremumBackwardCall::Run(cudaStream_t stream) const {
     const auto reduce = [&](const auto& input) {
       return LaunchReduction<WonReduction<T>>(*this, plan, {d_data, /*is_wide=*/false}, stream, input);
     };
-    const int64_t gathered_cells = num_rows * problem.features, cells = problem.segments * problem.features;
-    return shares_ties ? reduce(RowsWithExtrema<T>{edges, {extrema, gathered_cells}, {gathered, cells}, cells})
-                       : reduce(RowsWithWinners<T>{edges, {winner, gathered_cells}});
+    return shares_ties
+               ? reduce(RowsWithExtrema<T>{edges, static_cast<const T*>(extrema.data), extrema.is_shared,
+                                           static_cast<const T*>(gathered.data), gathered.is_shared, problem.segments})
+               : reduce(RowsWithWinners<T>{edges, static_cast<const int32_t*>(winner.data), winner.is_shared});
   });
 }
 

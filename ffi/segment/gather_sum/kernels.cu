@@ -18,16 +18,17 @@ template <typename T, bool kHasWeightVectors>
 struct WeightedRows : Edges {
   static constexpr bool kTakesEdges = true;
 
-  BatchArray<T> weights;  // [edges, heads]
+  const T* weights;  // [batch or 1, edges, heads]
+  bool weights_are_shared;
   int64_t heads, features_per_head;
 
-  void Advance(int64_t element) {
-    Edges::Advance(element);
-    weights = weights.From(element);
+  void Advance(int64_t element, int64_t edges, int64_t features) {
+    Edges::Advance(element, edges, features);
+    if (!weights_are_shared) weights += element * edges * heads;
   }
   // The position of the first edge's weight.
-  __device__ __forceinline__ int64_t At(int64_t b, int64_t column) const {
-    return b * weights.stride + (kHasWeightVectors ? column : column / features_per_head);
+  __device__ __forceinline__ int64_t At(int64_t b, int64_t edges, int64_t column) const {
+    return (weights_are_shared ? 0 : b * edges * heads) + (kHasWeightVectors ? column : column / features_per_head);
   }
 
   template <int kVec>
@@ -39,7 +40,7 @@ struct WeightedRows : Edges {
                                          const RowPlace& place) {
       this->LoadGathered(data, source, place);
       if (source.row != kDropped) {
-        weights = LoadPacked<kWeights>(input.weights.data + (place.at + source.edge * input.heads));
+        weights = LoadPacked<kWeights>(input.weights + (place.at + source.edge * input.heads));
       } else {
         weights = Packed<T, kWeights>{};
       }
@@ -69,7 +70,7 @@ CudaStatus GatherSumCall::Run(cudaStream_t stream) const {
     const auto reduce_weighted = [&](auto has_vectors) {
       constexpr bool kHasWeightVectors = decltype(has_vectors)::value;
       using Input = WeightedRows<T, kHasWeightVectors>;
-      const Input input{edges, {weights, problem.rows * heads}, heads, FeaturesPerHead()};
+      const Input input{edges, static_cast<const T*>(weights.data), weights.is_shared, heads, FeaturesPerHead()};
       using Reduction = GatherSumReduction<T, kHasWeightVectors>;
       return LaunchReduction<Reduction>(*this, plan, {output, is_wide}, stream, input);
     };

@@ -120,11 +120,11 @@ CudaStatus LaunchBackward(const SoftmaxCall& call, cudaStream_t stream) {
   ScratchCarver carver(call.scratch);
   C* const sums = carver.Take<C>(problem.NumCells());
   const auto reduction = ReductionWithScratch<SumCall>(call, &carver);
-  const int64_t elements = problem.rows * problem.features;
-  const Gradient<T> function{{call.inputs[0], elements}, {call.inputs[1], elements}, sums, problem};
-  const RowPairs<T> pairs{function.d_probabilities};
+  const RowPairs<T> pairs{static_cast<const T*>(call.inputs[1].data), call.inputs[1].is_shared};
   JB_RETURN_IF_CUDA_ERROR(
       LaunchReduction<ProductSumReduction<T>>(reduction, PlanOfProducts(call), {sums}, stream, pairs));
+  const int64_t elements = problem.rows * problem.features;
+  const Gradient<T> function{{call.inputs[0], elements}, {call.inputs[1], elements}, sums, problem};
   return LaunchMap<T>(call, function, stream);
 }
 

@@ -57,7 +57,9 @@ struct Float64Reduction {
 
 // The Input of these rows (see tiles.cuh). Not OwnRows itself, for which the kernels of narrow rows would be compiled.
 template <typename T>
-struct RowsByTiles : OwnRows<T> {};
+struct RowsByTiles : OwnRows<T> {
+  void Advance(int64_t, int64_t, int64_t) {}
+};
 
 }  // namespace
 
