@@ -565,6 +565,7 @@ bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, int64_t 
 
 bool ReducesInOrder(const Problem& problem, int64_t element_bytes, int64_t cell_bytes) {
   const int64_t row_bytes = problem.features * element_bytes, narrow_bytes = element_bytes >= 4 ? 128 : 64;
+  static_assert(kMaxNarrowWidth * 8 <= 128 && kMaxNarrowWidth * 2 <= 64);  // see ConvertBlock
   const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
   return row_bytes < narrow_bytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
 }

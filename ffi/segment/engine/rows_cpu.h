@@ -478,11 +478,10 @@ class TypedReduction : public RowReduction {
   }
 };
 
-// Rows of up to this width are converted together, if they are converted at all: that is faster than one by one. Wider
-// rows may be grouped by segment, and are then folded one after another.
+// Rows of up to this width are converted together, if they are converted at all: that is faster than one by one.
 template <typename Reduction>
 inline constexpr int64_t kMaxConvertedWidth = std::is_same_v<typename Reduction::Narrow, Reduction> ? 0
-                                              : kIsWidenedAtOnce<typename Reduction::Element>       ? 31
+                                              : kIsWidenedAtOnce<typename Reduction::Element>       ? 64
                                                                                                     : kMaxNarrowWidth;
 
 // The largest block of rows in memory order that FoldOwnRows takes.
