@@ -166,7 +166,8 @@ FoldTarget StartCells(const RowReduction& reduction, int64_t batch, SegmentRange
                           feature_begin,
                           width,
                           AreFar(num_segments * width, reduction.type.Bytes()),
-                          reduction.problem.rows >= kMinRowsPerRun * reduction.problem.segments};
+                          reduction.problem.rows >= kMinRowsPerRun * reduction.problem.segments,
+                          /*rows_are_scattered=*/false};
   reduction.StartTarget(num_segments, target);
   return target;
 }
@@ -447,7 +448,8 @@ bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& red
     if (!cells.Allocate(max_segments, block.feature_begin, width)) return false;
     for (int64_t begin = block.segment_begin, end; begin < block.segment_end; begin = end) {
       end = std::min(begin + max_segments, block.segment_end);
-      const FoldTarget target = cells.Start(block.batch, {begin, end});
+      FoldTarget target = cells.Start(block.batch, {begin, end});
+      target.rows_are_scattered = true;
       const auto for_each_block = [&](FunctionRef<void(const RowBlock&)> body) {
         grouped.ForEachBlock(begin - block.segment_begin, end - block.segment_begin, begin, reduction.block_rows, body);
       };
@@ -565,7 +567,6 @@ bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, int64_t 
 
 bool ReducesInOrder(const Problem& problem, int64_t element_bytes, int64_t cell_bytes) {
   const int64_t row_bytes = problem.features * element_bytes, narrow_bytes = element_bytes >= 4 ? 128 : 64;
-  static_assert(kMaxNarrowWidth * 8 <= 128 && kMaxNarrowWidth * 2 <= 64);  // see ConvertBlock
   const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
   return row_bytes < narrow_bytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
 }

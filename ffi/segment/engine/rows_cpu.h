@@ -147,14 +147,18 @@ struct AllOffsets {
 };
 inline constexpr AllOffsets kAllOffsets;
 
-JB_INLINE bool HasGaps(const RowBlock& block) { return block.offsets != kAllOffsets.values; }
-
 // The rows of a block as numbers of another type, converted into `memory` at the same offsets. `rows` are stored from
-// the block's first row on. Rows with gaps must be narrow: wider ones may be grouped by segment, from places that are
-// far apart.
+// the block's first row on.
 template <typename T, typename Number, typename Convert>
 void ConvertBlock(const RowBlock& block, const T* rows, int64_t features, Number* memory, const Convert& convert) {
-  if (block.count > 0) convert(rows, (block.offsets[block.count - 1] + 1) * features, memory);
+  if (block.offsets == kAllOffsets.values || features <= kMaxNarrowWidth) {
+    if (block.count > 0) convert(rows, (block.offsets[block.count - 1] + 1) * features, memory);
+    return;
+  }
+  for (int64_t i = 0; i < block.count; ++i) {
+    const int64_t number = block.offsets[i] * features;
+    convert(rows + number, features, memory + number);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -186,6 +190,7 @@ struct FoldTarget {
   int64_t feature_begin, width;  // the features of the cells
   bool cells_are_far;            // too large for a near cache, so that prefetching a random cell pays
   bool has_runs;                 // whether neighbouring rows may well belong to one segment
+  bool rows_are_scattered;
 };
 
 // Calls its argument for blocks of rows.
@@ -418,7 +423,7 @@ JB_CPU_CLONES void FoldWide(const RowBlock block, const int32_t* places, const t
                             int64_t stride, const Reduction reduction, const FoldTarget target) {
   const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
   const int64_t width = target.width;
-  const bool has_gaps = HasGaps(block);  // which the hardware prefetcher cannot predict
+  const bool has_gaps = block.offsets != kAllOffsets.values;  // which the hardware prefetcher cannot predict
   ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
     if (has_gaps && i + kPrefetchDistance < block.known) {
       PrefetchRow(rows + places[i + kPrefetchDistance] * stride, width);
@@ -499,8 +504,8 @@ void FoldOwnRows(const RowBlock& block, const typename Reduction::Element* rows,
   constexpr bool kFoldsWideNumbers = kMaxConvertedWidth<Reduction> > kMaxNarrowWidth;
   if constexpr (std::is_same_v<typename Reduction::Narrow, Reduction>) {
     if (IsNarrow(target.width)) return FoldNarrow(block, block.offsets, rows, reduction, target);
-  } else if (target.width > 0 && target.width <= kMaxConvertedWidth<Reduction> &&
-             (IsNarrow(target.width) || (kFoldsWideNumbers && !HasGaps(block)))) {
+  } else if (!target.rows_are_scattered && target.width > 0 && target.width <= kMaxConvertedWidth<Reduction> &&
+             (kFoldsWideNumbers || IsNarrow(target.width))) {
     typename Reduction::Narrow::Element numbers[kConvertedNumbers];
     ConvertBlock(block, rows, target.width, numbers,
                  [&](const Element* from, int64_t count, auto* to) { reduction.Convert(from, count, to); });
@@ -678,7 +683,7 @@ template <typename T, typename Prefetch, typename Write>
 JB_INLINE void WriteRowsOfBlock(const RowBlock& block, int64_t num_segments, int64_t width, T* result,
                                 const Prefetch& prefetch, const Write& write) {
   const uint64_t segments = static_cast<uint64_t>(num_segments);
-  const bool is_in_order = !HasGaps(block);
+  const bool is_in_order = block.offsets == kAllOffsets.values;
   T* next = result + block.first_row * width;
   for (int64_t i = 0; i < block.count; ++i, next += width) {
     if (i + kPrefetchDistance < block.known) {
