@@ -304,7 +304,12 @@ SEGMENT_SUM = _sum_op(
     xla_rules=(
         *SUM_RULES,
         on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB)),
-        on_cpu("few numbers are added to a large array, which XLA may do in place", unsorted, mostly_empty_segments, at_most(features=1)),
+        on_cpu(
+            "few numbers are added to a large array, which XLA may do in place",
+            unsorted,
+            mostly_empty_segments,
+            at_most(features=1),
+        ),
     ),
     alternatives=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
 )
