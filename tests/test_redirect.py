@@ -1056,6 +1056,30 @@ def test_where_plain_jax_is_picked_the_program_is_that_of_jax(rng: np.random.Gen
     assert names >= {*_redirect._KIND_OF_NAME, *_redirect._UPDATES.values()}
 
 
+def test_single_numbers_are_left_to_plain_jax_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """The gradient of a cross-entropy, and maxima of single numbers. XLA adds or compares these in place."""
+    cases.use_rules(monkeypatch)
+    logits = rng.normal(size=(128, 3000)).astype(np.float32)
+    labels = rng.integers(0, 3000, 128)
+
+    def step(logits: jax.Array, labels: jax.Array) -> Any:
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)
+        return losses.sum(), jnp.zeros(50).at[labels % 50].max(losses[:, 0])
+
+    program = jax.value_and_grad(step, has_aux=True)
+    plain = lowered(program, logits, labels, platform="cpu")
+    with EVERYTHING() as report:
+        assert lowered(program, logits, labels, platform="cpu") == plain
+        wide = kernels(jax.grad(lambda x, ids: (x[ids] ** 2).sum()), logits, labels % 128, platform="cpu")
+    assert report.kept.keys() >= {
+        ("gradient of a gather", "few numbers are added to a large array, which XLA may do in place"),
+        ("x.at[ids].max", "a single feature leaves the kernel nothing to vectorise"),
+    }
+    assert wide == ["segment_sum"]
+
+
 def test_nothing_is_traced_twice(rng: np.random.Generator) -> None:
     x = rng.normal(size=(7, 4)).astype(np.float32)
     edges = rng.integers(0, 7, (2, 20))
