@@ -1072,7 +1072,7 @@ def test_single_numbers_are_left_to_plain_jax_on_cpus(
     plain = lowered(program, logits, labels, platform="cpu")
     with EVERYTHING() as report:
         assert lowered(program, logits, labels, platform="cpu") == plain
-        wide = kernels(jax.grad(lambda x, ids: (x[ids] ** 2).sum()), logits, labels % 128, platform="cpu")
+        wide = kernels_of(jax.grad(lambda x, ids: (x[ids] ** 2).sum()), logits, labels % 128, platform="cpu")
     assert report.kept.keys() >= {
         ("gradient of a gather", "few numbers are added to a large array, which XLA may do in place"),
         ("x.at[ids].max", "a single feature leaves the kernel nothing to vectorise"),
