@@ -269,15 +269,21 @@ def test_missing_kernel_is_an_error(cuda_module: None) -> None:
 IDS_OF_ROWS, ROWS = jax.ShapeDtypeStruct((4,), np.int32), jax.ShapeDtypeStruct((4, 2), np.float32)
 
 
-@pytest.mark.parametrize("name", ["segment_sum", "segment_mean", "segment_softmax"])
-def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "of_sums"),
+    [
+        *((name, {}) for name in ("segment_sum", "segment_mean", "segment_softmax")),
+        *((name, {"accumulator": "float64"}) for name in ("segment_sum", "segment_mean")),
+    ],
+)
+def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str, of_sums: dict[str, Any]) -> None:
     def call(data: Any, ids: Any, **options: Any) -> Any:
-        return getattr(jb, name)(data, ids, num_segments=3, implementation="xla", **options)
+        return getattr(jb, name)(data, ids, num_segments=3, implementation="xla", **of_sums, **options)
 
     def deterministic(data: Any, ids: Any) -> Any:
         return call(data, ids, deterministic=True)
 
-    with pytest.raises(ValueError, match=f"{name}: implementation='xla' is asked for and deterministic=True"):
+    with pytest.raises(ValueError, match=rf"{name}\w*: implementation='xla' is asked for and deterministic=True"):
         lowered(deterministic, ROWS, IDS_OF_ROWS, platform="cuda")
     assert not runs_kernel(call, ROWS, IDS_OF_ROWS, platform="cuda")
     assert not runs_kernel(deterministic, ROWS, IDS_OF_ROWS, platform="cpu")
@@ -289,8 +295,9 @@ def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str)
 )
 def test_sorted_rows_keep_their_order_on_gpus(users_rules: None, cuda_module: None, example: Example, use: str) -> None:
     """Sums of sorted rows promise the same bits in every run. Plain JAX adds them by atomics, in any order."""
-    types = example.operand_types("float32", use)
-    text = lowered(lambda operands: example.call(use)(**operands), types, platform="cuda")
+    types, call = example.operand_types("float32", use), example.call(use)
+    run = value_and_gradient(call, example.differentiated("float32"))
+    text = lowered(run, types, jax.eval_shape(call, **types), platform="cuda")
     scatters = re.findall(r'"stablehlo\.scatter".*?\n\s*\}\)', text, re.DOTALL)
     assert not [x for x in scatters if re.search(r"stablehlo\.add .*tensor<f\d", x)]
 

@@ -316,7 +316,9 @@ def test_slice_updates(rng: np.random.Generator, name: str) -> None:
     expected = jax.jit(results)(x, update)
     with redirect(slice_updates=True) as report:
         actual = jax.jit(results)(x, update)
-        assert kernels_of(SLICE_UPDATES[name], x[0], update[0], starts[0]) == ["write_slice"]
+        assert kernels_of(lambda x, update: SLICE_UPDATES[name](x, update, starts[0]), x[0], update[0]) == [
+            "write_slice"
+        ]
     assert report.redirected["jax.lax.dynamic_update_slice"] > 0
     for got, want in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(got, want)
@@ -1059,7 +1061,7 @@ def test_where_plain_jax_is_picked_the_program_is_that_of_jax(rng: np.random.Gen
 def test_single_numbers_are_left_to_plain_jax_on_cpus(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    """The gradient of a cross-entropy, and maxima of single numbers. XLA adds or compares these in place."""
+    """The gradient of a cross-entropy, which XLA adds in place, and maxima of single numbers."""
     cases.use_rules(monkeypatch)
     logits = rng.normal(size=(128, 3000)).astype(np.float32)
     labels = rng.integers(0, 3000, 128)
@@ -1073,11 +1075,13 @@ def test_single_numbers_are_left_to_plain_jax_on_cpus(
     with EVERYTHING() as report:
         assert lowered(program, logits, labels, platform="cpu") == plain
         wide = kernels_of(jax.grad(lambda x, ids: (x[ids] ** 2).sum()), logits, labels % 128, platform="cpu")
+        batch = jax.ShapeDtypeStruct((40_000, 9), np.float32), jax.ShapeDtypeStruct((40_000, 9), np.int32)
+        small = kernels_of(jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, 9)), *batch, platform="cpu")
     assert report.kept.keys() >= {
         ("gradient of a gather", "few numbers are added to a large array, which XLA may do in place"),
         ("x.at[ids].max", "a single feature leaves the kernel nothing to vectorise"),
     }
-    assert wide == ["segment_sum"]
+    assert wide == small == ["segment_sum"]
 
 
 def test_nothing_is_traced_twice(rng: np.random.Generator) -> None:

@@ -16,7 +16,8 @@
 namespace jax_baracuda::causal_conv1d {
 
 inline constexpr int kMaxWidth = 8;
-// Each width up to this one has its own kernels. Larger widths are rare and share kernels with a run-time width.
+// Each width up to this one has its own kernels. Larger widths are rare and share kernels with a run-time width, except
+// for updates by one input.
 inline constexpr int kMaxConstantWidth = 4;
 
 // x, d_output, y, dx: [batch, examples, channels, length], or [batch, examples, length, channels] with channels_last.

@@ -11,7 +11,7 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-// The kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth. The actual taps are the last ones of
+// Except in UpdateOne, the kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth. The actual taps are the last ones of
 // kMaxWidth; the taps before them are masked out, like inputs of another sequence.
 template <int kWidth>
 inline constexpr bool kIsWide = kWidth > kMaxConstantWidth;

@@ -19,13 +19,16 @@
 #include "ffi/core/element_type.h"
 #include "ffi/core/plan.h"
 
-namespace xla::ffi {
-class ThreadPool;
-}  // namespace xla::ffi
+#ifdef JB_CUDA
+using cudaStream_t = struct CUstream_st*;
 namespace jax_baracuda {
 struct CudaStatus;
 }  // namespace jax_baracuda
-using cudaStream_t = struct CUstream_st*;
+#else
+namespace xla::ffi {
+class ThreadPool;
+}  // namespace xla::ffi
+#endif
 
 namespace jax_baracuda::segment {
 

@@ -690,9 +690,7 @@ CAUSAL_CONV1D = Op(
     **_of_sequences,
 )
 
-GRADIENT_OF_ONE_STEP = tuple(
-    on("the gradient of a single step is elementwise", at_most(time=1)) for on in (on_gpu, on_cpu)
-)
+GRADIENT_OF_ONE_STEP = on_gpu("the gradient of a single step is elementwise", at_most(time=1))
 
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",
@@ -705,7 +703,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
     reference=reference_backward,
     reduction_dims=("example", "time"),
     xla_rules=(
-        *GRADIENT_OF_ONE_STEP,
+        GRADIENT_OF_ONE_STEP,
         on_gpu("launch-bound: the kernel adds up weights in a second launch", at_most(bytes=MB)),
         on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
     ),

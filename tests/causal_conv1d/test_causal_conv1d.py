@@ -422,12 +422,15 @@ def expected_gradients_of_update(
     return expected | {"x": part_of(of_inputs, new), "state": part_of(of_inputs, in_state)}
 
 
-UPDATES = tuple(
-    (width, extra, new_inputs)
-    for width, extra, new_inputs in itertools.product((1, 2, 3, 4, 8, *WIDER), (0, 1, 5), (1, 2, 7))
-    if (width + extra + new_inputs) % 2 or width == 4
+UPDATES = (
+    *(
+        (width, extra, new_inputs, 11)
+        for width, extra, new_inputs in itertools.product((1, 2, 3, 4, 8, *WIDER), (0, 1, 5), (1, 2, 7))
+        if (width + extra + new_inputs) % 2 or width == 4
+    ),
+    *((width, extra, 1, 8) for width, extra in itertools.product((1, 4, 5, 6, 7, 8), (0, 1))),  # vectors of channels
 )
-"""(W, K - (W - 1), T)"""
+"""(W, K - (W - 1), T, C)"""
 
 
 @each_layout
@@ -435,12 +438,12 @@ UPDATES = tuple(
 def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> None:
     """y, the new state and all gradients are right, for states of minimum length and longer, and one input or more."""
     batch = Batch()
-    for width, extra, new_inputs in UPDATES:
-        problem = make_convolution(rng, (2, 11, new_inputs), width, dtype, has_bias=(width + extra) % 3 > 0)
-        state = rng.normal(size=(2, 11, width - 1 + extra)).astype(problem.dtype)
-        dy = rng.normal(size=(2, 11, new_inputs)).astype(problem.dtype)
+    for width, extra, new_inputs, channels in UPDATES:
+        problem = make_convolution(rng, (2, channels, new_inputs), width, dtype, has_bias=(width + extra) % 3 > 0)
+        state = rng.normal(size=(2, channels, width - 1 + extra)).astype(problem.dtype)
+        dy = rng.normal(size=(2, channels, new_inputs)).astype(problem.dtype)
         d_new_state = rng.normal(size=state.shape).astype(problem.dtype)
-        where = f"width {width}, {extra} more, {new_inputs} inputs"
+        where = f"width {width}, {extra} more, {new_inputs} inputs, {channels} channels"
 
         def update(arrays: Any, state: Any, dy: Any, d_new_state: Any, problem: Convolution = problem) -> Any:
             call = functools.partial(causal_conv1d_update, activation=problem.activation, channels_last=channels_last)
@@ -467,7 +470,7 @@ def test_update(rng: np.random.Generator, dtype: str, channels_last: bool) -> No
 
         batch.add(update, (problem.operands(channels_last), state, in_layout(dy, channels_last), d_new_state), check)
     with cases.x64_for(dtype):
-        num_kernels = sum(width in WIDTHS for width, _, _ in UPDATES)
+        num_kernels = sum(width in WIDTHS for width, *_ in UPDATES)
         assert batch.run() == {"causal_conv1d_update": num_kernels, "causal_conv1d_backward": num_kernels}
 
 

@@ -29,8 +29,6 @@ IDS = ("row",)
 CELLS = ("segment", "...")
 COUNTS = ("segment",)
 
-IN_FLOAT64 = dataclasses.replace(EXACT, accumulator="float64", math_precision="accumulated")
-
 
 def product_guarantee(dtype: str, platform: str) -> Guarantee:
     if jnp.issubdtype(dtype, jnp.floating):
@@ -43,6 +41,11 @@ def sum_guarantee(dtype: str, platform: str, *, deterministic: bool, indices_are
     guarantee = product_guarantee(dtype, platform)
     is_stable = platform == "cpu" or deterministic or indices_are_sorted or guarantee.math_precision == "exact"
     return dataclasses.replace(guarantee, deterministic=is_stable, bit_stable_on_same_hardware=is_stable)
+
+
+def float64_guarantee(dtype: str, platform: str, *, deterministic: bool) -> Guarantee:
+    """Kernels add in a fixed order in any case. On GPUs, plain JAX has none, so it cannot be `deterministic`."""
+    return dataclasses.replace(EXACT, accumulator="float64", math_precision="accumulated")
 
 
 def plan_parameters(

@@ -21,7 +21,6 @@ from jax_baracuda._core.dispatch import (
     at_least,
     at_most,
     fused,
-    mostly_empty_segments,
     on_cpu,
     on_gpu,
     param,
@@ -50,8 +49,8 @@ from jax_baracuda.ops.segment.definitions import (
     BELOW_FLOAT64,
     CELLS,
     IDS,
-    IN_FLOAT64,
     WIDE_DTYPES,
+    float64_guarantee,
     gradient_op,
     limit_of_32_bits,
     of_split_segments,
@@ -120,10 +119,10 @@ def segment_sum(
         this is True. Everything else has the same bits in every run anyway.
       accumulator: "float64": rows of 16 and 32 bits are added in float64, also if ``jax_enable_x64`` is off and float64
         arrays do not exist, and so are those of all derivatives; the result still has the dtype of `data`. No other
-        option changes the order of additions then: all sums have the same bits in every run, `bucket_size` is ignored,
+        option changes the order of additions then: kernels give the same bits in every run, `bucket_size` is ignored,
         and rows with a plan are moved into its order first. Integers and float64 stay as they are. Plain JAX
-        (``implementation="xla"``, or no kernel for the device) adds in float64, too, but on GPUs in an order that
-        varies.
+        (``implementation="xla"``, or no kernel for the device or the dtype) adds in float64, too, but on GPUs in an
+        order that varies.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
         neither this call nor its gradient sorts, and both have the same bits in every run. Calls trust it;
         :meth:`SegmentPlan.validate` checks it.
@@ -249,6 +248,11 @@ def _own_ids(traits: Traits) -> bool:
     return traits.measures["ids"] == traits.measures["rows"]
 
 
+def _few_rows(traits: Traits) -> bool:
+    """At most one row for 64 segments."""
+    return 64 * traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
+
+
 def _are_added_by_xla(traits: Traits) -> bool:
     """Whether rows are single features, or wide, and take at most 1 GB.
 
@@ -300,22 +304,23 @@ SEGMENT_SUM = _sum_op(
     dtypes=WIDE_DTYPES,
     guarantee=sum_guarantee,
     # Two cores: 0.6 up to 1 MB (9 loops). The gradient of a cross-entropy: 0.5 to 0.7, since XLA adds single numbers in
-    # place to the array that a program adds the sums to. Alone, 0.8 to 1.3 for single numbers, 1 to 2 for rows.
+    # place to the array that a program adds the sums to.
     xla_rules=(
         *SUM_RULES,
         on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB)),
         on_cpu(
             "few numbers are added to a large array, which XLA may do in place",
             unsorted,
-            mostly_empty_segments,
+            _own_ids,
+            _few_rows,
             at_most(features=1),
         ),
     ),
     alternatives=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
 )
 
-# Always the kernel: in plain JAX, float64 may not exist.
-SEGMENT_SUM_IN_FLOAT64 = _sum_op("segment_sum_in_float64", "float64", dtypes=BELOW_FLOAT64, guarantee=IN_FLOAT64)
+# Always the kernel: on GPUs, plain JAX adds in an order that varies.
+SEGMENT_SUM_IN_FLOAT64 = _sum_op("segment_sum_in_float64", "float64", dtypes=BELOW_FLOAT64, guarantee=float64_guarantee)
 
 
 def sum_op(accumulator: Accumulator | None) -> Op:
