@@ -52,6 +52,15 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def kinds_of_output(cell: nbformat.NotebookNode) -> set[str]:
+    """Without stderr: XLA reports slow compilation there, and a busy machine delivers that below a later cell."""
+    return {output.output_type for output in cell.outputs if output.get("name") != "stderr"}
+
+
+def printed_errors(cell: nbformat.NotebookNode) -> str:
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stderr")
+
+
 def texts(cell: nbformat.NotebookNode) -> Iterator[str]:
     """The text outputs of a cell."""
     for output in cell.outputs:
@@ -101,7 +110,8 @@ def test_runs_in_small_and_agrees_with_plain_jax(path: Path, tmp_path: Path) -> 
     client.execute()  # raises CellExecutionError at the first cell that fails
 
     for kept, fresh in zip(code_cells(stored), code_cells(executed), strict=True):
-        assert {o.output_type for o in kept.outputs} == {o.output_type for o in fresh.outputs}, kept.source
+        assert kinds_of_output(kept) == kinds_of_output(fresh), kept.source
+        assert "Warning" not in printed_errors(fresh), printed_errors(fresh)
     verdicts = VERDICT.findall(printed(executed))
     assert verdicts and "False" not in verdicts, printed(executed)
     assert len(VERDICT.findall(printed(stored))) == len(verdicts), "the outputs are those of another version"
