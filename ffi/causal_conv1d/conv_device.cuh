@@ -11,8 +11,8 @@
 
 namespace jax_baracuda::causal_conv1d {
 
-// Except in UpdateOne, the kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth. The actual taps are the last ones of
-// kMaxWidth; the taps before them are masked out, like inputs of another sequence.
+// Except in UpdateOne, the kernels of kWidth = kMaxWidth serve all widths above kMaxConstantWidth. The actual taps are
+// the last ones of kMaxWidth; the taps before them are masked out, like inputs of another sequence.
 template <int kWidth>
 inline constexpr bool kIsWide = kWidth > kMaxConstantWidth;
 

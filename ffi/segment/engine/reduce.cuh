@@ -75,7 +75,7 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
     const bool is_small = strategy == Strategy::kSmallTiles;
     grid.features = AssignFeatures(problem.features / vector, 32, unit);
     grid.groups = (is_small ? kSmallTileThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
-    const int64_t block_rows = static_cast<int64_t>(grid.groups) * (is_small ? kSmallTileRows : kTileRows);
+    const int64_t block_rows = is_small ? RowsOfSmallStep(grid.features) : int64_t{grid.groups} * kTileRows;
     grid.blocks_per_batch = CeilDivide(grid.problem.rows, block_rows);
   }
   grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
