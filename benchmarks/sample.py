@@ -33,8 +33,11 @@ MAX_CONTENDED_ROWS = 10_000
 SECONDS_OF_A_CONTENDED_ROW = 1e-5
 """On GPUs, XLA adds 16-bit numbers by compare-and-swap loops, and sums of a softmax are as slow in any dtype. Per row
 of the largest segment, a call took 5 microseconds for 1,400 rows of 33 features, 12 for 11,000 of 128, and 36 for
-36,000 of 64. Attention over 150,000 edges of one segment took minutes for 200 steps."""
+36,000 of 64. Attention over 150,000 edges of one segment took minutes for 200 steps, and so did the gradient of a
+variance of 3,000,000 rows."""
 CONTENDED_IN_ANY_DTYPE = (
+    "segment_var",
+    "segment_std",
     "segment_softmax",
     "segment_logsumexp",
     "segment_attention",
@@ -119,8 +122,8 @@ def draw(platform: str, num_cases: int, seed: int, functions: Sequence[str] = ()
 
 def adds_one_by_one(example: Example, dtype: str) -> bool:
     """Whether plain JAX adds rows one by one on GPUs: see SECONDS_OF_A_CONTENDED_ROW."""
-    adds_exponentials = example.function.__name__.startswith(CONTENDED_IN_ANY_DTYPE)
-    return "row" in example.dims and (adds_exponentials or np.dtype(dtype).itemsize == 2)
+    is_contended = example.function.__name__.startswith(CONTENDED_IN_ANY_DTYPE)
+    return "row" in example.dims and (is_contended or np.dtype(dtype).itemsize == 2)
 
 
 def rows_of_largest_segment(sizes: Mapping[str, int], is_power_law: bool) -> int:

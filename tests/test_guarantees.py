@@ -24,10 +24,14 @@ from jax_baracuda._examples.example import Example
 
 RUNS = 20
 FLAGS = ("deterministic", "indices_are_sorted")
-GATHERED_SUMS = {
-    f"{name}{suffix}"
-    for name in ("gather_segment_sum", "gather_segment_max_backward", "gather_segment_min_backward")
-    for suffix in ("", "_of_graphs")
+SUMS_IN_ORDER = {
+    *(
+        f"{name}{suffix}"
+        for name in ("gather_segment_sum", "gather_segment_max_backward", "gather_segment_min_backward")
+        for suffix in ("", "_of_graphs")
+    ),
+    *("segment_softmax", "segment_softmax_backward", "segment_logsumexp"),
+    *(name for name in OPS if name.startswith(("segment_attention", "graph_")) and "attention" in name),
 }
 """Kernels that always add in a fixed order. Plain JAX, which may be chosen instead, does not on GPUs."""
 
@@ -38,7 +42,7 @@ def flags_of(name: str) -> list[dict[str, bool]]:
     """Every combination of the flags that the op takes."""
     taken = {
         *resolved(OPS[name].attributes, OPS[name].targets[name]),
-        *(["deterministic"] if name in GATHERED_SUMS else []),
+        *(["deterministic"] if name in SUMS_IN_ORDER else []),
     }
     names = [flag for flag in FLAGS if flag in taken]
     return [dict(zip(names, values, strict=True)) for values in itertools.product((False, True), repeat=len(names))]
@@ -162,8 +166,8 @@ def test_guarantee(rng: np.random.Generator, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_which_ops_claim_to_be_deterministic(name: str) -> None:
     """All ops claim it, except unsorted floating-point sums on GPUs. These claim it if it is requested."""
-    sums = ("segment_sum", "segment_mean", "segment_softmax", "segment_softmax_backward")
-    adds = name in (*sums, *GATHERED_SUMS)
+    sums = {f"segment_{name}{suffix}" for name in ("sum", "mean") for suffix in ("", "_in_float64")}
+    adds = name in sums | SUMS_IN_ORDER
     for dtype, platform, flags in itertools.product(
         sorted(OPS[name].dtypes_of(name)), KERNEL_PLATFORMS, flags_of(name)
     ):

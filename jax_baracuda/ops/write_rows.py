@@ -156,8 +156,8 @@ def is_last_of_slot(slots: Array) -> Array:
         return jnp.ones(slots.shape, bool)
     positions = jax.lax.iota(jnp.int32, count)
     if isinstance(count, int) and count <= MAX_COMPARED_ROWS:  # an exported program may have a symbolic count
-        is_later = positions[:, None] < positions
-        return ~jnp.any(is_later & (slots[:, None] == slots), axis=1)
+        is_later = positions[:, None] < positions[None]
+        return ~jnp.any(is_later & (slots[:, None] == slots[None]), axis=1)
     in_order, order = jax.lax.sort((slots, positions), num_keys=1, is_stable=True)
     is_last = jnp.concatenate([in_order[1:] != in_order[:-1], jnp.ones(1, bool)])
     return _set(jnp.zeros_like(is_last), (order,), is_last)

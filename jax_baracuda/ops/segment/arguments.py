@@ -309,7 +309,7 @@ class EdgeCall:
 
     def params(self, indices_are_sorted: bool, deterministic: bool, **options: Any) -> Params:
         """The static arguments. `deterministic` holds for the gradient's sums, too, whose edges may be unsorted."""
-        is_sorted = self.is_sorted(indices_are_sorted)
+        is_sorted = flag(self.name, "indices_are_sorted", indices_are_sorted) or "edge_order" in self.edges
         return Params(
             num_segments=self.num_segments,
             num_rows=self.data.shape[0],
@@ -317,10 +317,6 @@ class EdgeCall:
             deterministic=flag(self.name, "deterministic", deterministic) or (is_sorted and may_run_kernel()),
             **options,
         )
-
-    def is_sorted(self, indices_are_sorted: bool) -> bool:
-        """Whether the edges are sorted, by the caller's promise or by a plan."""
-        return flag(self.name, "indices_are_sorted", indices_are_sorted) or "edge_order" in self.edges
 
 
 def canonicalize_edges(

@@ -33,6 +33,7 @@ def segment_attention(
     *,
     indices_are_sorted: bool = False,
     mode: Mode = None,
+    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -57,9 +58,9 @@ def segment_attention(
 
     Numerical guarantees: exponentials and sums are computed in float32 (float64 for float64 data), and the result is
     rounded once to the dtype of `data`. Exponentials are those of differences from the segment's maximum, so nothing
-    overflows. A logit of NaN or +inf makes its segment and head NaN. Bit-equal from run to run where a kernel runs.
-    Where edges are split over devices, the sums of each device are rounded before they are added up. The gradients of
-    logits take the sum of ``d_out * out`` from the rounded result.
+    overflows. A logit of NaN or +inf makes its segment and head NaN. Bit-equal from run to run, except where plain JAX
+    serves a call on GPUs (see `deterministic`). Where edges are split over devices, the sums of each device are rounded
+    before they are added up. The gradients of logits take the sum of ``d_out * out`` from the rounded result.
 
     Gradient: with ``d_p[e, h] = sum(d_out[segment_ids[e], h] * data[gather_ids[e], h])``, that of `logits` is
     ``p[e, h] * (d_p[e, h] - sum(d_out[s, h] * out[s, h]))``, and that of `data` is a sum of ``p * d_out`` over the
@@ -83,7 +84,7 @@ def segment_attention(
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     bias, value = by_heads(name, "logits", logits, call)
     edges = call.edges if plan is None else call.edges | {"edge_gather_ids": plan.edge_gather_ids}
-    params = attention_params("given", call.num_segments, call.is_sorted(indices_are_sorted))
+    params = attention_params("given", call.params(indices_are_sorted, deterministic))
     output = attend(params, value=value, bias=bias.astype(accumulation_dtype(value.dtype)), **edges)
     return output.reshape(call.num_segments, *call.data.shape[1:])
 
@@ -102,6 +103,7 @@ def graph_dot_product_attention(
     scale: float | None = None,
     indices_are_sorted: bool = False,
     mode: Mode = None,
+    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -172,7 +174,7 @@ def graph_dot_product_attention(
     arrays = {"query": query, "key": key, "value": value} | _bias(name, bias, query, call)
     width = max(query.shape[2], value.shape[2])
     arrays |= {x: padded_heads(arrays[x], width) for x in ("query", "key", "value")}
-    params = attention_params("dot_product", call.num_segments, call.is_sorted(indices_are_sorted), scale=scale)
+    params = attention_params("dot_product", call.params(indices_are_sorted, deterministic), scale=scale)
     return attend(params, **arrays, **call.edges)[..., : value.shape[2]]
 
 
@@ -190,6 +192,7 @@ def graph_additive_attention(
     negative_slope: float = 0.2,
     indices_are_sorted: bool = False,
     mode: Mode = None,
+    deterministic: bool = False,
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
@@ -246,8 +249,8 @@ def graph_additive_attention(
     call = canonicalize_edges_between(name, "key", key, "query", query, gather_ids, segment_ids, mode, plan)
     arrays = {"query": query, "key": key, "score_weights": score_weights.astype(query.dtype)}
     arrays |= _bias(name, bias, query, call)
-    is_sorted = call.is_sorted(indices_are_sorted)
-    params = attention_params("additive", call.num_segments, is_sorted, negative_slope=negative_slope)
+    flags = call.params(indices_are_sorted, deterministic)
+    params = attention_params("additive", flags, negative_slope=negative_slope)
     return attend(params, **arrays, **call.edges)
 
 

@@ -43,9 +43,10 @@ def sum_guarantee(dtype: str, platform: str, *, deterministic: bool, indices_are
     return dataclasses.replace(guarantee, deterministic=is_stable, bit_stable_on_same_hardware=is_stable)
 
 
-def float64_guarantee(dtype: str, platform: str, *, deterministic: bool) -> Guarantee:
-    """Kernels add in a fixed order in any case. On GPUs, plain JAX has none, so it cannot be `deterministic`."""
-    return dataclasses.replace(EXACT, accumulator="float64", math_precision="accumulated")
+def float64_guarantee(dtype: str, platform: str, *, deterministic: bool, indices_are_sorted: bool) -> Guarantee:
+    """That of sums, added in float64."""
+    guarantee = sum_guarantee(dtype, platform, deterministic=deterministic, indices_are_sorted=indices_are_sorted)
+    return dataclasses.replace(guarantee, accumulator="float64")
 
 
 def plan_parameters(

@@ -785,8 +785,8 @@ def _backward_of_sorted(
     )
 
 
-# H100, time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (48 and 24 loops). Two cores: gradients of single
-# features 0.33.
+# Time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (H100, 48 and 24 loops). 0.4 to 0.75 for rows of 4, in
+# gradients 1.0; gradients of rows of 1 and 2 0.6 to 0.9 (H200). Two cores: gradients of single features 0.33.
 GATHER_SEGMENT_EXTREMUM = Op(
     name="gather_segment_extremum",
     targets=_reduction_targets("gather_segment_{}"),
@@ -798,7 +798,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     reference=_reference_of_edges,
     xla_rules=(
         on_gpu("launch-bound: XLA sorts no edges", unsorted, uncontended, at_most(rows=1 << 14)),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=2)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=4)),
         on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
     ),
     alternatives={
@@ -828,6 +828,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     reference=_reference_backward_of_edges,
     xla_rules=(
         on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, at_most(features=2, bytes=256 * MB)),
         on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
     ),
     alternatives={

@@ -45,6 +45,7 @@ from jax_baracuda.ops.segment.definitions import (
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import (
+    RULES_IN_FLOAT64,
     SUM_RULES,
     count_rows,
     gradient_params,
@@ -216,7 +217,11 @@ def _mean_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
 SEGMENT_MEAN = _mean_op("segment_mean", None, dtypes=FLOATING_DTYPES, guarantee=sum_guarantee, xla_rules=SUM_RULES)
 
 SEGMENT_MEAN_IN_FLOAT64 = _mean_op(
-    "segment_mean_in_float64", "float64", dtypes=BELOW_FLOAT64, guarantee=float64_guarantee
+    "segment_mean_in_float64",
+    "float64",
+    dtypes=BELOW_FLOAT64,
+    guarantee=float64_guarantee,
+    xla_rules=RULES_IN_FLOAT64,
 )
 
 # A gather of quotients. H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.42 (33 loops each).

@@ -118,11 +118,9 @@ def segment_sum(
       deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
         this is True. Everything else has the same bits in every run anyway.
       accumulator: "float64": rows of 16 and 32 bits are added in float64, also if ``jax_enable_x64`` is off and float64
-        arrays do not exist, and so are those of all derivatives; the result still has the dtype of `data`. No other
-        option changes the order of additions then: kernels give the same bits in every run, `bucket_size` is ignored,
-        and rows with a plan are moved into its order first. Integers and float64 stay as they are. Plain JAX
-        (``implementation="xla"``, or no kernel for the device or the dtype) adds in float64, too, but on GPUs in an
-        order that varies.
+        arrays do not exist, and so are those of all derivatives; the result still has the dtype of `data`.
+        `bucket_size` is ignored then, and rows with a plan are moved into its order first. Integers and float64 stay as
+        they are.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
         neither this call nor its gradient sorts, and both have the same bits in every run. Calls trust it;
         :meth:`SegmentPlan.validate` checks it.
@@ -319,8 +317,20 @@ SEGMENT_SUM = _sum_op(
     alternatives=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
 )
 
-# Always the kernel: on GPUs, plain JAX adds in an order that varies.
-SEGMENT_SUM_IN_FLOAT64 = _sum_op("segment_sum_in_float64", "float64", dtypes=BELOW_FLOAT64, guarantee=float64_guarantee)
+# H200, time of plain JAX / kernel: 0.2 for rows of 1, 0.35 of 2, 0.5 to 0.8 of 4, 1.0 to 1.5 of 8, 2 to 4 above; up to
+# 4 MB 0.2 to 0.9 for any rows (40 calls).
+RULES_IN_FLOAT64 = (
+    SUM_RULES[0],
+    on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most(features=4)),
+)
+
+SEGMENT_SUM_IN_FLOAT64 = _sum_op(
+    "segment_sum_in_float64",
+    "float64",
+    dtypes=BELOW_FLOAT64,
+    guarantee=float64_guarantee,
+    xla_rules=RULES_IN_FLOAT64,
+)
 
 
 def sum_op(accumulator: Accumulator | None) -> Op:
@@ -471,7 +481,14 @@ def _gather_first(
     return SEGMENT_SUM.kernel(rows, segment_ids, num_segments=num_segments, **flags)
 
 
-# H100, time of plain JAX / kernel: 0.35 (76 loops).
+def _caches_sums(traits: Traits) -> bool:
+    """XLA caches the sums, or adds to the result itself. It adds 16-bit numbers to a float32 array, and rounds that."""
+    measures = traits.measures
+    num_sums = measures["batch"] * measures["segment"] * measures["features"]
+    return measures["element_bits"] > 16 or 4 * num_sums <= 32 * MB
+
+
+# Time of plain JAX / kernel: 0.35 (H100, 76 loops); with 16 bits and more than 32 MB of sums 1.15 to 2.5 (H200).
 GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands_of_edges,
@@ -488,7 +505,13 @@ GATHER_SEGMENT_SUM = Op(
     reduction_dims=("edge",),
     shard_program=of_split_segments(functools.partial(sum_over_split_dim, "edge"), ids_operand=2),
     xla_rules=(
-        on_gpu("XLA sorts no edges, which takes longer than the sum", unordered, uncontended, at_most(rows=1 << 18)),
+        on_gpu(
+            "XLA sorts no edges, which takes longer than the sum",
+            unordered,
+            uncontended,
+            _caches_sums,
+            at_most(rows=1 << 18),
+        ),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
     ),
     alternatives={
