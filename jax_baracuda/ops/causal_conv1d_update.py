@@ -234,7 +234,7 @@ def _entries(pool: Array, width: int, num_sequences: int, num_accepted: Array | 
     first = jnp.zeros(num_sequences, jnp.int32)
     if num_accepted is not None:
         first = jnp.clip(num_accepted, 1, pool.shape[2] - width + 2) - 1
-    return first[:, None] + jnp.arange(width - 1)
+    return first[:, None] + jnp.arange(width - 1)[None]
 
 
 def _reference_pool_update(
