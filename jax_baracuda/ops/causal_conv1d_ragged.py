@@ -174,9 +174,9 @@ def _layout(x: Array, states: Array, weight: Array, starts: Array, slots: Array,
         same_sequence = sequence[None]
     begins, ends = starts[:-1], starts[1:]
     readers = jnp.where(has_state & (slots < states.shape[0]), slots, -1)
-    heads = begins[:, None] + jnp.arange(kept)
+    heads = begins[:, None] + jnp.arange(kept)[None]
     heads = jnp.where((readers[:, None] >= 0) & (heads < ends[:, None]), heads, length)
-    tails = ends[:, None] - kept + jnp.arange(kept)
+    tails = ends[:, None] - kept + jnp.arange(kept)[None]
     is_in_state = tails < begins[:, None]
     writers = of_writers(states, slots, ends > begins)
     return _Layout(same_sequence, is_token, heads, begins, ends, tails, is_in_state, readers, writers)
