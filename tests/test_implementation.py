@@ -518,6 +518,7 @@ OPERANDS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "an inner function": (lambda x: jax.jit(lambda x: x.reshape(2, 16) * 2)(x), True),
     "an inner function that returns its argument": (lambda x: jax.jit(lambda x: (x, x + 1))(x)[0], False),
     "a product": (lambda x: x * x[:, :1], True),
+    "a product by einsum": (lambda x: jnp.einsum("i,ij->ij", x[:, 0], x), True),
     "a reshaped product": (lambda x: (x * x).reshape(2, 16), True),
     "a cotangent": (lambda x: jax.grad(lambda x: (x**3).sum())(x), True),
 }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 from jax_baracuda._core.native import target_name
 
@@ -61,7 +62,7 @@ _IN_MEMORY = frozenset(
     f"stablehlo.{name}"
     for name in (
         "all_gather all_to_all cholesky collective_broadcast collective_permute constant convolution custom_call dot "
-        "dot_general dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
+        "dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
     ).split()
 )
 """Operations without a body whose results XLA writes to memory. It also writes the results of all with a body."""
@@ -80,7 +81,15 @@ def is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
         return is_computed(ctx, returned(ctx, value))
     if operation.name in _VIEWS and num_elements(operation.operands[0]) == num_elements(value):
         return is_computed(ctx, operation.operands[0])
-    return operation.name not in _IN_MEMORY and len(operation.regions) == 0
+    return not _is_in_memory(operation)
+
+
+def _is_in_memory(operation: Any) -> bool:
+    """Whether XLA writes the result of an operation to memory. It multiplies where a product contracts nothing."""
+    if operation.name == "stablehlo.dot_general":
+        numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+        return len(numbers.lhs_contracting_dimensions) > 0
+    return operation.name in _IN_MEMORY or len(operation.regions) > 0
 
 
 def may_be_computed(value: ir.Value[Any]) -> bool:
@@ -108,7 +117,7 @@ def repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
             continue
         if is_repeated and _is_softmax(ctx, operation):
             return True
-        if operation.name not in _IN_MEMORY and len(operation.regions) == 0:
+        if not _is_in_memory(operation):
             pending += [(x, is_repeated or _expands(operation)) for x in operation.operands]
     return False
 
