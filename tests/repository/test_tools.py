@@ -283,12 +283,13 @@ def test_sampled_calls_differ_and_fit(rng: np.random.Generator) -> None:
 
 
 def test_sampled_calls_leave_out_what_takes_minutes() -> None:
-    """Segments are small where plain JAX on GPUs adds rows one by one: for 16-bit numbers and exponentials."""
+    """Segments are small where plain JAX on GPUs adds rows one by one: for 16-bit numbers, exponentials, variances."""
     cases = list(sample.draw("cuda", 300, 0))
     contended = [case for case in cases if case.contended_rows]
     wide = {case.example.function.__name__ for case in contended if np.dtype(case.dtype).itemsize == 4}
     attention = {"segment_attention", "graph_dot_product_attention", "graph_additive_attention"}
-    assert wide == {"segment_softmax", "segment_softmax_backward", "segment_logsumexp"} | attention
+    of_rows = {"segment_softmax", "segment_softmax_backward", "segment_logsumexp", "segment_var", "segment_std"}
+    assert wide == of_rows | attention
     assert any(np.dtype(case.dtype).itemsize == 2 for case in contended)
     assert all(case.contended_rows <= sample.MAX_CONTENDED_ROWS for case in cases)
     assert any(case.example.sizes["cuda"].get("segment") == 2 for case in contended)
