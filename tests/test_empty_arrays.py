@@ -33,6 +33,7 @@ def of_huge_sizes(example: Example) -> Example:
     small = {name for dims in operands if not any(sizes.get(name) == 0 for name in dims) for name in dims}
     small |= {"feature"} if example.function.__name__.startswith("rope") else set()  # it has as many angles
     small |= {"feature1"} if example.function.__name__.startswith("graph_") else set()  # a thread has a part of a head
+    small |= {"time"} if "entry" in example.dims else set()  # a row of a pool holds as many inputs
     sizes = {name: size for name, size in sizes.items() if size == 0 or name not in small}
     return dataclasses.replace(example, sizes={"small": {**example.sizes["small"], **sizes}})
 
