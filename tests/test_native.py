@@ -144,7 +144,7 @@ def test_exceptions_of_handlers_are_errors(tmp_path: Path) -> None:
         pytest.skip("there is no C++ compiler")
     program = tmp_path / "program"
     (tmp_path / "main.cc").write_text(THROWING_HANDLERS)
-    sources = [tmp_path / "main.cc", *(root / "ffi" / "core" / f"checked_call{part}.cc" for part in ("", "_cpu"))]
+    sources = [tmp_path / "main.cc", root / "ffi" / "core" / "checked_call.cc"]
     flags = ["-std=c++17", f"-I{root}", "-isystem", jax.ffi.include_dir()]
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
     output = subprocess.run([program], capture_output=True, text=True, check=True).stdout

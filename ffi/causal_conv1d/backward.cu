@@ -292,26 +292,27 @@ CudaStatus LaunchEnd(const BackwardCall& call, int64_t first, int64_t count, cud
 
 }  // namespace
 
-CudaStatus Launch(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  const Problem& problem = call.problem;
-  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
+CudaStatus BackwardCall::Run(cudaStream_t stream) const {
+  const ConvolutionPlan plan = PlanOf(*this);
+  if (scratch_bytes < plan.scratch_bytes) return JB_CUDA_STATUS(cudaErrorInvalidValue);
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
     if (problem.channels_last && plan.strategy != Strategy::kNothing) {
-      JB_RETURN_IF_CUDA_ERROR(LaunchChannelsLast(call, plan, stream));
+      JB_RETURN_IF_CUDA_ERROR(LaunchChannelsLast(*this, plan, stream));
     } else if (plan.strategy != Strategy::kNothing) {
       const RowsGrid grid(plan);
       JB_RETURN_IF_CUDA_ERROR(DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
         const auto kernel = BackwardRows<T, width, has_masks>;
-        kernel<<<grid.Blocks(), kRowsThreads, 0, stream>>>(BackwardArguments<T>(call), grid);
+        kernel<<<grid.Blocks(), kRowsThreads, 0, stream>>>(BackwardArguments<T>(*this), grid);
         return JB_LAUNCH_STATUS(BackwardRows);
       }));
     }
-    JB_RETURN_IF_CUDA_ERROR(LaunchSumParameterGradients<ComputeType<T>>(call, plan.parts, stream));
+    JB_RETURN_IF_CUDA_ERROR(LaunchSumParameterGradients<ComputeType<T>>(*this, plan.parts, stream));
     const int64_t past = problem.width - 1, last_inputs = std::min(past, problem.length);
-    if (call.d_final_state.data != nullptr) {
-      JB_RETURN_IF_CUDA_ERROR(LaunchEnd<T>(call, problem.length - last_inputs, last_inputs, stream));
+    if (d_final_state.data != nullptr) {
+      JB_RETURN_IF_CUDA_ERROR(LaunchEnd<T>(*this, problem.length - last_inputs, last_inputs, stream));
     }
-    return call.d_initial_state != nullptr ? LaunchEnd<T>(call, -past, past, stream) : CudaStatus{};
+    return d_initial_state != nullptr ? LaunchEnd<T>(*this, -past, past, stream) : CudaStatus{};
   });
 }
 

@@ -1,7 +1,4 @@
-// The CUDA plans and launchers of causal_conv1d, callable from plain C++.
-//
-// Launchers only enqueue work on `stream`: no allocation, no synchronisation, and equal problems make equal launches.
-// They write every element of every result, including empty sums.
+// The plans of the causal_conv1d ops on GPUs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,6 +7,7 @@
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
 #include "ffi/core/cuda_status.h"
+#include "ffi/core/strategies.h"
 
 namespace jax_baracuda::causal_conv1d {
 
@@ -30,6 +28,10 @@ enum class Strategy {
   kPoolVectors,    // vectors of channels
   kPoolByElement,  // one channel per thread
 };
+
+inline constexpr const char* kStrategyNames[] = {
+    kNothing,    "rows",       "rows_by_element", "channels_last", "channels_last_by_element",
+    "one_input", "few_inputs", "many_inputs",     "pool_vectors",  "pool_by_element"};
 
 // The cut of rows into tiles: see rows.cuh.
 struct RowsPlan {
@@ -56,6 +58,8 @@ struct ConvolutionPlan {
   ChannelsLastPlan channels_last{};
   int64_t parts = 0;          // of a gradient: partial sums per channel and batch element
   int64_t scratch_bytes = 0;  // of a gradient
+
+  Plan Summary() const { return {NameOf(kStrategyNames, strategy), scratch_bytes}; }
 };
 
 // At most four channels, at most 16 bytes.
@@ -68,13 +72,7 @@ ConvolutionPlan PlanOf(const BackwardCall& call);
 ConvolutionPlan PlanOf(const UpdateCall& call);
 ConvolutionPlan PlanOf(const PoolUpdateCall& call);
 
-CudaStatus Launch(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
-CudaStatus Launch(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
-CudaStatus Launch(const UpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
-CudaStatus Launch(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream);  // a forward plan
-CudaStatus Launch(const PoolUpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
-
-// The implementations of Launch for channels-last arrays with elements.
+// For channels-last arrays with elements.
 CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 CudaStatus LaunchChannelsLast(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 CudaStatus LaunchChannelsLast(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);

@@ -8,10 +8,13 @@
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #include "ffi/core/batch_operand.h"
 #include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/executor.h"
+#include "ffi/core/plan.h"
 
 namespace jax_baracuda::causal_conv1d {
 
@@ -56,6 +59,10 @@ struct ConvolutionCall {
 
 struct ForwardCall : ConvolutionCall {
   void* y;
+
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 struct BackwardCall : ConvolutionCall {
@@ -65,12 +72,21 @@ struct BackwardCall : ConvolutionCall {
   void* dweight;                    // [batch, channels, width] of the compute type
   void* dbias;                      // [batch, channels] of the compute type
   void* d_initial_state = nullptr;  // nullptr without an initial state
-  void* scratch;
+  void* scratch = nullptr;
+  int64_t scratch_bytes = 0;
+
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // problem.length is the number of new inputs; initial_state is the old state.
 struct UpdateCall : ForwardCall {
   void* new_state;  // may alias the old state
+
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // States of sequences, [batch, slots, channels, length]: read, then written in place. A state begins at some entry of its
@@ -93,6 +109,9 @@ struct RaggedCall : ForwardCall {
   StatePool pool;
   BatchOperand starts;     // int32_t [batch, sequences + 1]
   BatchOperand has_state;  // bool [batch, sequences]: whether the sequence begins with its state, otherwise with zeros
+
+  static std::vector<const char*> Strategies();
+  RunStatus Run(Executor executor) const;
 };
 
 // Every example is a sequence with a slot.
@@ -108,6 +127,10 @@ struct PoolUpdateCall : ForwardCall {
     if (problem.width == 1) return 0;
     return num_accepted.data == nullptr ? problem.width - 1 : problem.width - 2 + problem.length;
   }
+
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // Calls body(std::integral_constant<int, width>{}) for a width of 1 to kMost, and returns what it returns.

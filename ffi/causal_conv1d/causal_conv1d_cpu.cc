@@ -1,4 +1,4 @@
-// The CPU targets of causal_conv1d, its gradient and its update.
+// causal_conv1d, its gradient and its update on CPUs.
 
 #include <algorithm>
 #include <atomic>
@@ -7,14 +7,12 @@
 #include <memory>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
-#include "ffi/causal_conv1d/causal_conv1d_handler.h"
 #include "ffi/causal_conv1d/convolution_cpu.h"
 #include "ffi/causal_conv1d/tiles_cpu.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
-#include "ffi/core/target_table.h"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
@@ -225,26 +223,26 @@ bool ComputeUpdate(ffi::ThreadPool& pool, const UpdateCall& call, const Convolut
   return true;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Targets.
-
-ffi::Error RunForward(ffi::ThreadPool pool, const ForwardCall& call) {
-  return RunOnCpu(pool, kForwardName, call, [](auto&... operands) { return ComputeForward(operands...); });
-}
-
-ffi::Error RunBackward(ffi::ThreadPool pool, const OptionalResults& results, BackwardCall* call) {
-  JB_RETURN_IF_ERROR(results.End());
-  return RunOnCpu(pool, kBackwardName, *call, [](auto&... operands) { return ComputeBackward(operands...); });
-}
-
-ffi::Error RunUpdate(ffi::ThreadPool pool, const UpdateCall& call) {
-  return RunOnCpu(pool, kUpdateName, call, [](auto&... operands) { return ComputeUpdate(operands...); });
-}
-
-JB_TARGET(kForwardName, (HandleForward<ffi::ThreadPool, RunForward>), PlanOf<ForwardCall>, JB_NAMES(kStrategyNames));
-JB_TARGET(kBackwardName, (HandleBackward<ffi::ThreadPool, RunBackward>), PlanOf<BackwardCall>,
-          JB_NAMES(kStrategyNames));
-JB_TARGET(kUpdateName, (HandleUpdate<ffi::ThreadPool, RunUpdate>), PlanOf<UpdateCall>, JB_NAMES(kStrategyNames));
-
 }  // namespace
+
+std::vector<const char*> ForwardCall::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+std::vector<const char*> BackwardCall::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+std::vector<const char*> UpdateCall::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+
+Plan ForwardCall::MakePlan() const { return PlanOnCpu(*this); }
+Plan BackwardCall::MakePlan() const { return PlanOnCpu(*this); }
+Plan UpdateCall::MakePlan() const { return PlanOnCpu(*this); }
+
+bool ForwardCall::Run(ffi::ThreadPool& pool) const {
+  return RunOnCpu(pool, *this, [](auto&... operands) { return ComputeForward(operands...); });
+}
+
+bool BackwardCall::Run(ffi::ThreadPool& pool) const {
+  return RunOnCpu(pool, *this, [](auto&... operands) { return ComputeBackward(operands...); });
+}
+
+bool UpdateCall::Run(ffi::ThreadPool& pool) const {
+  return RunOnCpu(pool, *this, [](auto&... operands) { return ComputeUpdate(operands...); });
+}
+
 }  // namespace jax_baracuda::causal_conv1d

@@ -10,7 +10,6 @@
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
-#include "ffi/causal_conv1d/causal_conv1d_handler.h"
 #include "ffi/causal_conv1d/tiles_cpu.h"
 #include "ffi/core/alignment.h"
 #include "ffi/core/cpu_kernel.h"
@@ -19,7 +18,6 @@
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/strategies.h"
-#include "ffi/core/target_table.h"
 
 namespace jax_baracuda::causal_conv1d {
 
@@ -39,7 +37,7 @@ enum class Strategy {
   kChannelsLast,    // tiles of several channels
 };
 
-inline constexpr const char* kStrategyNames[] = {"nothing", "rows", "transposed_rows", "channels_last"};
+inline constexpr const char* kStrategyNames[] = {kNothing, "rows", "transposed_rows", "channels_last"};
 
 // With one channel or one time, both layouts are the same in memory. Vectorises over the other dimension.
 inline Problem WithBestLayout(Problem problem) {
@@ -322,19 +320,17 @@ bool ComputeForward(ffi::ThreadPool& pool, const ForwardCall& call, const Convol
 
 // Calls compute(pool, call, convolution) with the types of a call.
 template <typename Call, typename Compute>
-ffi::Error RunOnCpu(ffi::ThreadPool& pool, const char* op, Call call, const Compute& compute) {
+bool RunOnCpu(ffi::ThreadPool& pool, Call call, const Compute& compute) {
   call.problem = WithBestLayout(call.problem);
   const Strategy strategy = Choose(call.problem, ElementBytes(call.type));
-  return MemoryStatus(op, DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-                        Convolution<typename decltype(tag)::type> convolution(call, strategy);
-                        return convolution.Prepare(pool) && compute(pool, call, convolution);
-                      }));
+  return DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+    Convolution<typename decltype(tag)::type> convolution(call, strategy);
+    return convolution.Prepare(pool) && compute(pool, call, convolution);
+  });
 }
 
-template <typename Call>
-Plan PlanOf(const PlanParameters& parameters) {
-  const Call call = CallOf<Call>(parameters);
-  return Plan{NameOf(kStrategyNames, Choose(WithBestLayout(call.problem), ElementBytes(call.type)))};
+inline Plan PlanOnCpu(const ConvolutionCall& call) {
+  return {NameOf(kStrategyNames, Choose(WithBestLayout(call.problem), ElementBytes(call.type)))};
 }
 
 }  // namespace jax_baracuda::causal_conv1d

@@ -95,16 +95,16 @@ __global__ void __launch_bounds__(kRowsThreads, Tuning::ForwardRowsBlocks(sizeof
 
 }  // namespace
 
-CudaStatus Launch(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  const Problem& problem = call.problem;
+CudaStatus ForwardCall::Run(cudaStream_t stream) const {
+  const ConvolutionPlan plan = PlanOf(*this);
   if (plan.strategy == Strategy::kNothing) return {};
-  if (problem.channels_last) return LaunchChannelsLast(call, plan, stream);
-  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+  if (problem.channels_last) return LaunchChannelsLast(*this, plan, stream);
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const RowsGrid grid(plan);
     return DispatchKernel(problem.width, problem.has_same_sequence, [&](auto width, auto has_masks) {
       const auto kernel = ForwardRows<T, width, has_masks>;
-      kernel<<<grid.Blocks(), kRowsThreads, 0, stream>>>(ForwardArguments<T>(call), grid);
+      kernel<<<grid.Blocks(), kRowsThreads, 0, stream>>>(ForwardArguments<T>(*this), grid);
       return JB_LAUNCH_STATUS(ForwardRows);
     });
   });

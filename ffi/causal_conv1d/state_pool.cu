@@ -255,15 +255,15 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-CudaStatus Launch(const PoolUpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  JB_RETURN_IF_CUDA_ERROR(LaunchCopy(call.pool.of_old_states, stream));
+CudaStatus PoolUpdateCall::Run(cudaStream_t stream) const {
+  JB_RETURN_IF_CUDA_ERROR(LaunchCopy(pool.of_old_states, stream));
+  const ConvolutionPlan plan = PlanOf(*this);
   if (plan.strategy == Strategy::kNothing) return {};
-  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kUpdateChannels = static_cast<int>(Tuning::kUpdateBytes / sizeof(T));
-    const Problem& problem = call.problem;
     const auto launch = [&](auto width, auto channels) -> CudaStatus {
-      const PoolUpdateArguments<T> arguments(call, kThreads * channels);
+      const PoolUpdateArguments<T> arguments(*this, kThreads * channels);
       const int64_t blocks = problem.batch * static_cast<int64_t>(arguments.by_groups.divisor) *
                              static_cast<int64_t>(arguments.by_blocks_across.divisor);
       UpdatePool<T, width, channels><<<GridSize(blocks), kThreads, 0, stream>>>(arguments);
@@ -278,18 +278,18 @@ CudaStatus Launch(const PoolUpdateCall& call, const ConvolutionPlan& plan, cudaS
   });
 }
 
-CudaStatus Launch(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
-  JB_RETURN_IF_CUDA_ERROR(LaunchCopy(call.pool.of_old_states, stream));
+CudaStatus RaggedCall::Run(cudaStream_t stream) const {
+  JB_RETURN_IF_CUDA_ERROR(LaunchCopy(pool.of_old_states, stream));
+  const ConvolutionPlan plan = PlanOf(static_cast<const ForwardCall&>(*this));
   if (plan.strategy == Strategy::kNothing) return {};
-  JB_RETURN_IF_CUDA_ERROR(LaunchChannelsLast(call, plan, stream));
-  const Problem& problem = call.problem;
-  const int64_t sequences = problem.batch * call.pool.sequences;
-  if (sequences == 0 || call.pool.slots == 0 || problem.width == 1) return {};
-  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+  JB_RETURN_IF_CUDA_ERROR(LaunchChannelsLast(*this, plan, stream));
+  const int64_t sequences = problem.batch * pool.sequences;
+  if (sequences == 0 || pool.slots == 0 || problem.width == 1) return {};
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t blocks_across = CeilDivide(problem.channels, int64_t{kThreads} * kStateChannels);
     WriteStates<T><<<GridSize(sequences * blocks_across), kThreads, 0, stream>>>(
-        RaggedArguments<T>(call), Divider(blocks_across), Divider(call.pool.sequences));
+        RaggedArguments<T>(*this), Divider(blocks_across), Divider(pool.sequences));
     return JB_LAUNCH_STATUS(WriteStates);
   });
 }

@@ -8,14 +8,12 @@
 #include <vector>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
-#include "ffi/causal_conv1d/causal_conv1d_handler.h"
 #include "ffi/causal_conv1d/convolution_cpu.h"
 #include "ffi/causal_conv1d/tiles_cpu.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
-#include "ffi/core/target_table.h"
 
 namespace jax_baracuda::causal_conv1d {
 namespace {
@@ -207,44 +205,42 @@ bool ComputeUpdate(ffi::ThreadPool& threads, const PoolUpdateCall& call, const O
   return WriteStates(threads, call, call.pool, sequences, old_states, call.num_written(), convolution);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Targets.
+}  // namespace
 
-ffi::Error RunRagged(ffi::ThreadPool threads, const RaggedCall& given) {
-  CopyArray(threads, given.pool.of_old_states);
-  RaggedCall call = given;
-  call.state_length = call.problem.width - 1;
-  return RunOnCpu(threads, kRaggedName, call, [](auto&... operands) { return ComputeRagged(operands...); });
+std::vector<const char*> RaggedCall::Strategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kRows, Strategy::kChannelsLast);
 }
 
-ffi::Error RunPoolUpdate(ffi::ThreadPool threads, const PoolUpdateCall& given) {
-  CopyArray(threads, given.pool.of_old_states);
-  PoolUpdateCall call = given;
-  call.problem = WithBestLayout(call.problem);
-  const Problem& problem = call.problem;
-  if (problem.HasNoElement()) return ffi::Error::Success();
-  bool has_memory = true;
-  DispatchFloating(call.type, [&](auto tag) {
+bool RaggedCall::Run(ffi::ThreadPool& threads) const {
+  CopyArray(threads, pool.of_old_states);
+  RaggedCall call = *this;
+  call.state_length = problem.width - 1;
+  return RunOnCpu(threads, call, [](auto&... operands) { return ComputeRagged(operands...); });
+}
+
+std::vector<const char*> PoolUpdateCall::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+
+Plan PoolUpdateCall::MakePlan() const { return PlanOnCpu(*this); }
+
+bool PoolUpdateCall::Run(ffi::ThreadPool& threads) const {
+  CopyArray(threads, pool.of_old_states);
+  PoolUpdateCall call = *this;
+  call.problem = WithBestLayout(problem);
+  if (problem.HasNoElement()) return true;
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t latest = call.pool.length - (problem.width - 1);
+    const int64_t latest = pool.length - (problem.width - 1);
     OldStates<T> old_states;
-    has_memory = old_states.Load(threads, problem, call.pool, [&](int64_t batch, int64_t index) {
-      if (call.num_accepted.data == nullptr) return int64_t{0};
-      const int64_t count = call.num_accepted.Of<int32_t>(batch, problem.examples)[index];
+    const bool has_memory = old_states.Load(threads, call.problem, pool, [&](int64_t batch, int64_t index) {
+      if (num_accepted.data == nullptr) return int64_t{0};
+      const int64_t count = num_accepted.Of<int32_t>(batch, problem.examples)[index];
       return std::clamp<int64_t>(count - 1, 0, latest);
     });
     call.initial_state = BatchOperand{old_states.get(), /*is_shared=*/false};
     call.state_length = problem.width - 1;
-    Convolution<T> convolution(call, Choose(problem, ElementBytes(call.type)));
-    has_memory = has_memory && convolution.Prepare(threads) && ComputeUpdate(threads, call, old_states, convolution);
+    Convolution<T> convolution(call, Choose(call.problem, ElementBytes(type)));
+    return has_memory && convolution.Prepare(threads) && ComputeUpdate(threads, call, old_states, convolution);
   });
-  return MemoryStatus(kPoolUpdateName, has_memory);
 }
 
-JB_TARGET(kRaggedName, (HandleRagged<ffi::ThreadPool, RunRagged>), PlanOf<ForwardCall>,
-          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kRows, Strategy::kChannelsLast));
-JB_TARGET(kPoolUpdateName, (HandlePoolUpdate<ffi::ThreadPool, RunPoolUpdate>), PlanOf<PoolUpdateCall>,
-          JB_NAMES(kStrategyNames));
-
-}  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -130,18 +130,18 @@ CudaStatus LaunchUpdateOne(const UpdateCall& call, cudaStream_t stream) {
 
 }  // namespace
 
-CudaStatus Launch(const UpdateCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
+CudaStatus UpdateCall::Run(cudaStream_t stream) const {
+  const ConvolutionPlan plan = PlanOf(*this);
   if (plan.strategy == Strategy::kNothing) return {};
-  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
     using T = typename decltype(tag)::type;
-    if (plan.strategy == Strategy::kOneInput) return LaunchUpdateOne<T>(call, stream);
+    if (plan.strategy == Strategy::kOneInput) return LaunchUpdateOne<T>(*this, stream);
     if (plan.strategy == Strategy::kFewInputs) {
-      return DispatchKernel(call.problem.width, /*has_masks=*/false,
-                            [&](auto width, auto) { return LaunchUpdateRows<T, width>(call, stream); });
+      return DispatchKernel(problem.width, /*has_masks=*/false,
+                            [&](auto width, auto) { return LaunchUpdateRows<T, width>(*this, stream); });
     }
-    const ForwardCall& convolution = call;
-    JB_RETURN_IF_CUDA_ERROR(Launch(convolution, PlanOf(convolution), stream));
-    return LaunchUpdateRows<T, 0>(call, stream);
+    JB_RETURN_IF_CUDA_ERROR(ForwardCall::Run(stream));
+    return LaunchUpdateRows<T, 0>(*this, stream);
   });
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "ffi/core/batch_operand.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
 
@@ -59,13 +60,14 @@ class Batch {
                          shape.last(shape.size() - dims_.size())};
   }
 
-  // Checks that the batch dimensions are followed by `trailing`, and sets `view`.
+  // Checks the type of a buffer, and that `trailing` follows its batch dimensions. Sets `operand`.
   template <typename Dimensions = std::initializer_list<Dimension>>
-  ffi::Error Check(const char* name, const ffi::AnyBuffer& buffer, bool may_be_shared, const Dimensions& trailing,
-                   BatchedBuffer* view) const {
-    const auto own = View(buffer, may_be_shared);
-    if (!own || !Fits(own->dims, trailing)) return WrongShape(name, buffer, may_be_shared, TextOf(trailing));
-    *view = *own;
+  ffi::Error Take(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, const Dimensions& trailing,
+                  BatchOperand* operand, bool may_be_shared = true) const {
+    JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, type));
+    const auto view = View(buffer, may_be_shared);
+    if (!view || !Fits(view->dims, trailing)) return WrongShape(name, buffer, may_be_shared, TextOf(trailing));
+    *operand = {view->data, view->is_shared};
     return ffi::Error::Success();
   }
 

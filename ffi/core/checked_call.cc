@@ -2,16 +2,60 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <new>
 #include <string_view>
 
 #include "ffi/core/bit_width.h"
-#include "ffi/core/checked_call_device.h"
 #include "ffi/core/thread_sanitizer.h"
+#ifdef JB_CUDA
+#include <cuda_runtime_api.h>
+
+#include "ffi/core/cuda_error_text.h"
+#endif
 
 namespace jax_baracuda {
 namespace {
+
+// Does not allocate in this module: memory may be exhausted.
+XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* message) {
+  char text[1024];
+  std::snprintf(text, sizeof(text), "jax_baracuda: %s", message);
+  XLA_FFI_Error_Create_Args error{};
+  error.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  error.message = text;
+  error.errc = code;
+  return frame->api->XLA_FFI_Error_Create(&error);
+}
+
+#ifdef JB_CUDA
+
+// Clears errors of earlier CUDA calls in this thread. Otherwise the check after our first launch would report them.
+void ForgetStaleErrors() { cudaGetLastError(); }
+
+// Ordered on the call's stream.
+XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame* frame, void* data, int64_t bytes) {
+  XLA_FFI_Stream_Get_Args stream{};
+  stream.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
+  stream.ctx = frame->ctx;
+  if (XLA_FFI_Error* error = frame->api->XLA_FFI_Stream_Get(&stream)) return error;
+  const CudaStatus status =
+      JB_CUDA_STATUS(cudaMemsetAsync(data, 0xFF, bytes, static_cast<cudaStream_t>(stream.stream)));
+  if (status.ok()) return nullptr;
+  return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, CudaErrorText(status).c_str());
+}
+
+#else
+
+void ForgetStaleErrors() {}
+
+XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame*, void* data, int64_t bytes) {
+  std::memset(data, 0xFF, bytes);
+  return nullptr;
+}
+
+#endif
 
 bool PoisonsResults() {
   static const bool poisons = [] {
@@ -61,16 +105,6 @@ XLA_FFI_Error* CallOrThrow(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
 }
 
 }  // namespace
-
-XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* message) {
-  char text[1024];
-  std::snprintf(text, sizeof(text), "jax_baracuda: %s", message);
-  XLA_FFI_Error_Create_Args error{};
-  error.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  error.message = text;
-  error.errc = code;
-  return frame->api->XLA_FFI_Error_Create(&error);
-}
 
 XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   try {

@@ -6,7 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <string>
 #include <type_traits>
 
 #include "ffi/core/alignment.h"
@@ -29,11 +28,6 @@ namespace jax_baracuda {
 template <int64_t... kKnown, typename Body>
 JB_INLINE bool DispatchConstant(int64_t number, const Body& body) {
   return ((number == kKnown && (body(std::integral_constant<int64_t, kKnown>{}), true)) || ...);
-}
-
-inline ffi::Error MemoryStatus(const char* op, bool has_memory) {
-  if (has_memory) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(op) + ": out of host memory");
 }
 
 struct FreeMemory {

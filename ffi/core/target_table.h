@@ -25,7 +25,10 @@ struct Target {
 };
 
 // Filled by static initialisers, read by the module's init function.
-std::vector<Target>& TargetTable();
+inline std::vector<Target>& TargetTable() {
+  static std::vector<Target> table;
+  return table;
+}
 
 struct TargetRegistration {
   explicit TargetRegistration(const Target& target) { TargetTable().push_back(target); }

@@ -7,17 +7,33 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
+#include "ffi/core/strategies.h"
 #include "ffi/core/vectors.cuh"
-#include "ffi/rope/rope.cuh"
 #include "ffi/rope/rope_device.cuh"
 #include "ffi/rope/shared_angles.cuh"
 #include "ffi/rope/tuning.h"
 
 namespace jax_baracuda::rope {
 namespace {
+
+enum class Strategy {
+  kNothing,
+  kSharedAngles,  // the threads of a block share sines and cosines: for few rows
+  kManyRows,
+  kByElement,  // the kernel for many rows, for rows that vectors do not fit
+};
+
+constexpr const char* kStrategyNames[] = {"nothing", "shared_angles", "many_rows", "by_element"};
+
+struct RopePlan {
+  Strategy strategy = Strategy::kNothing;
+  int64_t units = 0;            // per row
+  int64_t units_of_thread = 0;  // 0: fewer units than threads
+};
 
 inline constexpr int kThreads = 128;
 inline constexpr int kRowsInFlight = Tuning::kRowsInFlight;
@@ -54,7 +70,7 @@ struct Arguments {
   int64_t length;
   Divider units;  // per row
   RowLayout<int64_t> layout;
-  Frequencies frequencies;
+  BatchOperand frequencies;
   Positions positions;
   Rotation<AngleType<T>> scale;
 };
@@ -173,9 +189,9 @@ struct Assignment {
 // Returns the number of threads per group.
 template <typename T>
 int64_t AssignRows(const Problem& problem, const Tensor& tensor, const Assignment& assignment, Rows<T>* rows) {
-  rows->x = static_cast<const T*>(tensor.x);
+  rows->x = static_cast<const T*>(tensor.x.data);
   rows->y = static_cast<T*>(tensor.y);
-  rows->x_is_shared = tensor.is_shared;
+  rows->x_is_shared = tensor.x.is_shared;
   rows->count = assignment.examples_of_group * tensor.heads;
   if (rows->count == 0) return 0;
   const int64_t max_lanes =
@@ -211,7 +227,7 @@ CudaStatus Launch(const Call& call, const RopePlan& plan, cudaStream_t stream) {
   bool have_one_head = true, is_x_shared = false;
   for (int i = 0; i < call.num_tensors; ++i) {
     have_one_head = have_one_head && call.tensors[i].heads == 1;
-    is_x_shared = is_x_shared || call.tensors[i].is_shared;
+    is_x_shared = is_x_shared || call.tensors[i].x.is_shared;
   }
   const int64_t examples = problem.batch * problem.examples;
   Arguments<T> a{};
@@ -250,16 +266,21 @@ CudaStatus Launch(const Call& call, const RopePlan& plan, cudaStream_t stream) {
   return JB_LAUNCH_STATUS(RotateRows);
 }
 
-}  // namespace
-
-RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes, int64_t multiprocessors,
-                bool are_aligned, bool are_all_written) {
+RopePlan Choose(const Call& call, int64_t multiprocessors) {
   RopePlan plan;
-  if (problem.HasNoElement(all_heads)) return plan;
+  if (call.HasNoElement()) return plan;
+  bool are_aligned = true, is_in_place = true;
+  for (int i = 0; i < call.num_tensors; ++i) {
+    const Tensor& tensor = call.tensors[i];
+    are_aligned = are_aligned && AreAligned(kVectorBytes, tensor.x.data, tensor.y);
+    is_in_place = is_in_place && tensor.x.data == tensor.y && tensor.y != nullptr;  // calls without data are not
+  }
+  const Problem& problem = call.problem;
+  const int64_t all_heads = call.AllHeads(), element_bytes = ElementBytes(call.type);
   const int64_t elements_of_vector = kVectorBytes / element_bytes;
   const bool has_vectors = are_aligned && problem.HasVectors(elements_of_vector);
   const int64_t elements_of_unit = !has_vectors ? 2 : problem.interleaved ? elements_of_vector : 2 * elements_of_vector;
-  const int64_t copied_features = are_all_written ? problem.features - 2 * problem.pairs : 0;
+  const int64_t copied_features = is_in_place ? 0 : problem.features - 2 * problem.pairs;
   plan.units = 2 * problem.pairs / elements_of_unit + CeilDivide(copied_features, elements_of_unit);
   const int64_t all_units = plan.units * problem.batch * problem.examples * all_heads * problem.length;
   plan.units_of_thread = std::min(all_units / (multiprocessors * Tuning::kMinThreads), Tuning::kMaxUnits);
@@ -269,25 +290,26 @@ RopePlan Choose(const Problem& problem, int64_t all_heads, int64_t element_bytes
   return plan;
 }
 
-CudaStatus LaunchRope(const Call& call, cudaStream_t stream) {
+}  // namespace
+
+std::vector<const char*> Call::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+
+Plan Call::MakePlan() const {
+  return {NameOf(kStrategyNames, Choose(*this, DeviceAttributesForPlan().multiprocessors).strategy)};
+}
+
+CudaStatus Call::Run(cudaStream_t stream) const {
   int multiprocessors;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-  bool are_aligned = true, is_in_place = true;
-  for (int i = 0; i < call.num_tensors; ++i) {
-    const Tensor& tensor = call.tensors[i];
-    are_aligned = are_aligned && AreAligned(kVectorBytes, tensor.x, tensor.y);
-    is_in_place = is_in_place && tensor.x == tensor.y;
-  }
-  const RopePlan plan = Choose(call.problem, call.AllHeads(), ElementBytes(call.type), multiprocessors, are_aligned,
-                               /*are_all_written=*/!is_in_place);
+  const RopePlan plan = Choose(*this, multiprocessors);
   if (plan.strategy == Strategy::kNothing) return {};
-  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
     const auto launch = plan.strategy == Strategy::kByElement ? Launch<T, 1, false>
-                        : call.problem.interleaved            ? Launch<T, kVec, true>
+                        : problem.interleaved                 ? Launch<T, kVec, true>
                                                               : Launch<T, kVec, false>;
-    return launch(call, plan, stream);
+    return launch(*this, plan, stream);
   });
 }
 

@@ -9,17 +9,20 @@
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
+#include "ffi/core/batch_operand.h"
 #include "ffi/core/bit_cast.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/executor.h"
+#include "ffi/core/plan.h"
 
 namespace jax_baracuda::rope {
 
 // An array [batch, examples, heads, length, features] with heads_first, otherwise [batch, examples, length, heads,
-// features]. An x with leading dimension 1 is shared by the whole batch.
+// features].
 struct Tensor {
-  const void* x;
-  bool is_shared;
+  BatchOperand x;
   void* y;  // never shared by the batch; may alias x
   int64_t heads;
 };
@@ -38,15 +41,6 @@ struct Problem {
   bool HasVectors(int64_t elements) const {
     return features % elements == 0 && first_rotated % elements == 0 && (interleaved ? 2 : 1) * pairs % elements == 0;
   }
-
-  // `all_heads`: the heads of all tensors together.
-  bool HasNoElement(int64_t all_heads) const { return batch == 0 || examples == 0 || length == 0 || all_heads == 0; }
-};
-
-// [batch or 1, 2, pairs] of the compute type: frequencies, then their remainders (exact value minus rounded value).
-struct Frequencies {
-  const void* data;
-  bool are_shared;
 };
 
 // Which of several positions of a token rotates a pair, as in M-RoPE. The pairs of a section are neighbours, or
@@ -94,7 +88,7 @@ struct Call {
   ElementType type;  // a floating type
   int num_tensors;
   Tensor tensors[kMaxTensors];
-  Frequencies frequencies;
+  BatchOperand frequencies;  // [batch or 1, 2, pairs] of the compute type, with remainders (exact minus rounded value)
   Positions positions;
   double cos_scale;
   double sin_scale;  // -cos_scale if the rotation is by minus the angle
@@ -104,11 +98,18 @@ struct Call {
     for (int i = 0; i < num_tensors; ++i) heads += tensors[i].heads;
     return heads;
   }
+  bool HasNoElement() const {
+    return problem.batch == 0 || problem.examples == 0 || problem.length == 0 || AllHeads() == 0;
+  }
 
   bool ExamplesShareAngles() const { return positions.data == nullptr || positions.are_shared_by_examples; }
   bool BatchSharesAngles() const {
-    return frequencies.are_shared && (positions.data == nullptr || positions.are_shared_by_batch);
+    return frequencies.is_shared && (positions.data == nullptr || positions.are_shared_by_batch);
   }
+
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // A float32 frequency and its remainder together have 48 bits. The remainder of a float64 frequency is below half an

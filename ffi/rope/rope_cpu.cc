@@ -12,9 +12,7 @@
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/strategies.h"
-#include "ffi/core/target_table.h"
 #include "ffi/rope/rope.h"
-#include "ffi/rope/rope_handler.h"
 #include "ffi/rope/rows_cpu.h"
 
 namespace jax_baracuda::rope {
@@ -30,9 +28,9 @@ enum class Strategy {
 
 constexpr const char* kStrategyNames[] = {"nothing", "heads_of_position", "positions_of_head"};
 
-Strategy ChooseStrategy(const Problem& problem, int64_t all_heads) {
-  if (problem.HasNoElement(all_heads)) return Strategy::kNothing;
-  return problem.heads_first && problem.length > 1 ? Strategy::kPositionsOfHead : Strategy::kHeadsOfPosition;
+Strategy Choose(const Call& call) {
+  if (call.HasNoElement()) return Strategy::kNothing;
+  return call.problem.heads_first && call.problem.length > 1 ? Strategy::kPositionsOfHead : Strategy::kHeadsOfPosition;
 }
 
 // Rotates all tensors. Returns false if an allocation fails. Examples are numbered through the whole batch.
@@ -45,7 +43,7 @@ bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
   const int64_t bytes_of_head = problem.length * features * static_cast<int64_t>(sizeof(T));
   for (int i = 0; i < call.num_tensors; ++i) {
     const Tensor& tensor = call.tensors[i];
-    if (tensor.y != tensor.x) AdviseHugePages(tensor.y, examples * tensor.heads * bytes_of_head);
+    if (tensor.y != tensor.x.data) AdviseHugePages(tensor.y, examples * tensor.heads * bytes_of_head);
   }
   // The examples of a group have the same angles.
   const int64_t examples_of_group = !call.ExamplesShareAngles() ? 1
@@ -73,8 +71,8 @@ bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
       ++tensor;
     }
     const int64_t rows_of_example = tensor->heads * problem.length;
-    const int64_t x_example = tensor->is_shared ? example % problem.examples : example;
-    const T* const x = static_cast<const T*>(tensor->x) + x_example * rows_of_example * features;
+    const int64_t x_example = tensor->x.is_shared ? example % problem.examples : example;
+    const T* const x = static_cast<const T*>(tensor->x.data) + x_example * rows_of_example * features;
     T* const y = static_cast<T*>(tensor->y) + example * rows_of_example * features;
     const auto rotate = [&](int64_t first_row, int64_t rows, int64_t i, int64_t angle_stride) {
       rotate_rows(x + first_row * features, rows, part_of_row, table.At(i), angle_stride, y + first_row * features);
@@ -104,22 +102,17 @@ bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
   return has_memory;
 }
 
-ffi::Error Run(ffi::ThreadPool pool, const char* op, const Call& call) {
-  const Strategy strategy = ChooseStrategy(call.problem, call.AllHeads());
-  if (strategy == Strategy::kNothing) return ffi::Error::Success();
-  return MemoryStatus(op, DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-                        return RotateAll<typename decltype(tag)::type>(pool, call, strategy);
-                      }));
-}
-
-Plan PlanRope(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames, ChooseStrategy(ProblemOf(parameters), parameters.at("heads")))};
-}
-
-JB_TARGET("rope", (HandleRope<ffi::ThreadPool, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
-JB_TARGET("rope_backward", (HandleRope<ffi::ThreadPool, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
-JB_TARGET("rope_qk", (HandleRopeQk<ffi::ThreadPool, Run, false>), PlanRope, JB_NAMES(kStrategyNames));
-JB_TARGET("rope_qk_backward", (HandleRopeQk<ffi::ThreadPool, Run, true>), PlanRope, JB_NAMES(kStrategyNames));
-
 }  // namespace
+
+std::vector<const char*> Call::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+
+Plan Call::MakePlan() const { return {NameOf(kStrategyNames, Choose(*this))}; }
+
+bool Call::Run(ffi::ThreadPool& pool) const {
+  const Strategy strategy = Choose(*this);
+  if (strategy == Strategy::kNothing) return true;
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return RotateAll<typename decltype(tag)::type>(pool, *this, strategy); });
+}
+
 }  // namespace jax_baracuda::rope

@@ -67,9 +67,9 @@ struct RawFrequency {
   ComputeType<T> frequency, remainder;
 
   template <typename Int>
-  __device__ __forceinline__ void Load(const Frequencies& frequencies, Int batch, Int pairs, Int pair) {
+  __device__ __forceinline__ void Load(const BatchOperand& frequencies, Int batch, Int pairs, Int pair) {
     const auto* const from =
-        static_cast<const ComputeType<T>*>(frequencies.data) + (frequencies.are_shared ? 0 : batch * 2 * pairs) + pair;
+        static_cast<const ComputeType<T>*>(frequencies.data) + (frequencies.is_shared ? 0 : batch * 2 * pairs) + pair;
     frequency = __ldg(from);
     remainder = __ldg(from + pairs);
   }

@@ -34,7 +34,7 @@ class Table {
  public:
   using C = ComputeType<T>;
 
-  Table(const Problem& problem, const Frequencies& frequencies, const Positions& positions,
+  Table(const Problem& problem, const BatchOperand& frequencies, const Positions& positions,
         Rotation<AngleType<T>> scale, int64_t max_length)
       : problem_(problem),
         from_(frequencies),
@@ -91,7 +91,7 @@ class Table {
   }
 
   void LoadFrequencies(int64_t batch) {
-    const int64_t row = from_.are_shared ? 0 : batch;
+    const int64_t row = from_.is_shared ? 0 : batch;
     if (row == loaded_row_) return;
     const C* const from = static_cast<const C*>(from_.data) + row * 2 * pairs_;
     largest_frequency_ = 0;
@@ -104,7 +104,7 @@ class Table {
   }
 
   const Problem problem_;
-  const Frequencies from_;
+  const BatchOperand from_;
   const Positions positions_;
   const Rotation<AngleType<T>> scale_;
   const int64_t pairs_;

@@ -37,7 +37,7 @@ struct SharedAnglesArguments {
   int length;
   ShortDivider tiles, examples;  // tiles: blocks along the positions of an example
   RowLayout<int> layout;
-  Frequencies frequencies;
+  BatchOperand frequencies;
   Positions positions;
   Rotation<AngleType<T>> scale;
 };
@@ -146,13 +146,13 @@ CudaStatus LaunchWithSharedAngles(const Call& call, int64_t units, cudaStream_t 
   for (int i = 0; i < call.num_tensors; ++i) {
     const Tensor& tensor = call.tensors[i];
     const int heads = static_cast<int>(tensor.heads);
-    a.rows[i] = {static_cast<const T*>(tensor.x),
+    a.rows[i] = {static_cast<const T*>(tensor.x.data),
                  static_cast<T*>(tensor.y),
                  static_cast<unsigned>(heads),
                  problem.heads_first ? length * features : features,
                  problem.heads_first ? features : heads * features,
                  heads * length * features,
-                 tensor.is_shared};
+                 tensor.x.is_shared};
     blocks.x = GridSize(blocks.x + CeilDivide(heads, rows_of_block));
     if (i == 0) a.blocks_of_first_rows = blocks.x;
   }

@@ -9,13 +9,15 @@
 #include <cstring>
 #include <limits>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/core/launch_bounds.cuh"
+#include "ffi/core/strategies.h"
 #include "ffi/core/vectors.cuh"
 #include "ffi/rope/rope_device.cuh"
-#include "ffi/rope_write/rope_write.cuh"
+#include "ffi/rope_write/rope_write.h"
 #include "ffi/write_rows/rows_device.cuh"
 
 namespace jax_baracuda::rope_write {
@@ -59,7 +61,7 @@ struct Arguments {
   bool slot_of_row_is_shared, layer_is_shared, has_unique_slots;
   int64_t layers, slots, rows;
   ShortDivider pairs;
-  rope::Frequencies frequencies;
+  BatchOperand frequencies;
   rope::Positions positions;
   Rotation<rope::AngleType<T>> scale;
 };
@@ -291,9 +293,9 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
   int64_t blocks = 0, rows_of_table = 0;
   if (call.queries.heads > 0) {
     Part<T>& part = a.parts[kQueryPart];
-    part.rows = static_cast<const T*>(call.queries.x);
+    part.rows = static_cast<const T*>(call.queries.x.data);
     part.dest = call.queries.y;
-    part.rows_are_shared = call.queries.is_shared;
+    part.rows_are_shared = call.queries.x.is_shared;
     part.heads = call.queries.heads;
     SetTiling<UnitOfRow>(call, problem, /*has_slots=*/false, wanted_queries, &part);
     rows_of_table = part.rows_of_tile;
@@ -330,37 +332,55 @@ CudaStatus LaunchUnits(const Call& call, int64_t multiprocessors, cudaStream_t s
   return JB_LAUNCH_STATUS(RotateAndWrite);
 }
 
-}  // namespace
+enum class Strategy {
+  kByVector,
+  kByElement,  // for rows that vectors do not fit
+};
 
-Strategy Choose(const rope::Problem& problem, int64_t value_features, int64_t element_bytes, bool are_aligned) {
-  const int64_t elements = kVectorBytes / element_bytes;
-  const bool has_vectors = are_aligned && problem.HasVectors(elements) && value_features % elements == 0;
+constexpr const char* kStrategyNames[] = {"by_vector", "by_element"};
+
+// Neighbouring features of values; 0 if no values are written.
+int64_t ValueFeatures(const Call& call) {
+  int64_t features = 0;
+  for (const write_rows::Pool& pool : call.write.pools) {
+    if (pool.number == kValues) features = pool.row_elements() / HeadsOf(pool);
+  }
+  return features;
+}
+
+Strategy Choose(const Call& call) {
+  const int64_t elements = kVectorBytes / ElementBytes(call.type);
+  bool are_aligned = AreAligned(kVectorBytes, call.queries.x.data, call.queries.y);
+  for (const write_rows::Pool& pool : call.write.pools) {
+    are_aligned = are_aligned && AreAligned(kVectorBytes, pool.rows, pool.dest);
+  }
+  const bool has_vectors = are_aligned && call.problem.HasVectors(elements) && ValueFeatures(call) % elements == 0;
   return has_vectors ? Strategy::kByVector : Strategy::kByElement;
 }
 
-CudaStatus Launch(const Call& call, cudaStream_t stream) {
-  for (const Copy& copy : call.write.copies) JB_RETURN_IF_CUDA_ERROR(LaunchCopy(copy, stream));
-  if (call.problem.batch == 0 || call.problem.length == 0) return {};
+}  // namespace
+
+std::vector<const char*> Call::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+
+Plan Call::MakePlan() const { return {NameOf(kStrategyNames, Choose(*this))}; }
+
+CudaStatus Call::Run(cudaStream_t stream) const {
+  for (const Copy& copy : write.copies) JB_RETURN_IF_CUDA_ERROR(LaunchCopy(copy, stream));
+  if (problem.batch == 0 || problem.length == 0) return {};
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
-  bool are_aligned = AreAligned(kVectorBytes, call.queries.x, call.queries.y);
-  int64_t value_features = 0;
-  for (const write_rows::Pool& pool : call.write.pools) {
-    are_aligned = are_aligned && AreAligned(kVectorBytes, pool.rows, pool.dest);
-    if (pool.number != kKeys) value_features = pool.row_elements() / HeadsOf(pool);
-  }
   // Indices inside a head have 32 bits.
-  if (std::max(call.problem.features, value_features) > std::numeric_limits<int>::max()) {
+  if (std::max(problem.features, ValueFeatures(*this)) > std::numeric_limits<int>::max()) {
     return JB_CUDA_STATUS(cudaErrorInvalidValue);
   }
-  const Strategy strategy = Choose(call.problem, value_features, ElementBytes(call.type), are_aligned);
-  return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
+  const Strategy strategy = Choose(*this);
+  return LaunchFor(type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
     const auto launch = strategy == Strategy::kByElement ? LaunchUnits<T, 1, false>
-                        : call.problem.interleaved       ? LaunchUnits<T, kVec, true>
+                        : problem.interleaved            ? LaunchUnits<T, kVec, true>
                                                          : LaunchUnits<T, kVec, false>;
-    return launch(call, multiprocessors, stream);
+    return launch(*this, multiprocessors, stream);
   });
 }
 

@@ -3,14 +3,17 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "ffi/core/element_type.h"
+#include "ffi/core/executor.h"
+#include "ffi/core/plan.h"
 #include "ffi/rope/rope.h"
 #include "ffi/write_rows/write_rows.h"
 
 namespace jax_baracuda::rope_write {
 
-inline constexpr int32_t kKeys = 0;  // the number of the pool of keys
+inline constexpr int32_t kKeys = 0, kValues = 1;  // the numbers of the pools
 
 struct Call {
   write_rows::Call write;  // the pools of keys and of values, unless they have no work
@@ -18,9 +21,13 @@ struct Call {
   rope::Tensor queries;
   // The rows are the positions of the only example of each batch element. They have heads in neighbouring memory.
   rope::Problem problem;
-  rope::Frequencies frequencies;
+  BatchOperand frequencies;  // as in rope::Call
   rope::Positions positions;
   double scale;
+
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::rope_write

@@ -10,16 +10,12 @@
 
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/parallel_for.h"
-#include "ffi/core/strategies.h"
-#include "ffi/core/target_table.h"
 #include "ffi/rope/rows_cpu.h"
-#include "ffi/rope_write/rope_write_handler.h"
+#include "ffi/rope_write/rope_write.h"
 #include "ffi/write_rows/rows_cpu.h"
 
 namespace jax_baracuda::rope_write {
 namespace {
-
-constexpr const char* kStrategyNames[] = {"rows"};
 
 template <typename T>
 class Rows {
@@ -38,7 +34,7 @@ class Rows {
     table_.Compute(batch, row, 1);
     const int64_t of_batch = call_.problem.length * queries.heads * features_;
     const int64_t first = row * queries.heads * features_;
-    const T* const x = static_cast<const T*>(queries.x) + (queries.is_shared ? 0 : batch * of_batch) + first;
+    const T* const x = queries.x.Of<T>(batch, of_batch) + first;
     Rotate(x, queries.heads, static_cast<T*>(queries.y) + batch * of_batch + first);
   }
 
@@ -117,16 +113,16 @@ bool RotateAndWrite(ffi::ThreadPool& threads, const Call& call) {
   return has_memory;
 }
 
-ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
-  for (const Copy& copy : call.write.copies) CopyArray(threads, copy);
-  return MemoryStatus(kOp, DispatchOr(true, call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-                        return RotateAndWrite<typename decltype(tag)::type>(threads, call);
-                      }));
+}  // namespace
+
+std::vector<const char*> Call::Strategies() { return {"rows"}; }
+
+Plan Call::MakePlan() const { return {"rows"}; }
+
+bool Call::Run(ffi::ThreadPool& threads) const {
+  for (const Copy& copy : write.copies) CopyArray(threads, copy);
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return RotateAndWrite<typename decltype(tag)::type>(threads, *this); });
 }
 
-Plan PlanRopeWrite(const PlanParameters&) { return Plan{kStrategyNames[0]}; }
-
-JB_TARGET("rope_write", (HandleRopeWrite<ffi::ThreadPool, Run>), PlanRopeWrite, JB_NAMES(kStrategyNames));
-
-}  // namespace
 }  // namespace jax_baracuda::rope_write

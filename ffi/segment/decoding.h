@@ -11,6 +11,7 @@
 #include "ffi/core/batch_operand.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
+#include "ffi/core/run.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/problem.h"
 
@@ -54,20 +55,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::SoftmaxOptions, Str
                                       StructMember<int64_t>("num_segments"), StructMember<bool>("indices_are_sorted"));
 
 namespace jax_baracuda::segment {
-
-// Any element type of this width and kind. Plans depend on nothing else about the type.
-inline ElementType TypeOfWidth(int64_t bytes, bool is_floating) {
-  switch (bytes) {
-    case 1:
-      return ElementType::kInt8;
-    case 2:
-      return is_floating ? ElementType::kFloat16 : ElementType::kInt16;
-    case 4:
-      return is_floating ? ElementType::kFloat32 : ElementType::kInt32;
-    default:
-      return is_floating ? ElementType::kFloat64 : ElementType::kInt64;
-  }
-}
 
 // Whether every operand with features is shared by the batch, in a call that is described by plan parameters.
 inline bool ValuesAreShared(const PlanParameters& parameters) {

@@ -17,29 +17,10 @@
 
 #include "ffi/core/batch_operand.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/executor.h"
 #include "ffi/core/plan.h"
 
-#ifdef JB_CUDA
-using cudaStream_t = struct CUstream_st*;
-namespace jax_baracuda {
-struct CudaStatus;
-}  // namespace jax_baracuda
-#else
-namespace xla::ffi {
-class ThreadPool;
-}  // namespace xla::ffi
-#endif
-
 namespace jax_baracuda::segment {
-
-// What runs a call in the module that a file is compiled for, and what this returns.
-#ifdef JB_CUDA
-using Executor = cudaStream_t;
-using RunStatus = CudaStatus;
-#else
-using Executor = xla::ffi::ThreadPool&;
-using RunStatus = bool;  // false if memory allocation failed
-#endif
 
 // data [batch or 1, rows, features], segment_ids [batch or 1, rows], result [batch, segments, features].
 // An operand whose leading dimension is 1 is shared by the whole batch.
@@ -57,11 +38,7 @@ struct Problem {
   bool HasNoResult() const { return batch == 0 || segments == 0 || features == 0; }
 };
 
-// Common to the calls of all segment ops. Ops add their arrays, and functions that the kernels of each back end define:
-//   Strategies()   the names of all strategies that MakePlan can choose
-//   MakePlan()     how Run runs, from shapes and flags alone
-//   Run(executor)  writes every element of the results. On CUDA it only enqueues work on the stream: no allocation, no
-//                  synchronisation, and the same launches for the same problem
+// Common to the calls of all segment ops. Ops add their arrays, and the functions of executor.h.
 struct SegmentCall {
   Problem problem{};
   ElementType type = ElementType::kUnsupported;  // of data, or of its cotangent

@@ -209,13 +209,13 @@ __global__ void __launch_bounds__(kThreads) AddParts(const C* parts, int64_t num
 }
 
 template <typename T, int kVec>
-CudaStatus LaunchSumsOf(const SplitCall& call, const SumTiling& tiling, void* scratch, cudaStream_t stream) {
+CudaStatus LaunchSumsOf(const SplitCall& call, const SumTiling& tiling, cudaStream_t stream) {
   using C = ComputeType<T>;
   const bool both_are_summed = call.num_sums() == 2, has_parts = tiling.parts > 1;
   const int64_t results = call.sum.results(), all_results = call.num_sums() * results;
   C* const first_sums = static_cast<C*>(call.a_is_summed ? call.da : call.db);
   C* const second_sums = both_are_summed ? static_cast<C*>(call.db) : nullptr;
-  C* const parts = static_cast<C*>(scratch);  // [1 or 2, outer, inner, parts]
+  C* const parts = static_cast<C*>(call.scratch);  // [1 or 2, outer, inner, parts]
   const Arguments<T, kVec> arguments{
       call.sum,
       tiling,
@@ -258,12 +258,13 @@ SplitPlan ChooseSums(const SplitCall& call) {
   return plan;
 }
 
-CudaStatus LaunchSums(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream) {
+CudaStatus LaunchSums(const SplitCall& call, const SplitPlan& plan, cudaStream_t stream) {
+  if (call.scratch_bytes < plan.scratch_bytes) return JB_CUDA_STATUS(cudaErrorInvalidValue);
   return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch =
         plan.strategy == Strategy::kSumVectors ? LaunchSumsOf<T, kVectorBytes / sizeof(T)> : LaunchSumsOf<T, 1>;
-    return launch(call, plan.tiling, scratch, stream);
+    return launch(call, plan.tiling, stream);
   });
 }
 

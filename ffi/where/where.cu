@@ -1,4 +1,5 @@
 // The selection, and its gradient without sums. Elements are plain bytes, moved in 16-byte vectors.
+#include "ffi/core/strategies.h"
 #include "ffi/where/where.cuh"
 #include "ffi/where/where_device.cuh"
 
@@ -75,29 +76,12 @@ CudaStatus LaunchSplitOf(const SplitCall& call, cudaStream_t stream) {
   return JB_LAUNCH_STATUS(Split);
 }
 
-}  // namespace
-
 Strategy Choose(const SelectCall& call) {
   if (call.size == 0) return Strategy::kNothing;
   const int vec = kVectorBytes / call.element_bytes;
   const bool are_vectors = AreAligned(kVectorBytes, call.a.data, call.b.data, call.cond.data, call.output) &&
                            RowsSuffice(vec, call.a) && RowsSuffice(vec, call.b) && RowsSuffice(vec, call.cond);
   return are_vectors ? Strategy::kVectors : Strategy::kElements;
-}
-
-CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream) {
-  const Strategy strategy = Choose(call);
-  if (strategy == Strategy::kNothing) return {};
-  const bool are_repeated = !IsDenseOrScalar(call.a) || !IsDenseOrScalar(call.b);
-  const bool is_cond_repeated = !IsDenseOrScalar(call.cond);
-  return LaunchFor(call.element_bytes, JB_DISPATCH(DispatchBytes), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr int kVec = kVectorBytes / sizeof(T);
-    if (strategy == Strategy::kElements) return LaunchSelectOf<T, 1, Repeated, Repeated>(call, stream);
-    return are_repeated       ? LaunchSelectOf<T, kVec, Repeated, Repeated>(call, stream)
-           : is_cond_repeated ? LaunchSelectOf<T, kVec, DenseOrScalar, Repeated>(call, stream)
-                              : LaunchSelectOf<T, kVec, DenseOrScalar, DenseOrScalar>(call, stream);
-  });
 }
 
 SplitPlan Choose(const SplitCall& call) {
@@ -108,15 +92,45 @@ SplitPlan Choose(const SplitCall& call) {
   return {are_vectors ? Strategy::kVectors : Strategy::kElements};
 }
 
-CudaStatus LaunchSplit(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream) {
-  if (plan.strategy == Strategy::kNothing) return {};
-  if (call.num_sums() > 0) return LaunchSums(call, plan, scratch, stream);
-  return LaunchFor(call.element_bytes, JB_DISPATCH(DispatchBytes), [&](auto tag) {
+}  // namespace
+
+std::vector<const char*> SelectCall::Strategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kVectors, Strategy::kElements);
+}
+
+Plan SelectCall::MakePlan() const { return {NameOf(kStrategyNames, Choose(*this))}; }
+
+CudaStatus SelectCall::Run(cudaStream_t stream) const {
+  const Strategy strategy = Choose(*this);
+  if (strategy == Strategy::kNothing) return {};
+  const bool are_repeated = !IsDenseOrScalar(a) || !IsDenseOrScalar(b), is_cond_repeated = !IsDenseOrScalar(cond);
+  return LaunchFor(element_bytes, JB_DISPATCH(DispatchBytes), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kVec = kVectorBytes / sizeof(T);
-    if (plan.strategy == Strategy::kElements) return LaunchSplitOf<T, 1, Repeated>(call, stream);
-    return IsDenseOrScalar(call.cond) ? LaunchSplitOf<T, kVec, DenseOrScalar>(call, stream)
-                                      : LaunchSplitOf<T, kVec, Repeated>(call, stream);
+    if (strategy == Strategy::kElements) return LaunchSelectOf<T, 1, Repeated, Repeated>(*this, stream);
+    return are_repeated       ? LaunchSelectOf<T, kVec, Repeated, Repeated>(*this, stream)
+           : is_cond_repeated ? LaunchSelectOf<T, kVec, DenseOrScalar, Repeated>(*this, stream)
+                              : LaunchSelectOf<T, kVec, DenseOrScalar, DenseOrScalar>(*this, stream);
+  });
+}
+
+std::vector<const char*> SplitCall::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+
+Plan SplitCall::MakePlan() const {
+  const SplitPlan plan = Choose(*this);
+  return {NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
+}
+
+CudaStatus SplitCall::Run(cudaStream_t stream) const {
+  const SplitPlan plan = Choose(*this);
+  if (plan.strategy == Strategy::kNothing) return {};
+  if (num_sums() > 0) return LaunchSums(*this, plan, stream);
+  return LaunchFor(element_bytes, JB_DISPATCH(DispatchBytes), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kVec = kVectorBytes / sizeof(T);
+    if (plan.strategy == Strategy::kElements) return LaunchSplitOf<T, 1, Repeated>(*this, stream);
+    return IsDenseOrScalar(cond) ? LaunchSplitOf<T, kVec, DenseOrScalar>(*this, stream)
+                                 : LaunchSplitOf<T, kVec, Repeated>(*this, stream);
   });
 }
 

@@ -1,7 +1,4 @@
-// Launchers of the CUDA kernels of where and its gradient, callable from plain C++.
-//
-// They only enqueue work on `stream`: no allocation, no synchronisation, and equal problems make equal launches. They
-// write every element of every result, including empty sums.
+// The plans of where and its gradient on GPUs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -41,19 +38,8 @@ struct SplitPlan {
   int64_t scratch_bytes = 0;  // the partial sums, if rows are split into parts
 };
 
-// They call no CUDA function. Calls without data have the plan of aligned arrays.
-Strategy Choose(const SelectCall& call);
-SplitPlan Choose(const SplitCall& call);
-
-// The implementation of Choose for calls with sums.
+// For calls with sums.
 SplitPlan ChooseSums(const SplitCall& call);
-
-CudaStatus LaunchSelect(const SelectCall& call, cudaStream_t stream);
-
-// `scratch` has plan.scratch_bytes bytes.
-CudaStatus LaunchSplit(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream);
-
-// The implementation of LaunchSplit for calls with sums.
-CudaStatus LaunchSums(const SplitCall& call, const SplitPlan& plan, void* scratch, cudaStream_t stream);
+CudaStatus LaunchSums(const SplitCall& call, const SplitPlan& plan, cudaStream_t stream);
 
 }  // namespace jax_baracuda::where

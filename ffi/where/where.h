@@ -3,9 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "ffi/core/element_type.h"
+#include "ffi/core/executor.h"
 #include "ffi/core/integers.h"
+#include "ffi/core/plan.h"
 
 namespace jax_baracuda::where {
 
@@ -85,6 +88,10 @@ struct SelectCall {
   int element_bytes;
   Operand a, b, cond;
   void* output;
+
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 // A sum over the rows of [outer, rows, inner].
@@ -126,8 +133,13 @@ struct SplitCall {
   void *da, *db;
   bool a_is_summed, b_is_summed;
   Sum sum{};
+  void* scratch = nullptr;
+  int64_t scratch_bytes = 0;
 
   int num_sums() const { return (a_is_summed ? 1 : 0) + (b_is_summed ? 1 : 0); }
+  static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::where

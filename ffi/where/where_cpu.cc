@@ -17,9 +17,7 @@
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/strategies.h"
-#include "ffi/core/target_table.h"
 #include "ffi/where/where.h"
-#include "ffi/where/where_handler.h"
 
 namespace jax_baracuda::where {
 namespace {
@@ -351,43 +349,32 @@ class Sums {
   int64_t tiles_ = 1, rows_at_once_ = 1, rows_of_part_ = 1, parts_ = 1;
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The handlers.
-
-ffi::Error SelectHandler(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer cond,
-                         ffi::Result<ffi::AnyBuffer> output) {
-  SelectCall call;
-  JB_RETURN_IF_ERROR(DecodeSelect("where", a, b, cond, *output, &call));
-  if (ChooseStrategy(call) == Strategy::kNothing) return ffi::Error::Success();
-  DispatchBytes(call.element_bytes, [&](auto tag) { Select<typename decltype(tag)::type>(pool, call); });
-  return ffi::Error::Success();
-}
-
-ffi::Error SplitHandler(ffi::ThreadPool pool, ffi::AnyBuffer d_output, ffi::AnyBuffer cond,
-                        ffi::Result<ffi::AnyBuffer> da, ffi::Result<ffi::AnyBuffer> db) {
-  constexpr const char* kOp = "where_backward";
-  SplitCall call;
-  JB_RETURN_IF_ERROR(DecodeSplit(kOp, d_output, cond, *da, *db, &call));
-  if (ChooseStrategy(call) == Strategy::kNothing) return ffi::Error::Success();
-  bool has_memory = true;
-  if (call.num_sums() == 0) {
-    DispatchBytes(call.element_bytes, [&](auto tag) { Split<typename decltype(tag)::type>(pool, call); });
-  } else {
-    DispatchFloating(call.type, [&](auto tag) { has_memory = Sums<typename decltype(tag)::type>(call).Run(pool); });
-  }
-  return MemoryStatus(kOp, has_memory);
-}
-
-Plan PlanSelect(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames, ChooseStrategy(SelectOf(parameters)))};
-}
-
-Plan PlanSplit(const PlanParameters& parameters) {
-  return Plan{NameOf(kStrategyNames, ChooseStrategy(SplitOf(parameters)))};
-}
-
-JB_TARGET("where", SelectHandler, PlanSelect, NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kBlocks));
-JB_TARGET("where_backward", SplitHandler, PlanSplit, JB_NAMES(kStrategyNames));
-
 }  // namespace
+
+std::vector<const char*> SelectCall::Strategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kBlocks);
+}
+
+Plan SelectCall::MakePlan() const { return {NameOf(kStrategyNames, ChooseStrategy(*this))}; }
+
+bool SelectCall::Run(ffi::ThreadPool& pool) const {
+  if (ChooseStrategy(*this) == Strategy::kNothing) return true;
+  DispatchBytes(element_bytes, [&](auto tag) { Select<typename decltype(tag)::type>(pool, *this); });
+  return true;
+}
+
+std::vector<const char*> SplitCall::Strategies() { return {JB_NAMES(kStrategyNames)}; }
+
+Plan SplitCall::MakePlan() const { return {NameOf(kStrategyNames, ChooseStrategy(*this))}; }
+
+bool SplitCall::Run(ffi::ThreadPool& pool) const {
+  if (ChooseStrategy(*this) == Strategy::kNothing) return true;
+  if (num_sums() == 0) {
+    DispatchBytes(element_bytes, [&](auto tag) { Split<typename decltype(tag)::type>(pool, *this); });
+    return true;
+  }
+  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating),
+                    [&](auto tag) { return Sums<typename decltype(tag)::type>(*this).Run(pool); });
+}
+
 }  // namespace jax_baracuda::where

@@ -6,13 +6,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/device_attributes.h"
 #include "ffi/core/divider.cuh"
 #include "ffi/core/integers.h"
 #include "ffi/core/launch_bounds.cuh"
 #include "ffi/core/vectors.cuh"
 #include "ffi/write_rows/rows_device.cuh"
-#include "ffi/write_rows/write_rows.cuh"
 
 namespace jax_baracuda::write_rows {
 namespace {
@@ -253,21 +253,21 @@ Launcher LauncherOf(const Pool& pool, size_t pools) {
 
 }  // namespace
 
-CudaStatus Launch(const Call& call, cudaStream_t stream) {
-  for (const Copy& copy : call.copies) JB_RETURN_IF_CUDA_ERROR(LaunchCopy(copy, stream));
-  if (call.pools.empty()) return {};
+CudaStatus Call::Run(cudaStream_t stream) const {
+  for (const Copy& copy : copies) JB_RETURN_IF_CUDA_ERROR(LaunchCopy(copy, stream));
+  if (pools.empty()) return {};
   int multiprocessors = 0;
   JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
   // The tiles fill the GPU once, or a whole number of times. More rows in a tile save lookups.
-  const size_t count = call.pools.size();
-  const int64_t rows = MultiplySizes(call.batch, call.rows) * static_cast<int64_t>(count);
+  const size_t count = pools.size();
+  const int64_t all_rows = MultiplySizes(batch, rows) * static_cast<int64_t>(count);
   const int64_t tiles_at_once = kBlocksPerMultiprocessor * int64_t{multiprocessors};
-  const int64_t times = std::max<int64_t>(1, CeilDivide(rows, tiles_at_once * kMaxRowsOfTile));
-  const int64_t rows_of_tile = CeilDivide(rows, tiles_at_once * times);
+  const int64_t times = std::max<int64_t>(1, CeilDivide(all_rows, tiles_at_once * kMaxRowsOfTile));
+  const int64_t rows_of_tile = CeilDivide(all_rows, tiles_at_once * times);
   for (size_t first = 0, end = 0; first < count; first = end) {
-    const Pool& pool = call.pools[first];
-    while (end < count && end - first < kMaxPools && HaveSameWords(pool, call.pools[end])) ++end;
-    JB_RETURN_IF_CUDA_ERROR(LauncherOf(pool, end - first)(call, first, end, rows_of_tile, stream));
+    const Pool& pool = pools[first];
+    while (end < count && end - first < kMaxPools && HaveSameWords(pool, pools[end])) ++end;
+    JB_RETURN_IF_CUDA_ERROR(LauncherOf(pool, end - first)(*this, first, end, rows_of_tile, stream));
   }
   return {};
 }

@@ -10,6 +10,7 @@
 #include "ffi/core/bit_cast.h"
 #include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/executor.h"
 #include "ffi/core/host_device.h"
 
 namespace jax_baracuda::write_rows {
@@ -119,6 +120,8 @@ struct Call {
   bool has_unique_slots = false;  // no two rows have the same slot
   std::vector<Copy> copies;
   std::vector<Pool> pools;  // those whose rows have elements
+
+  RunStatus Run(Executor executor) const;
 };
 
 }  // namespace jax_baracuda::write_rows

@@ -6,9 +6,7 @@
 #include <cstdint>
 
 #include "ffi/core/parallel_for.h"
-#include "ffi/core/target_table.h"
 #include "ffi/write_rows/rows_cpu.h"
-#include "ffi/write_rows/write_rows_handler.h"
 
 namespace jax_baracuda::write_rows {
 namespace {
@@ -17,8 +15,7 @@ namespace {
 // it fetches lines of the pool that another thread wrote.
 constexpr int64_t kSpeedOfWrites = 16;
 
-ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
-  for (const Copy& copy : call.copies) CopyArray(threads, copy);
+void WriteAll(ffi::ThreadPool& threads, const Call& call) {
   const int64_t chunks = ChunksFor(threads, BytesOfRows(call) / kSpeedOfWrites);
   ParallelFor(threads, chunks, [&](int64_t chunk) {
     for (int64_t batch = 0; batch < call.batch; ++batch) {
@@ -34,10 +31,14 @@ ffi::Error Run(ffi::ThreadPool threads, const Call& call) {
       }
     }
   });
-  return ffi::Error::Success();
 }
 
-JB_TARGET("write_rows", (HandleRows<ffi::ThreadPool, Run>), PlanRows, JB_NAMES(kStrategyNames));
-
 }  // namespace
+
+bool Call::Run(ffi::ThreadPool& threads) const {
+  for (const Copy& copy : copies) CopyArray(threads, copy);
+  WriteAll(threads, *this);
+  return true;
+}
+
 }  // namespace jax_baracuda::write_rows

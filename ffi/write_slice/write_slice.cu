@@ -7,8 +7,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi/core/cuda_status.h"
 #include "ffi/core/integers.h"
-#include "ffi/write_slice/write_slice.cuh"
+#include "ffi/write_slice/write_slice.h"
 
 namespace jax_baracuda::write_slice {
 namespace {
@@ -133,8 +134,8 @@ CudaStatus LaunchMoves(const Call& call, cudaStream_t stream) {
 
 }  // namespace
 
-CudaStatus LaunchWrite(const Call& call, cudaStream_t stream) { return LaunchMoves</*kTake=*/false>(call, stream); }
+CudaStatus Call::Write(cudaStream_t stream) const { return LaunchMoves</*kTake=*/false>(*this, stream); }
 
-CudaStatus LaunchTake(const Call& call, cudaStream_t stream) { return LaunchMoves</*kTake=*/true>(call, stream); }
+CudaStatus Call::Take(cudaStream_t stream) const { return LaunchMoves</*kTake=*/true>(*this, stream); }
 
 }  // namespace jax_baracuda::write_slice

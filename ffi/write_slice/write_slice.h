@@ -15,6 +15,7 @@
 #include "ffi/core/alignment.h"
 #include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
+#include "ffi/core/executor.h"
 
 namespace jax_baracuda::write_slice {
 
@@ -111,6 +112,13 @@ struct Update {
 struct Call {
   std::vector<Copy> copies;
   std::vector<Update> updates;
+
+  // Writes the windows' contents into their arrays.
+  RunStatus Write(Executor executor) const;
+
+  // Moves the windows' contents out of their arrays and leaves zeros there. Content outside an array is zero. Not
+  // supported if rows begin or end inside bytes.
+  RunStatus Take(Executor executor) const;
 };
 
 struct QuotientAndRemainder {

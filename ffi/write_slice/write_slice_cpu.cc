@@ -6,8 +6,7 @@
 
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/parallel_for.h"
-#include "ffi/core/target_table.h"
-#include "ffi/write_slice/write_slice_handler.h"
+#include "ffi/write_slice/write_slice.h"
 
 namespace jax_baracuda::write_slice {
 namespace {
@@ -48,7 +47,7 @@ void Move(ffi::ThreadPool& pool, const Update& update) {
 }
 
 template <bool kTake>
-ffi::Error Run(ffi::ThreadPool pool, const char*, const Call& call) {
+void MoveAll(ffi::ThreadPool& pool, const Call& call) {
   for (const Copy& copy : call.copies) CopyArray(pool, copy);
   for (const Update& update : call.updates) {
     if (kTake && update.may_be_outside) {
@@ -56,14 +55,18 @@ ffi::Error Run(ffi::ThreadPool pool, const char*, const Call& call) {
     }
     Move<kTake>(pool, update);
   }
-  return ffi::Error::Success();
 }
 
-constexpr auto WriteHandler = HandleWindows<ffi::ThreadPool, true, Run</*kTake=*/false>>;
-constexpr auto TakeHandler = HandleWindows<ffi::ThreadPool, false, Run</*kTake=*/true>>;
-
-JB_TARGET("write_slice", WriteHandler, PlanWindows, JB_NAMES(kStrategyNames));
-JB_TARGET("write_slice_backward", TakeHandler, PlanWindows, kStrategyNames, kStrategyNames + kTakeStrategies);
-
 }  // namespace
+
+bool Call::Write(ffi::ThreadPool& pool) const {
+  MoveAll</*kTake=*/false>(pool, *this);
+  return true;
+}
+
+bool Call::Take(ffi::ThreadPool& pool) const {
+  MoveAll</*kTake=*/true>(pool, *this);
+  return true;
+}
+
 }  // namespace jax_baracuda::write_slice

@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "ffi/segment/attention/call.h"
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 
 namespace jax_baracuda::segment {
 

@@ -1,7 +1,7 @@
 // The handlers of segment_max, segment_min, segment_argmax, segment_argmin and their gradients.
 #include <type_traits>
 
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/extremum/call.h"
 
 namespace jax_baracuda::segment {

@@ -1,5 +1,5 @@
 // The handlers of the gradients of segment_sum and segment_mean.
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/gather/call.h"
 
 namespace jax_baracuda::segment {

@@ -1,5 +1,5 @@
 // The handler of gather_segment_dot.
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/gather_dot/call.h"
 
 namespace jax_baracuda::segment {

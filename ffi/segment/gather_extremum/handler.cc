@@ -2,7 +2,7 @@
 #include <string>
 #include <type_traits>
 
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/gather_extremum/call.h"
 
 namespace jax_baracuda::segment {

@@ -1,5 +1,5 @@
 // The handler of gather_segment_sum.
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/gather_sum/call.h"
 
 namespace jax_baracuda::segment {

@@ -1,5 +1,5 @@
 // The handler of segment_logsumexp.
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/logsumexp/logsumexp.h"
 
 namespace jax_baracuda::segment {

@@ -1,5 +1,5 @@
 // The handler of segment_order.
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/order/call.h"
 
 namespace jax_baracuda::segment {

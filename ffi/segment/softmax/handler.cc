@@ -1,5 +1,5 @@
 // The handlers of segment_softmax and its gradient.
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/softmax/call.h"
 
 namespace jax_baracuda::segment {

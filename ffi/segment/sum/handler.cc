@@ -1,5 +1,5 @@
 // The handlers of segment_sum and segment_mean.
-#include "ffi/segment/engine/run.h"
+#include "ffi/segment/decoding.h"
 #include "ffi/segment/sum/call.h"
 
 namespace jax_baracuda::segment {

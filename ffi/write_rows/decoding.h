@@ -1,42 +1,23 @@
-// Checks the buffers of write_rows and converts them to calls, for both back ends.
+// Checks the buffers of calls that write rows to slots, for the handlers of write_rows and rope_write.
 #pragma once
 
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "ffi/core/batch.h"
 #include "ffi/core/bit_width.h"
 #include "ffi/core/handler.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/operands.h"
-#include "ffi/core/strategies.h"
-#include "ffi/core/target_table.h"
 #include "ffi/write_rows/write_rows.h"
-
-namespace jax_baracuda::write_rows {
-
-struct Attributes {
-  int64_t axis;
-  bool has_layer, has_unique_slots;
-  ffi::Span<const int64_t> scales;  // a ScaleKind for each pool
-  int64_t num_batch_dims;
-};
-
-}  // namespace jax_baracuda::write_rows
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::write_rows::Attributes, StructMember<int64_t>("axis"),
-                                      StructMember<bool>("has_layer"), StructMember<bool>("has_unique_slots"),
-                                      StructMember<ffi::Span<const int64_t>>("scales"),
-                                      StructMember<int64_t>("num_batch_dims"));
 
 namespace jax_baracuda::write_rows {
 
 inline bool Converts(ElementType from, ElementType to) {
   return DispatchRows(from, [](auto) {}) && DispatchPool(to, [](auto) {});
 }
-
-inline constexpr const char* kOp = "write_rows";
 
 enum ScaleKind : int64_t { kNoScale, kOneScale, kScalePerHead };
 
@@ -78,12 +59,10 @@ class Decoder {
     JB_RETURN_IF_ERROR(
         DecodeFirst(attributes.axis, attributes.num_batch_dims, *operands_.get<ffi::AnyBuffer>(next++), call));
     if (has_layer) {
-      const ffi::AnyBuffer layer = *operands_.get<ffi::AnyBuffer>(next++);
-      BatchedBuffer view;
-      JB_RETURN_IF_ERROR(CheckType(op_, "layer", layer, ffi::DataType::S32));
-      JB_RETURN_IF_ERROR(batch_.Check("layer", layer, /*may_be_shared=*/true, {}, &view));
-      call->layer = static_cast<const int32_t*>(view.data);
-      call->layer_is_shared = view.is_shared;
+      BatchOperand layer;
+      JB_RETURN_IF_ERROR(batch_.Take("layer", *operands_.get<ffi::AnyBuffer>(next++), ffi::DataType::S32, {}, &layer));
+      call->layer = static_cast<const int32_t*>(layer.data);
+      call->layer_is_shared = layer.is_shared;
     }
     for (size_t i = 0; i < num_pools; ++i) {
       Pool pool;
@@ -173,18 +152,13 @@ class Decoder {
     const ffi::AnyBuffer scale = *operands_.get<ffi::AnyBuffer>((*next)++);
     const bool is_per_head = scale_kind == kScalePerHead;
     if (is_per_head && view->dims.size() < 2) return batch_.WrongRank(name.c_str(), rows, "rows, heads, ...");
-    JB_RETURN_IF_ERROR(CheckType(op_, name_of_scale.c_str(), scale, ffi::DataType::F32));
-    const int64_t heads = is_per_head ? view->dims[1] : 1;
-    const auto of_scale = batch_.View(scale, /*may_be_shared=*/true);
-    const bool scale_fits =
-        of_scale && of_scale->dims.size() == (is_per_head ? 1u : 0u) && (!is_per_head || of_scale->dims[0] == heads);
-    if (!scale_fits) {
-      return batch_.WrongShape(name_of_scale.c_str(), scale, /*may_be_shared=*/true,
-                               is_per_head ? std::to_string(heads) : "");
-    }
-    pool->scales = static_cast<const float*>(of_scale->data);
-    pool->scales_are_shared = of_scale->is_shared;
-    pool->num_scales = heads;
+    std::vector<Dimension> heads;
+    if (is_per_head) heads.emplace_back(view->dims[1]);
+    BatchOperand scales;
+    JB_RETURN_IF_ERROR(batch_.Take(name_of_scale.c_str(), scale, ffi::DataType::F32, heads, &scales));
+    pool->scales = static_cast<const float*>(scales.data);
+    pool->scales_are_shared = scales.is_shared;
+    pool->num_scales = is_per_head ? view->dims[1] : 1;
     return ffi::Error::Success();
   }
 
@@ -207,21 +181,5 @@ class Decoder {
   size_t first_pool_axis_ = 0, slot_axis_ = 0;  // after the batch
   ffi::AnyBuffer::Dimensions dims_;             // of the current pool, after the batch
 };
-
-inline constexpr const char* kStrategyNames[] = {"nothing", "copy", "convert"};
-
-inline Plan PlanRows(const PlanParameters& parameters) {
-  if (parameters.at("batch") == 0 || parameters.at("elements") == 0) return Plan{kStrategyNames[0]};
-  return Plan{kStrategyNames[parameters.at("converts") != 0 ? 2 : 1]};
-}
-
-// The handler. The back ends differ in the context and in the function that runs a decoded call.
-template <typename Context, ffi::Error (*kRun)(Context, const Call&)>
-ffi::Error HandleRows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
-  Call call;
-  Decoder decoder(kOp, operands, operands.size(), results, results.size());
-  JB_RETURN_IF_ERROR(decoder.Decode(attributes, &call));
-  return kRun(context, call);
-}
 
 }  // namespace jax_baracuda::write_rows

@@ -1,5 +1,4 @@
-// Checks the buffers of the where ops and converts them to calls, for both back ends.
-#pragma once
+// The handlers of where and its gradient.
 
 #include <algorithm>
 #include <cstdint>
@@ -7,17 +6,18 @@
 #include <vector>
 
 #include "ffi/core/bit_width.h"
-#include "ffi/core/handler.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/operands.h"
+#include "ffi/core/run.h"
 #include "ffi/core/target_table.h"
 #include "ffi/where/where.h"
 
 namespace jax_baracuda::where {
+namespace {
 
 // An operand; each dimension is the output's or 1.
-inline ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBuffer& buffer,
-                              ffi::AnyBuffer::Dimensions output, Operand* operand) {
+ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBuffer& buffer,
+                       ffi::AnyBuffer::Dimensions output, Operand* operand) {
   std::vector<Dimension> dimensions;
   for (const int64_t size : output) dimensions.emplace_back(size, /*or_one=*/true);
   JB_RETURN_IF_ERROR(CheckShape(op, name, buffer, dimensions));
@@ -27,16 +27,16 @@ inline ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBu
                                  ", which is repeated along too many dimensions");
 }
 
-inline ffi::Error TakeCondition(const char* op, const ffi::AnyBuffer& cond, ffi::AnyBuffer::Dimensions output,
-                                Operand* operand) {
+ffi::Error TakeCondition(const char* op, const ffi::AnyBuffer& cond, ffi::AnyBuffer::Dimensions output,
+                         Operand* operand) {
   const ffi::DataType type = cond.element_type();
   JB_RETURN_IF_ERROR(CheckType(
       op, "cond", cond, [] { return "PRED or U8"; }, type == ffi::DataType::PRED || type == ffi::DataType::U8));
   return TakeOperand(op, "cond", cond, output, operand);
 }
 
-inline ffi::Error DecodeSelect(const char* op, const ffi::AnyBuffer& a, const ffi::AnyBuffer& b,
-                               const ffi::AnyBuffer& cond, const ffi::AnyBuffer& output, SelectCall* call) {
+ffi::Error DecodeSelect(const char* op, const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& cond,
+                        const ffi::AnyBuffer& output, SelectCall* call) {
   const ffi::DataType type = output.element_type();
   const auto dimensions = output.dimensions();
   call->element_bytes = WholeByteWidth(type);
@@ -61,8 +61,8 @@ inline ffi::Error DecodeSelect(const char* op, const ffi::AnyBuffer& a, const ff
 
 // The cotangent of an operand. It has either the shape and type of d_output, or the compute type and size 1 in adjacent
 // dimensions, over which it is summed.
-inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::AnyBuffer& buffer,
-                                const ffi::AnyBuffer& d_output, void** data, bool* is_summed, Sum* sum) {
+ffi::Error TakeCotangent(const char* op, const char* name, const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& d_output,
+                         void** data, bool* is_summed, Sum* sum) {
   const auto own = buffer.dimensions(), whole = d_output.dimensions();
   *data = buffer.untyped_data();
   *is_summed = false;
@@ -81,8 +81,8 @@ inline ffi::Error TakeCotangent(const char* op, const char* name, const ffi::Any
   return WrongShape(op, name, buffer, "sizes of 1 in neighbouring dimensions only");
 }
 
-inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer& cond,
-                              const ffi::AnyBuffer& da, const ffi::AnyBuffer& db, SplitCall* call) {
+ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer& cond,
+                       const ffi::AnyBuffer& da, const ffi::AnyBuffer& db, SplitCall* call) {
   call->element_bytes = WholeByteWidth(d_output.element_type());
   if (call->element_bytes == 0) return UnsupportedType(op, "d_output", d_output.element_type());
   call->type = ElementTypeOf(d_output.element_type());
@@ -100,21 +100,37 @@ inline ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& d_output, co
   return ffi::Error::Success();
 }
 
+ffi::Error HandleSelect(Context context, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer cond,
+                        ffi::Result<ffi::AnyBuffer> output) {
+  constexpr const char* kOp = "where";
+  SelectCall call;
+  JB_RETURN_IF_ERROR(DecodeSelect(kOp, a, b, cond, *output, &call));
+  return ToError(kOp, call.Run(context));
+}
+
+ffi::Error HandleSplit(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer cond, ffi::Result<ffi::AnyBuffer> da,
+                       ffi::Result<ffi::AnyBuffer> db, ffi::RemainingRets scratch) {
+  constexpr const char* kOp = "where_backward";
+  SplitCall call;
+  JB_RETURN_IF_ERROR(DecodeSplit(kOp, d_output, cond, *da, *db, &call));
+  return RunCall(context, {kOp, scratch}, &call);
+}
+
 // ---- The calls described by the parameters of a plan, without data. Shapes are given dimension by dimension.
 
-inline std::vector<int64_t> ShapeOf(const PlanParameters& parameters, const std::string& name) {
+std::vector<int64_t> ShapeOf(const PlanParameters& parameters, const std::string& name) {
   std::vector<int64_t> shape(parameters.at("rank"));
   for (size_t i = 0; i < shape.size(); ++i) shape[i] = parameters.at(name + "_size_" + std::to_string(i));
   return shape;
 }
 
-inline int64_t SizeOf(const std::vector<int64_t>& shape) {
+int64_t SizeOf(const std::vector<int64_t>& shape) {
   int64_t size = 1;
   for (const int64_t dimension : shape) size = MultiplySizes(size, dimension);
   return size;
 }
 
-inline SelectCall SelectOf(const PlanParameters& parameters) {
+SelectCall SelectOf(const PlanParameters& parameters) {
   const std::vector<int64_t> output = ShapeOf(parameters, "output");
   SelectCall call{};
   call.size = SizeOf(output);
@@ -125,7 +141,7 @@ inline SelectCall SelectOf(const PlanParameters& parameters) {
   return call;
 }
 
-inline SplitCall SplitOf(const PlanParameters& parameters) {
+SplitCall SplitOf(const PlanParameters& parameters) {
   const std::vector<int64_t> d_output = ShapeOf(parameters, "d_output");
   SplitCall call{};
   call.size = SizeOf(d_output);
@@ -138,4 +154,8 @@ inline SplitCall SplitOf(const PlanParameters& parameters) {
   return call;
 }
 
+JB_TARGET("where", HandleSelect, PlanOf<SelectOf>, SelectCall::Strategies());
+JB_TARGET("where_backward", HandleSplit, PlanOf<SplitOf>, SplitCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::where

@@ -1,16 +1,14 @@
-// Checks the buffers of rope_write and converts them to calls, for both back ends.
-#pragma once
+// The handler of rope_write.
 
 #include <cstdint>
 #include <string>
 
 #include "ffi/core/batch.h"
-#include "ffi/core/handler.h"
 #include "ffi/core/operands.h"
-#include "ffi/core/target_table.h"
-#include "ffi/rope/rope_handler.h"
+#include "ffi/core/run.h"
+#include "ffi/rope/decoding.h"
 #include "ffi/rope_write/rope_write.h"
-#include "ffi/write_rows/write_rows_handler.h"
+#include "ffi/write_rows/decoding.h"
 
 namespace jax_baracuda::rope_write {
 
@@ -38,8 +36,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::rope_write::Attributes, Stru
                                       StructMember<int64_t>("num_batch_dims"));
 
 namespace jax_baracuda::rope_write {
+namespace {
 
-inline constexpr const char* kOp = "rope_write";
+constexpr const char* kOp = "rope_write";
 
 // Operands are those of write_rows: the pools of keys and values, keys, values, slots, and the layer and scales if
 // there are some. Then follow queries, frequencies and positions. Results are the pools and the queries.
@@ -78,11 +77,8 @@ class Decoder {
     type_ = view.type;
     call->type = ElementTypeOf(type_);
     if (!IsFloating(call->type)) return UnsupportedType(kOp, "q_out", type_);
-    JB_RETURN_IF_ERROR(CheckType(kOp, "q", q, type_));
-    BatchedBuffer q_view;
-    JB_RETURN_IF_ERROR(
-        batch_.Check("q", q, /*may_be_shared=*/true, {view.dims[0], view.dims[1], view.dims[2]}, &q_view));
-    call->queries = {q_view.data, q_view.is_shared, view.data, view.dims[1]};
+    call->queries = {{}, view.data, view.dims[1]};
+    JB_RETURN_IF_ERROR(batch_.Take("q", q, type_, {view.dims[0], view.dims[1], view.dims[2]}, &call->queries.x));
     rope::Problem& problem = call->problem;
     problem = rope::Problem{};
     problem.batch = batch_.size();
@@ -108,7 +104,7 @@ class Decoder {
 
   ffi::Error DecodeAngles(const ffi::AnyBuffer& frequencies, const ffi::AnyBuffer& positions, Call* call) const {
     const rope::Problem& problem = call->problem;
-    JB_RETURN_IF_ERROR(rope::DecodeFrequencies(kOp, batch_, frequencies, type_, problem.pairs, &call->frequencies));
+    JB_RETURN_IF_ERROR(rope::DecodeFrequencies(batch_, frequencies, type_, problem.pairs, &call->frequencies));
     JB_RETURN_IF_ERROR(rope::DecodeSections(kOp, attributes_.sections, attributes_.sections_interleaved, problem.pairs,
                                             &call->positions.sections));
     call->positions.are_shared_by_examples = true;
@@ -123,12 +119,29 @@ class Decoder {
   ffi::DataType type_ = ffi::DataType::INVALID;
 };
 
-template <typename Context, ffi::Error (*kRun)(Context, const Call&)>
 ffi::Error HandleRopeWrite(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results,
                            Attributes attributes) {
   Call call{};
   JB_RETURN_IF_ERROR(Decoder(operands, results, attributes).Decode(&call));
-  return kRun(context, call);
+  return ToError(kOp, call.Run(context));
 }
 
+// The call that the parameters of a plan describe, with one head of values.
+Call CallOf(const PlanParameters& parameters) {
+  Call call{};
+  call.type = TypeOfWidth(parameters.at("element_bytes"), /*is_floating=*/true);
+  call.problem.features = parameters.at("features");
+  call.problem.pairs = parameters.at("rotary_dim") / 2;
+  call.problem.first_rotated = parameters.at("rotary_offset");
+  call.problem.interleaved = parameters.at("interleaved") != 0;
+  write_rows::Pool values;
+  values.number = kValues;
+  values.inner = parameters.at("value_features");
+  call.write.pools.push_back(values);
+  return call;
+}
+
+JB_TARGET(kOp, HandleRopeWrite, PlanOf<CallOf>, Call::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::rope_write

@@ -1,5 +1,4 @@
-// The handlers of the causal_conv1d ops: they check the buffers, convert them to calls, and pass these to a back end.
-#pragma once
+// The handlers of the causal_conv1d ops.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,18 +9,12 @@
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
 #include "ffi/core/batch.h"
-#include "ffi/core/handler.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/operands.h"
+#include "ffi/core/run.h"
 #include "ffi/core/target_table.h"
 
 namespace jax_baracuda::causal_conv1d {
-
-inline constexpr const char* kForwardName = "causal_conv1d";
-inline constexpr const char* kBackwardName = "causal_conv1d_backward";
-inline constexpr const char* kUpdateName = "causal_conv1d_update";
-inline constexpr const char* kRaggedName = "causal_conv1d_ragged";
-inline constexpr const char* kPoolUpdateName = "causal_conv1d_update_pool";
 
 // The attributes of the ops.
 struct ForwardOptions {
@@ -75,8 +68,15 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::PoolUpdateOpt
                                       StructMember<bool>("has_num_accepted"));
 
 namespace jax_baracuda::causal_conv1d {
+namespace {
 
-inline constexpr char kPresent = 0;  // the data of optional operands in calls without data
+constexpr const char* kForwardName = "causal_conv1d";
+constexpr const char* kBackwardName = "causal_conv1d_backward";
+constexpr const char* kUpdateName = "causal_conv1d_update";
+constexpr const char* kRaggedName = "causal_conv1d_ragged";
+constexpr const char* kPoolUpdateName = "causal_conv1d_update_pool";
+
+constexpr char kPresent = 0;  // the data of optional operands in calls without data
 
 // The call that the parameters of a plan describe, without data.
 template <typename Call>
@@ -90,8 +90,7 @@ Call CallOf(const PlanParameters& parameters) {
                          parameters.at("channels_last") != 0,
                          parameters.at("silu") != 0,
                          parameters.at("has_same_sequence") != 0};
-  const int64_t bytes = parameters.at("element_bytes");  // plans depend on nothing else about the type
-  call.type = bytes == 2 ? ElementType::kBFloat16 : bytes == 4 ? ElementType::kFloat32 : ElementType::kFloat64;
+  call.type = TypeOfWidth(parameters.at("element_bytes"), /*is_floating=*/true);
   call.x.is_shared = parameters.at("x_is_shared") != 0;
   if constexpr (std::is_same_v<Call, BackwardCall>) call.d_output.is_shared = parameters.at("d_output_is_shared") != 0;
   if constexpr (std::is_same_v<Call, UpdateCall>) call.state_length = parameters.at("state_length");
@@ -142,13 +141,13 @@ class Decoder {
   ffi::Error Sequences(const char* name, const ffi::AnyBuffer& buffer, BatchOperand* operand) const {
     const int64_t second = problem_.channels_last ? problem_.length : problem_.channels;
     const int64_t third = problem_.channels_last ? problem_.channels : problem_.length;
-    return Take(name, buffer, type_, {problem_.examples, second, third}, operand);
+    return batch_.Take(name, buffer, type_, {problem_.examples, second, third}, operand);
   }
 
   // An initial state, or the cotangent of a final one.
   ffi::Error State(const char* name, const ffi::AnyBuffer& buffer, BatchOperand* operand) const {
     if (problem_.width == 1) return InvalidArgument(op_, std::string(name) + " is empty where the width is 1");
-    return Take(name, buffer, type_, {problem_.examples, problem_.channels, problem_.width - 1}, operand);
+    return batch_.Take(name, buffer, type_, {problem_.examples, problem_.channels, problem_.width - 1}, operand);
   }
 
   // The old state of causal_conv1d_update; its last dimension is the number of inputs that it holds.
@@ -159,8 +158,8 @@ class Decoder {
       return batch_.WrongShape("state", buffer, /*may_be_shared=*/true,
                                "examples,channels,at least " + std::to_string(problem_.width - 1) + " inputs");
     }
-    return Take("state", buffer, type_, {problem_.examples, problem_.channels, call_.state_length},
-                &call_.initial_state);
+    return batch_.Take("state", buffer, type_, {problem_.examples, problem_.channels, call_.state_length},
+                       &call_.initial_state);
   }
 
   // The pool of an op and the slots of its sequences, [sequences], or one for each example if `is_of_examples`.
@@ -175,7 +174,7 @@ class Decoder {
     }
     const std::initializer_list<Dimension> trailing = {pool->slots, problem_.channels, pool->length};
     BatchOperand old;
-    JB_RETURN_IF_ERROR(Take("states", states, type_, trailing, &old, /*may_be_shared=*/false));
+    JB_RETURN_IF_ERROR(batch_.Take("states", states, type_, trailing, &old, /*may_be_shared=*/false));
     JB_RETURN_IF_ERROR(Result("new_states", new_states, type_, trailing, &pool->data));
     const int64_t bytes = MultiplySizes(TrailingSize(states, 0), ElementBytes(call_.type));
     pool->of_old_states = Copy(pool->data, old.data, bytes);
@@ -190,7 +189,7 @@ class Decoder {
   // One number for each sequence.
   ffi::Error OfSequences(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t sequences,
                          BatchOperand* operand) const {
-    return Take(name, buffer, type, {sequences}, operand);
+    return batch_.Take(name, buffer, type, {sequences}, operand);
   }
 
   // The optional operands that the ops have in common.
@@ -204,8 +203,8 @@ class Decoder {
       return State("initial_state", buffer, &call_.initial_state);
     }));
     return optional->Next("same_sequence", options.has_same_sequence, [&](const ffi::AnyBuffer& buffer) {
-      return Take("same_sequence", buffer, ffi::DataType::U8, {problem_.examples, problem_.length},
-                  &call_.same_sequence);
+      return batch_.Take("same_sequence", buffer, ffi::DataType::U8, {problem_.examples, problem_.length},
+                         &call_.same_sequence);
     });
   }
 
@@ -213,7 +212,7 @@ class Decoder {
   ffi::Error Result(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
                     std::initializer_list<Dimension> trailing, void** data) const {
     BatchOperand result;
-    JB_RETURN_IF_ERROR(Take(name, buffer, type, trailing, &result, /*may_be_shared=*/false));
+    JB_RETURN_IF_ERROR(batch_.Take(name, buffer, type, trailing, &result, /*may_be_shared=*/false));
     *data = buffer.untyped_data();
     return ffi::Error::Success();
   }
@@ -222,16 +221,6 @@ class Decoder {
   ffi::DataType compute_type() const { return ComputeDataType(type_); }
 
  private:
-  ffi::Error Take(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
-                  std::initializer_list<Dimension> trailing, BatchOperand* operand, bool may_be_shared = true) const {
-    JB_RETURN_IF_ERROR(CheckType(op_, name, buffer, type));
-    BatchedBuffer view;
-    JB_RETURN_IF_ERROR(batch_.Check(name, buffer, may_be_shared, trailing, &view));
-    operand->data = view.data;
-    operand->is_shared = view.is_shared;
-    return ffi::Error::Success();
-  }
-
   ffi::Error TakeParameter(const char* name, const ffi::AnyBuffer& buffer, std::initializer_list<Dimension> trailing,
                            Parameter* parameter) const {
     const ffi::DataType type = buffer.element_type();
@@ -240,7 +229,7 @@ class Decoder {
         op_, name, buffer, [&] { return TypeName(type_) + (may_be_float32 ? " or F32" : ""); },
         type == type_ || (may_be_float32 && type == ffi::DataType::F32)));
     parameter->type = ElementTypeOf(type);
-    return Take(name, buffer, type, trailing, parameter);
+    return batch_.Take(name, buffer, type, trailing, parameter);
   }
 
   const char* op_;
@@ -250,9 +239,6 @@ class Decoder {
   ffi::DataType type_;
 };
 
-// The handlers. A back end provides its context (the stream or the thread pool) and the functions that run calls.
-
-template <typename Context, ffi::Error (*kRun)(Context, const ForwardCall&)>
 ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs optional_operands,
                          ffi::Result<ffi::AnyBuffer> y, ForwardOptions options) {
   ForwardCall call;
@@ -262,11 +248,10 @@ ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weigh
   JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
   JB_RETURN_IF_ERROR(optional.End());
   call.y = y->untyped_data();
-  return kRun(context, call);
+  return ToError(kForwardName, call.Run(context));
 }
 
-// `more_results` begins with d_initial_state if there is an initial state. The back end decodes the scratch behind it.
-template <typename Context, ffi::Error (*kRun)(Context, const OptionalResults&, BackwardCall*)>
+// `more_results` begins with d_initial_state if there is an initial state.
 ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer d_output,
                           ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
                           ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
@@ -291,10 +276,9 @@ ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weig
     return decoder.Result("d_initial_state", buffer, decoder.type(),
                           {problem.examples, problem.channels, problem.width - 1}, &call.d_initial_state);
   }));
-  return kRun(context, results, &call);
+  return RunCall(context, results, &call);
 }
 
-template <typename Context, ffi::Error (*kRun)(Context, const UpdateCall&)>
 ffi::Error HandleUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer state, ffi::AnyBuffer weight,
                         ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
                         ffi::Result<ffi::AnyBuffer> new_state, UpdateOptions options) {
@@ -309,10 +293,9 @@ ffi::Error HandleUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer state,
   JB_RETURN_IF_ERROR(decoder.Result("new_state", *new_state, decoder.type(),
                                     {problem.examples, problem.channels, call.state_length}, &call.new_state));
   call.y = y->untyped_data();
-  return kRun(context, call);
+  return ToError(kUpdateName, call.Run(context));
 }
 
-template <typename Context, ffi::Error (*kRun)(Context, const RaggedCall&)>
 ffi::Error HandleRagged(Context context, ffi::AnyBuffer x, ffi::AnyBuffer states, ffi::AnyBuffer weight,
                         ffi::AnyBuffer starts, ffi::AnyBuffer slots, ffi::AnyBuffer has_state,
                         ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
@@ -336,10 +319,9 @@ ffi::Error HandleRagged(Context context, ffi::AnyBuffer x, ffi::AnyBuffer states
   JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
   JB_RETURN_IF_ERROR(optional.End());
   call.y = y->untyped_data();
-  return kRun(context, call);
+  return ToError(kRaggedName, call.Run(context));
 }
 
-template <typename Context, ffi::Error (*kRun)(Context, const PoolUpdateCall&)>
 ffi::Error HandlePoolUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer states, ffi::AnyBuffer weight,
                             ffi::AnyBuffer slots, ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
                             ffi::Result<ffi::AnyBuffer> new_states, PoolUpdateOptions options) {
@@ -356,7 +338,14 @@ ffi::Error HandlePoolUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer st
   const int64_t min_length = std::max<int64_t>(problem.width - 1, call.num_written());
   JB_RETURN_IF_ERROR(decoder.Pool(states, slots, *new_states, /*is_of_examples=*/true, min_length, &call.pool));
   call.y = y->untyped_data();
-  return kRun(context, call);
+  return ToError(kPoolUpdateName, call.Run(context));
 }
 
+JB_TARGET(kForwardName, HandleForward, PlanOf<CallOf<ForwardCall>>, ForwardCall::Strategies());
+JB_TARGET(kBackwardName, HandleBackward, PlanOf<CallOf<BackwardCall>>, BackwardCall::Strategies());
+JB_TARGET(kUpdateName, HandleUpdate, PlanOf<CallOf<UpdateCall>>, UpdateCall::Strategies());
+JB_TARGET(kRaggedName, HandleRagged, PlanOf<CallOf<RaggedCall>>, RaggedCall::Strategies());
+JB_TARGET(kPoolUpdateName, HandlePoolUpdate, PlanOf<CallOf<PoolUpdateCall>>, PoolUpdateCall::Strategies());
+
+}  // namespace
 }  // namespace jax_baracuda::causal_conv1d

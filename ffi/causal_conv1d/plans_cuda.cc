@@ -1,4 +1,4 @@
-// The CUDA plans and handlers of causal_conv1d, its gradient and its update.
+// The plans of the causal_conv1d ops on GPUs.
 
 #include <algorithm>
 #include <cstdint>
@@ -6,13 +6,9 @@
 #include <numeric>
 
 #include "ffi/causal_conv1d/causal_conv1d.cuh"
-#include "ffi/causal_conv1d/causal_conv1d_handler.h"
 #include "ffi/causal_conv1d/tuning.h"
 #include "ffi/core/alignment.h"
-#include "ffi/core/cuda_handler.h"
 #include "ffi/core/integers.h"
-#include "ffi/core/strategies.h"
-#include "ffi/core/target_table.h"
 #include "ffi/core/warp.cuh"
 
 namespace jax_baracuda::causal_conv1d {
@@ -150,56 +146,28 @@ ConvolutionPlan PlanOf(const PoolUpdateCall& call) {
   return plan;
 }
 
-namespace {
-
-ffi::Error RunForward(cudaStream_t stream, const ForwardCall& call) {
-  return ToError(kForwardName, Launch(call, PlanOf(call), stream));
-}
-
-ffi::Error RunBackward(cudaStream_t stream, const OptionalResults& results, BackwardCall* call) {
-  const ConvolutionPlan plan = PlanOf(*call);
-  ScratchBuffer scratch;
-  JB_RETURN_IF_ERROR(DecodeScratch(results, plan.scratch_bytes, &scratch));
-  call->scratch = scratch.data;
-  return ToError(kBackwardName, Launch(*call, plan, stream));
-}
-
-ffi::Error RunUpdate(cudaStream_t stream, const UpdateCall& call) {
-  return ToError(kUpdateName, Launch(call, PlanOf(call), stream));
-}
-
-ffi::Error RunRagged(cudaStream_t stream, const RaggedCall& call) {
-  return ToError(kRaggedName, Launch(call, PlanOf(static_cast<const ForwardCall&>(call)), stream));
-}
-
-ffi::Error RunPoolUpdate(cudaStream_t stream, const PoolUpdateCall& call) {
-  return ToError(kPoolUpdateName, Launch(call, PlanOf(call), stream));
-}
-
-constexpr const char* kStrategyNames[] = {
-    "nothing",   "rows",       "rows_by_element", "channels_last", "channels_last_by_element",
-    "one_input", "few_inputs", "many_inputs",     "pool_vectors",  "pool_by_element"};
-
-std::vector<const char*> ConvolutionStrategies() {
+std::vector<const char*> ForwardCall::Strategies() {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kRows, Strategy::kRowsByElement, Strategy::kChannelsLast,
                  Strategy::kChannelsLastByElement);
 }
 
-template <typename Call>
-Plan CudaPlan(const PlanParameters& parameters) {
-  const ConvolutionPlan plan = PlanOf(CallOf<Call>(parameters));
-  return Plan{NameOf(kStrategyNames, plan.strategy), plan.scratch_bytes};
+std::vector<const char*> BackwardCall::Strategies() { return ForwardCall::Strategies(); }
+
+std::vector<const char*> UpdateCall::Strategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kOneInput, Strategy::kFewInputs, Strategy::kManyInputs);
 }
 
-JB_TARGET(kForwardName, (HandleForward<cudaStream_t, RunForward>), CudaPlan<ForwardCall>, ConvolutionStrategies());
-JB_TARGET(kBackwardName, (HandleBackward<cudaStream_t, RunBackward>), CudaPlan<BackwardCall>, ConvolutionStrategies());
-JB_TARGET(kUpdateName, (HandleUpdate<cudaStream_t, RunUpdate>), CudaPlan<UpdateCall>,
-          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kOneInput, Strategy::kFewInputs,
-                  Strategy::kManyInputs));
-JB_TARGET(kRaggedName, (HandleRagged<cudaStream_t, RunRagged>), CudaPlan<ForwardCall>,
-          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kChannelsLast, Strategy::kChannelsLastByElement));
-JB_TARGET(kPoolUpdateName, (HandlePoolUpdate<cudaStream_t, RunPoolUpdate>), CudaPlan<PoolUpdateCall>,
-          NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kPoolVectors, Strategy::kPoolByElement));
+std::vector<const char*> RaggedCall::Strategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kChannelsLast, Strategy::kChannelsLastByElement);
+}
 
-}  // namespace
+std::vector<const char*> PoolUpdateCall::Strategies() {
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kPoolVectors, Strategy::kPoolByElement);
+}
+
+Plan ForwardCall::MakePlan() const { return PlanOf(*this).Summary(); }
+Plan BackwardCall::MakePlan() const { return PlanOf(*this).Summary(); }
+Plan UpdateCall::MakePlan() const { return PlanOf(*this).Summary(); }
+Plan PoolUpdateCall::MakePlan() const { return PlanOf(*this).Summary(); }
+
 }  // namespace jax_baracuda::causal_conv1d

@@ -1,5 +1,4 @@
-// Checks the buffers of write_slice and its gradient and converts them to windows, for both back ends.
-#pragma once
+// The handlers of write_slice and its gradient.
 
 #include <cstdint>
 #include <limits>
@@ -8,8 +7,8 @@
 
 #include "ffi/core/batch.h"
 #include "ffi/core/bit_width.h"
-#include "ffi/core/handler.h"
 #include "ffi/core/integers.h"
+#include "ffi/core/run.h"
 #include "ffi/core/strategies.h"
 #include "ffi/core/target_table.h"
 #include "ffi/write_slice/write_slice.h"
@@ -29,6 +28,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::write_slice::Attributes,
                                       StructMember<int64_t>("num_batch_dims"));
 
 namespace jax_baracuda::write_slice {
+namespace {
 
 // The attribute `windows` has these five numbers for each axis that is not written whole, ordered by array and axis.
 struct Window {
@@ -37,7 +37,7 @@ struct Window {
   int64_t size;
   int64_t num_shards;  // shards of the axis; if more than one, an operand has the number of this shard
 };
-inline constexpr size_t kNumbersOfWindow = 5;
+constexpr size_t kNumbersOfWindow = 5;
 
 // The name of a buffer in errors. Valid calls create no strings.
 struct Name {
@@ -61,7 +61,7 @@ void SetWholeAxes(int64_t batch, const Dimensions& dims, int64_t width, Update* 
 }
 
 // The bytes of the array (Axis::dim) or of the window (Axis::size), before the axes are merged.
-inline int64_t BytesOf(const Update& update, int64_t Axis::* size) {
+int64_t BytesOf(const Update& update, int64_t Axis::* size) {
   int64_t bits = update.axes[update.num_axes - 1].stride;
   for (int i = 0; i < update.num_axes; ++i) bits = MultiplySizes(bits, update.axes[i].*size);
   return CeilDivide(bits, 8);
@@ -247,11 +247,11 @@ class Decoder {
   size_t first_start_ = 0, first_part_ = 0;  // indices of the first start and the first shard number among the operands
 };
 
-inline constexpr const char* kStrategyNames[] = {"nothing", "bytes", "bits"};
-inline constexpr int kTakeStrategies = 2;  // the first two: the gradient has no elements narrower than a byte
+constexpr const char* kStrategyNames[] = {"nothing", "bytes", "bits"};
+constexpr int kTakeStrategies = 2;  // the first two: the gradient has no elements narrower than a byte
 
 // "bits" if rows of some window begin or end inside bytes.
-inline Plan PlanWindows(const PlanParameters& parameters) {
+Plan PlanWindows(const PlanParameters& parameters) {
   static const int32_t start = 0;  // a placeholder for starts: plans do not depend on their values
   int strategy = 0;
   for (int64_t i = 0; i < parameters.at("arrays"); ++i) {
@@ -280,15 +280,19 @@ inline Plan PlanWindows(const PlanParameters& parameters) {
   return Plan{kStrategyNames[strategy]};
 }
 
-// The handler of writes, or of takes. The back ends differ in the context and in the function that runs a decoded call.
-template <typename Context, bool kWrites, ffi::Error (*kRun)(Context, const char* op, const Call&)>
+template <bool kWrites>
 ffi::Error HandleWindows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results,
                          Attributes attributes) {
   constexpr const char* kOp = kWrites ? "write_slice" : "write_slice_backward";
   Call call;
   Decoder decoder(kOp, kWrites, operands, results, attributes.windows);
   JB_RETURN_IF_ERROR(decoder.Decode(attributes.drop, attributes.num_batch_dims, &call));
-  return kRun(context, kOp, call);
+  return ToError(kOp, kWrites ? call.Write(context) : call.Take(context));
 }
 
+JB_TARGET("write_slice", HandleWindows</*kWrites=*/true>, PlanWindows, JB_NAMES(kStrategyNames));
+JB_TARGET("write_slice_backward", HandleWindows</*kWrites=*/false>, PlanWindows, kStrategyNames,
+          kStrategyNames + kTakeStrategies);
+
+}  // namespace
 }  // namespace jax_baracuda::write_slice
