@@ -28,6 +28,8 @@ from causal_conv1d.reference import (
     make_convolution,
     part_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits
 from support.kernels import Batch, kernels_of
@@ -170,6 +172,23 @@ def test_value_and_gradient(rng: np.random.Generator, dtype: str, channels_last:
     with cases.x64_for(dtype):
         called = batch.run()
     assert called.keys() == {"causal_conv1d", "causal_conv1d_backward"}
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    shape=st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(0, 40)),
+    width=st.integers(1, 12),
+    options=st.sampled_from(OPTIONS),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    channels_last=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_small_problem(
+    shape: tuple[int, int, int], width: int, options: dict[str, Any], dtype: str, channels_last: bool, seed: int
+) -> None:
+    rng, batch = np.random.default_rng(seed), Batch()
+    add_call(batch, rng, make_convolution(rng, shape, width, dtype, **options), channels_last, "")
+    batch.run()
 
 
 def test_long_sums(rng: np.random.Generator) -> None:

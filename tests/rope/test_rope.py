@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rope.reference import (
     FAR,
     LAYOUTS,
@@ -239,6 +241,32 @@ def test_many_rows(rng: np.random.Generator, dtype: str, layout: str) -> None:
         add_call(batch, rng, rotation, (6, 8, length, features), (8, 2)[: 1 + kind // 2], dtype)
     with cases.x64_for(dtype):
         batch.run()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    size=st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 40), st.integers(1, 40).map(lambda d: 2 * d)),
+    variant=st.integers(0, 59),
+    layout=st.sampled_from(LAYOUTS),
+    interleaved=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    other_heads=st.integers(0, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_small_problem(
+    size: tuple[int, int, int, int],
+    variant: int,
+    layout: str,
+    interleaved: bool,
+    dtype: str,
+    other_heads: int,
+    seed: int,
+) -> None:
+    rng, batch = np.random.default_rng(seed), Batch()
+    rotation = make_rotation(rng, variant, size, layout, interleaved)
+    add_call(batch, rng, rotation, size, (size[1],), dtype)
+    add_call(batch, rng, rotation, size, (size[1], other_heads), dtype)
+    batch.run()
 
 
 def as_in_llama(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import cases
 from support.cases import FLOATING, Expected, assert_same_bits, assert_same_memory, random_bits
 from support.kernels import Batch, kernels_of
@@ -137,6 +139,26 @@ def test_positive_long_sums_of_16_bits() -> None:
         da, db = where_backward(dy, cond, a_shape=(), b_shape=(3, 1))
         np.testing.assert_array_equal(da, np.asarray(3 * cond.sum() / 2).astype(dy.dtype))
         np.testing.assert_array_equal(db, np.full((3, 1), (~cond).sum() / 2).astype(dy.dtype))
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    shape=st.lists(st.sampled_from([1, 2, 3, 5, 8, 17]), max_size=5),
+    repeated=st.lists(st.integers(0, 7), min_size=5, max_size=5),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shapes(shape: list[int], repeated: list[int], dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shapes = tuple(
+        tuple(1 if bits >> k & 1 else size for size, bits in zip(shape, repeated, strict=False)) for k in range(3)
+    )
+    cond, a, b = make_operands(rng, shapes, dtype)
+    dy = rng.normal(size=joint_shape(shapes)).astype(a.dtype)
+    value, *gradients = value_and_pullback(where, cond, a, b, dy)
+    assert_same_memory(value, reference(cond, a, b))
+    for gradient, expected in zip(gradients, reference_gradients(cond, dy, a.shape, b.shape), strict=True):
+        expected.check(gradient)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "complex64"])
