@@ -34,8 +34,8 @@ SIZES |= {"example": 16, "channel": 32, "time": 64, "tap": 4, "state": 3, "new":
 SIZES |= {"q_head": 32, "k_head": 56, "sequence": 40, "query": 56, "key": 72, "batch": 8, "slot": 512, "layer": 16}
 """Sizes differ within an example, so that a size identifies a dimension of a result."""
 
-TOO_SHORT = {"tap", "state", "section"}
-"""Dimensions that are too short to split: a few taps of a filter, the positions of a token."""
+TOO_SHORT = {"tap", "state", "entry", "section"}
+"""Dimensions that are too short to split: a few taps of a filter and inputs of a state, the positions of a token."""
 
 NEVER_SPLIT = {"ends"}
 """Operands that stay whole: the N + 1 boundaries of a ragged batch are made from them and do not divide evenly."""
