@@ -68,7 +68,7 @@ def reference(dest: Any, rows: Any, slots: Any, axis: int, layer: Any) -> Any:
 OPTIONS = {
     "axis": (ABSENT, 1),
     "layer": (ABSENT, "int32", "int8"),
-    "slots": ("int32", "int64", "uint8", "uint32", "uint64"),
+    "slots": ("int32", "int64", "uint8", "uint32"),
     "pools": ("one", "two"),
     "conversion": (ABSENT, "float32"),
     "values": ("numbers", "special"),

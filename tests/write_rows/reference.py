@@ -49,6 +49,21 @@ def reference_converted(rows: np.ndarray, dtype: np.dtype, scale: np.ndarray | f
         return rows.astype(dtype)
 
 
+def reference_taken(
+    cotangent: np.ndarray, slots: np.ndarray, axis: int = 0, layer: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The cotangent with zeros in the slots that are written, and that of the rows."""
+    rest = cotangent.copy()
+    by_slot = np.moveaxis(rest if layer is None else rest[layer], axis, 0)
+    taken = np.zeros((len(slots), *by_slot.shape[1:]), cotangent.dtype)
+    last = {slot: t for t, slot in enumerate(slots.tolist()) if 0 <= slot < len(by_slot)}
+    for slot, t in last.items():
+        taken[t] = by_slot[slot]
+    for slot in last:
+        by_slot[slot] = 0
+    return rest, taken
+
+
 def random_numbers(rng: np.random.Generator, shape: Sequence[int], dtype: Any, magnitude: float = 50) -> np.ndarray:
     """Numbers that meet every case of a conversion: ties, subnormal results, overflow, NaN."""
     exponents = rng.integers(-20, 12, shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases
-from support.cases import assert_same_bits, assert_same_memory
+from support.cases import assert_same_memory
 from support.kernels import kernels_of
-from support.matrix.run import check_bare
 from support.programs import copies_of, small_integers
 from write_rows.reference import (
     ALL_DTYPES,
@@ -23,6 +23,7 @@ from write_rows.reference import (
     random_numbers,
     random_slots,
     reference_converted,
+    reference_taken,
     reference_write,
 )
 
@@ -63,24 +64,19 @@ def test_every_dtype_and_place(rng: np.random.Generator, dtype: str, implementat
             assert_same_memory(result, reference_write(dest, rows, slots, axis, layer), f"{axis} {layer}")
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"axis": 1, "layer": "int32", "slots": "int64"},
-        {"layer": "int8", "slots": "uint8", "pools": "two"},
-        {"axis": 1, "slots": "uint64", "size": "empty"},
-    ],
-    ids=str,
-)
-@each_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64"])
-def test_gradient_and_batch(dtype: str, implementation: str, values: dict[str, Any]) -> None:
-    """Pools get the cotangent with zeros in written slots, and rows that of their slot, unless another row won. Slots
-    and layers are up to the limits of their dtypes."""
-    for batch in ("none", "all", "nested"):
-        check_bare(
-            "write_rows", dtype=dtype, implementation=implementation, batch=batch, transformation="vjp", **values
-        )
+def test_dtypes_of_slots(rng: np.random.Generator) -> None:
+    """Slots that int32 does not hold are out of range, even if they would be in range without their upper bits."""
+    for dtype in ("int8", "uint8", "int16", "uint32", "int64", "uint64"):
+        info = np.iinfo(dtype)
+        some = [0, 3, 3, 8, 9, -1, 2**31, 2**31 + 1, 2**32 + 2, 2**63 + 1, -(2**32) + 1, info.max, info.min]
+        with jax.enable_x64(True):
+            slots = np.array([x for x in some if info.min <= x <= info.max], object).astype(dtype)
+            dest, rows = random_numbers(rng, (9, 2), "float32"), random_numbers(rng, (len(slots), 2), "float32")
+            written = jax.jit(write_rows)(dest, rows, slots)
+            assert_same_numbers(written, reference_write(dest, rows, slots.astype(object)), dtype)
+            layer = np.array(info.max, dtype)
+            layers = jax.jit(write_rows)(np.stack([dest, dest]), rows[:1], np.zeros(1, np.int32), layer=layer)
+            assert_same_numbers(layers, np.stack([dest, dest]), dtype)
 
 
 SCALES = (None, 0.37, np.array([0.1, 3, 1.7], np.float32))
@@ -196,6 +192,29 @@ def test_words_of_every_width(rng: np.random.Generator) -> None:
         assert_same_memory(result, reference_write(dest, own, slots))
 
 
+@pytest.mark.parametrize("shapes", [((7, 3), (0, 3)), ((0, 3), (5, 3)), ((7, 0), (5, 0))], ids=str)
+def test_empty_arrays(shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """Without rows, slots or features, a pool passes through, alone and in a batch."""
+    dest, rows = (np.ones(shape, np.float32) for shape in shapes)
+    slots = np.arange(len(rows), dtype=np.int32)
+    assert_same_memory(write_rows(dest, rows, slots, implementation="kernel"), dest)
+    batched = jax.vmap(functools.partial(write_rows, implementation="kernel"), (0, None, None))
+    assert_same_memory(batched(dest[None], rows, slots), dest[None])
+
+
+def test_vmap(rng: np.random.Generator) -> None:
+    """One launch for any mapped operands; mapped slots or rows and a shared pool, too."""
+    dest, rows = random_numbers(rng, (4, 9, 3), "float32"), random_numbers(rng, (4, 6, 3), "float32")
+    slots = np.stack([random_slots(rng, 6, 9) for _ in range(4)])
+    for mapped in ((0, 0, 0), (0, None, 0), (0, 0, None), (None, 0, None), (None, None, 0)):
+        operands = [x if axis == 0 else x[0] for x, axis in zip((dest, rows, slots), mapped, strict=True)]
+        run = jax.jit(jax.vmap(write_rows, mapped))
+        each = [[x[i] if axis == 0 else x for x, axis in zip(operands, mapped, strict=True)] for i in range(4)]
+        assert_same_numbers(run(*operands), np.stack([reference_write(*x) for x in each]), str(mapped))
+        by_kernel = jax.vmap(lambda *x: write_rows(*x, implementation="kernel"), mapped)
+        assert kernels_of(by_kernel, *operands) == ["write_rows"]
+
+
 @pytest.mark.parametrize("has_layer", [False, True])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_vmap_of_conversions(rng: np.random.Generator, axis: int, has_layer: bool) -> None:
@@ -228,19 +247,43 @@ def test_vmap_of_conversions(rng: np.random.Generator, axis: int, has_layer: boo
 
 
 @each_implementation
-def test_gradient_of_8_bits(rng: np.random.Generator, implementation: str) -> None:
-    """It moves numbers, and so has those of float32. The matrix differentiates no 8-bit numbers."""
-    narrow, slots = jnp.dtype("float8_e4m3fn"), random_slots(rng, 12, 9)
-    dest, rows, cotangent = (random_numbers(rng, (count, 3), narrow) for count in (9, 12, 9))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64", "float8_e4m3fn"])
+def test_gradient(rng: np.random.Generator, dtype: str, implementation: str) -> None:
+    """Pools get the cotangent with zeros in written slots, and rows that of their slot, unless another row won."""
+    with cases.x64_for(dtype):
+        for axis, layer in ((0, None), (1, None), (0, 1), (1, 0)):
+            dest = pools_of(rng, dtype, axis, None if layer is None else 2)
+            rows, slots = cases.random_bits(rng, (12, 3, 8), jnp.dtype(dtype)), random_slots(rng, 12, 9)
+            cotangent = pools_of(rng, dtype, axis, None if layer is None else 2)
 
-    def gradients(dtype: Any) -> list[np.ndarray]:
-        write = functools.partial(write_rows, slots=slots, implementation=implementation)
-        pulled = jax.vjp(write, dest.astype(dtype), rows.astype(dtype))[1](cotangent.astype(dtype))
-        assert all(x.dtype == dtype for x in pulled)
-        return [np.asarray(x, np.float32) for x in pulled]
+            def write(dest: Any, rows: Any, axis: int = axis, layer: Any = layer, slots: Any = slots) -> Any:
+                return write_rows(dest, rows, slots, axis=axis, layer=layer, implementation=implementation)
 
-    for got, want in zip(gradients(narrow), gradients(np.float32), strict=True):
-        assert_same_bits(got, want)
+            d_dest, d_rows = jax.jit(lambda d, r, ct: jax.vjp(write, d, r)[1](ct))(dest, rows, cotangent)
+            rest, taken = reference_taken(cotangent, slots, axis, layer)
+            assert_same_memory(d_dest, rest)
+            assert_same_memory(d_rows, taken)
+
+
+def plain(dest: Any, rows: Any, slots: np.ndarray) -> Any:
+    """In plain JAX, for derivatives of every order."""
+    last = {slot: t for t, slot in enumerate(slots.tolist()) if 0 <= slot < dest.shape[0]}
+    return dest.at[np.array(list(last))].set(rows[np.array(list(last.values()))])
+
+
+def test_every_order_and_mode(rng: np.random.Generator) -> None:
+    dest, rows = small_integers(rng, (5, 2), "float32"), small_integers(rng, (6, 2), "float32")
+    slots = np.array([1, 3, 1, -1, 5, 0])
+
+    def loss(write: Callable[..., Any], dest: Any, rows: Any) -> Any:
+        return (write(dest, rows, slots) ** 3 * np.arange(1, 11).reshape(5, 2)).sum()
+
+    for derivative, write in ((jax.grad, write_rows), (jax.jacfwd, forward_mode.write_rows), (jax.hessian, write_rows)):
+        got, want = (
+            derivative(lambda d, r, f=function: loss(f, d, r), (0, 1))(dest, rows) for function in (write, plain)
+        )
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(x, y)  # products of small integers are exact
 
 
 def test_gradient_of_scaled_rows(rng: np.random.Generator) -> None:
