@@ -1,4 +1,4 @@
-"""Calls of rope_write for tests, and the same by two kernels."""
+"""Calls of rope_write for tests, and their reference: a NumPy rotation, then a NumPy write of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from rope.reference import Rotation
 from support import cases
-from write_rows.reference import random_slots
+from write_rows.reference import assert_same_numbers, random_slots, reference_write
 
 import jax_baracuda as jb
 
@@ -71,6 +71,38 @@ class RopeWrite:
             implementation="kernel",
         )
         return q[0], *caches
+
+    def check(self, results: Any) -> None:
+        """Compares with NumPy. Rotations have their usual errors; everything else is exact.
+
+        Caches of keys that convert are not compared: numbers that rotations round in another way may convert to others.
+        """
+        q, keys, values = map(np.asarray, results)
+        self.rotation.of(self.q[None]).check(q[None], "q")
+        expected = reference_write(self.value_cache, self.v, self.slots, self.axis, self.layer, self.v_scale)
+        copied = expected.dtype == self.v.dtype and self.v_scale is None
+        (cases.assert_same_memory if copied else assert_same_numbers)(values, expected, "values")
+        assert keys.dtype == self.key_cache.dtype and keys.shape == self.key_cache.shape
+        if self.key_cache.dtype != self.k.dtype or self.k_scale is not None:
+            return
+        by_slot, before = (self._by_slot(x) for x in (keys, self.key_cache))
+        last = {slot: t for t, slot in enumerate(self.slots.tolist()) if 0 <= slot < SLOTS}
+        if self.layer is not None and not 0 <= self.layer < LAYERS:
+            last = {}
+        rest = [i for i in range(len(by_slot)) if i not in last]
+        cases.assert_same_memory(by_slot[rest], before[rest], "other slots")
+        if last:
+            tokens = list(last.values())
+            of_tokens = dataclasses.replace(self.rotation, positions=self.positions[..., None, tokens])
+            of_tokens.of(self.k[None, tokens]).check(by_slot[None, list(last)], "keys")
+        if self.layer is not None:
+            others = [i for i in range(LAYERS) if i != self.layer]
+            cases.assert_same_memory(keys[others], self.key_cache[others], "other layers")
+
+    def _by_slot(self, cache: np.ndarray) -> np.ndarray:
+        """The layer of a cache that is written, ``[slots, heads, features]``."""
+        layer = 0 if self.layer is None or not 0 <= self.layer < LAYERS else self.layer
+        return np.moveaxis(cache if self.layer is None else cache[layer], self.axis, 0)
 
 
 def make_call(

@@ -15,7 +15,6 @@ from rope_write.reference import LAYERS, RopeWrite, make_call
 from support import cases
 from support.cases import FLOATING, assert_same_bits, assert_same_values
 from support.kernels import Batch, kernels_in
-from support.matrix.run import check_bare
 from support.programs import copies_of
 
 from jax_baracuda import rope_write
@@ -53,21 +52,19 @@ def run(call: RopeWrite, function: Callable[..., Any] | None = None, **options: 
 # Values.
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rotary_dim": 4, "rotary_offset": "last", "scale": 0.75},
-        {"axis": 1, "layer": "int32", "interleaved": False},
-        {"layer": "int8", "sections": "two", "size": "odd"},
-    ],
-    ids=str,
-)
 @each_implementation
 @each_dtype
-def test_values(dtype: str, implementation: str, options: dict[str, Any]) -> None:
-    """Rotations, places and pairings, with duplicate slots and slots out of range."""
-    for transformation in ("jit", "vjp"):
-        check_bare("rope_write", dtype=dtype, implementation=implementation, transformation=transformation, **options)
+def test_values(rng: np.random.Generator, dtype: str, implementation: str) -> None:
+    """Rotations, places and pairings in turn, with duplicate slots and slots out of range."""
+    options = list(itertools.product(ROTATIONS, PLACES, (True, False)))
+    batch = Batch()
+    with cases.x64_for(dtype):
+        for i in rng.choice(len(options), 8, replace=False):
+            rotation, (axis, layer), interleaved = options[i]
+            call = make_call(rng, dtype, axis=axis, layer=layer, interleaved=interleaved, **rotation)
+            run = functools.partial(call.run, implementation=implementation)
+            batch.add(run, call.arrays, lambda *results, call=call: call.check(results))
+        batch.run()
 
 
 def add_comparison(batch: Batch, call: RopeWrite) -> None:
