@@ -26,16 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.cases import is_floating
 from support.matrix.calls import Dims, Draw, Operand, Problem, as_tuple, is_inexact
-from support.matrix.generator import (
-    DERIVATIVES,
-    EXPORTS,
-    FORWARD,
-    JACOBIANS,
-    SECOND_DERIVATIVES,
-    SHARD_MAPS,
-    Case,
-    space_of,
-)
+from support.matrix.generator import DERIVATIVES, EXPORTS, FORWARD, JACOBIANS, SECOND_DERIVATIVES, SHARD_MAPS, Case
 
 import jax_baracuda
 
@@ -859,11 +850,3 @@ def check(case: Case, draws: int = 1) -> None:
     compiled = Compiled(case)
     for number in range(draws):
         compiled.check(number)
-
-
-def check_bare(op: str, **values: Any) -> None:
-    """Runs the bare call with these values of some factors."""
-    space = space_of(op, several_devices=False)
-    completed = space.bare(**values)
-    assert completed is not None, f"{op}: no call has the values {values}"
-    check(space.case(completed, seed=0))
