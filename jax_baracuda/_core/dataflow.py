@@ -85,11 +85,18 @@ def is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
 
 
 def _is_in_memory(operation: Any) -> bool:
-    """Whether XLA writes the result of an operation to memory. It multiplies where a product contracts nothing."""
+    """Whether XLA writes the result of an operation to memory."""
     if operation.name == "stablehlo.dot_general":
-        numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-        return len(numbers.lhs_contracting_dimensions) > 0
+        return not _multiplies(operation)
     return operation.name in _IN_MEMORY or len(operation.regions) > 0
+
+
+def _multiplies(operation: Any) -> bool:
+    """Whether an operation is a product that contracts nothing: for XLA, a multiplication."""
+    if operation.name != "stablehlo.dot_general":
+        return False
+    numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+    return len(numbers.lhs_contracting_dimensions) == 0
 
 
 def may_be_computed(value: ir.Value[Any]) -> bool:
@@ -118,14 +125,14 @@ def repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
         if is_repeated and _is_softmax(ctx, operation):
             return True
         if not _is_in_memory(operation):
-            pending += [(x, is_repeated or _expands(operation)) for x in operation.operands]
+            pending += [(x, is_repeated or _repeats(operation, x)) for x in operation.operands]
     return False
 
 
-def _expands(operation: Any) -> bool:
-    """Whether each number of an array is used for several numbers of the result."""
-    is_broadcast = operation.name == "stablehlo.broadcast_in_dim"
-    return is_broadcast and 1 < num_elements(operation.operands[0]) < num_elements(operation.results[0])
+def _repeats(operation: Any, operand: ir.Value[Any]) -> bool:
+    """Whether an operation uses each number of an operand for several numbers of the result."""
+    can_repeat = operation.name == "stablehlo.broadcast_in_dim" or _multiplies(operation)
+    return can_repeat and 1 < num_elements(operand) < num_elements(operation.results[0])
 
 
 def _is_softmax(ctx: Any, operation: Any) -> bool:

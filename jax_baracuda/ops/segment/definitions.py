@@ -37,7 +37,10 @@ def product_guarantee(dtype: str, platform: str) -> Guarantee:
 
 
 def sum_guarantee(dtype: str, platform: str, *, deterministic: bool, indices_are_sorted: bool) -> Guarantee:
-    """Like products, except that GPUs add unsorted floating rows by atomics, in an order that varies."""
+    """Like products, except that GPUs may add unsorted floating rows by atomics, in an order that varies.
+
+    Some ops have kernels that add in a fixed order, but plain JAX, which may be picked, does not.
+    """
     guarantee = product_guarantee(dtype, platform)
     is_stable = platform == "cpu" or deterministic or indices_are_sorted or guarantee.math_precision == "exact"
     return dataclasses.replace(guarantee, deterministic=is_stable, bit_stable_on_same_hardware=is_stable)

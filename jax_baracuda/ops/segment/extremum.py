@@ -785,8 +785,7 @@ def _backward_of_sorted(
     )
 
 
-# Time of plain JAX / kernel: 0.4, gradients up to 64 MB 0.5 (H100, 48 and 24 loops). 0.4 to 0.75 for rows of 4, in
-# gradients 1.0; gradients of rows of 1 and 2 0.6 to 0.9 (H200). Two cores: gradients of single features 0.33.
+# Time of plain JAX / kernel: 0.4 (H100, 48 loops); rows of 4: 0.4 to 0.75, with their gradients 1.0 (H200).
 GATHER_SEGMENT_EXTREMUM = Op(
     name="gather_segment_extremum",
     targets=_reduction_targets("gather_segment_{}"),
@@ -826,6 +825,8 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     results={"d_data": _GATHERED},
     result_sizes={"gathered": "num_rows"},
     reference=_reference_backward_of_edges,
+    # Time of plain JAX / kernel: up to 64 MB 0.5 (H100, 24 loops); rows of 1 and 2: 0.6 to 0.9 (H200). Two cores: 0.33
+    # for single features.
     xla_rules=(
         on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, at_most(features=2, bytes=256 * MB)),

@@ -179,7 +179,7 @@ GATHER_SEGMENT_DOT = Op(
     # Time of plain JAX / kernel: 0.5 (H100, 41 loops), 0.6 to 1.0 for 4M edges of 7 and 8 (H200). Two cores: 0.2 for
     # single features.
     xla_rules=(
-        on_gpu("few products, which one thread adds up, and XLA fuses with what follows", at_most(feature=8)),
+        on_gpu("one thread adds up few products, and XLA fuses that with what follows", at_most(feature=8)),
         on_gpu("XLA fuses what makes the rows, too", fused),
         on_gpu("gathers from the L2 cache, fused into the sum over features", at_most(bytes=64 * MB)),
         on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),

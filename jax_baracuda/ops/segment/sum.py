@@ -266,8 +266,9 @@ def _are_added_by_xla(traits: Traits) -> bool:
 # 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature.
 # Rows of 2 to 15 numbers are kept for the kernel because of a force field, 1.25 as a whole. Rows in memory:
 # 0.4 to 0.75, once 1.06, up to 92 MB; 0.8 to 1.3 for 180 to 560 MB in rows of 32, 1.2 to 2.0 in longer ones (H200).
+_LAUNCH_BOUND = on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB))
 SUM_RULES = (
-    on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB)),
+    _LAUNCH_BOUND,
     on_gpu("XLA adds rows as it computes them", unordered, uncontended, _own_ids, fused, _are_added_by_xla),
     on_gpu(
         "the sort of the ids takes longer",
@@ -320,7 +321,7 @@ SEGMENT_SUM = _sum_op(
 # H200, time of plain JAX / kernel: 0.2 for rows of 1, 0.35 of 2, 0.5 to 0.8 of 4, 1.0 to 1.5 of 8, 2 to 4 above; up to
 # 4 MB 0.2 to 0.9 for any rows (40 calls).
 RULES_IN_FLOAT64 = (
-    SUM_RULES[0],
+    _LAUNCH_BOUND,
     on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most(features=4)),
 )
 
@@ -481,8 +482,8 @@ def _gather_first(
     return SEGMENT_SUM.kernel(rows, segment_ids, num_segments=num_segments, **flags)
 
 
-def _caches_sums(traits: Traits) -> bool:
-    """XLA caches the sums, or adds to the result itself. It adds 16-bit numbers to a float32 array, and rounds that."""
+def _sums_fit_cache(traits: Traits) -> bool:
+    """XLA adds 32 bits and more to the result itself, but 16-bit numbers to a float32 array, which should be small."""
     measures = traits.measures
     num_sums = measures["batch"] * measures["segment"] * measures["features"]
     return measures["element_bits"] > 16 or 4 * num_sums <= 32 * MB
@@ -509,7 +510,7 @@ GATHER_SEGMENT_SUM = Op(
             "XLA sorts no edges, which takes longer than the sum",
             unordered,
             uncontended,
-            _caches_sums,
+            _sums_fit_cache,
             at_most(rows=1 << 18),
         ),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
