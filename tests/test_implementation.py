@@ -270,7 +270,7 @@ IDS_OF_ROWS, ROWS = jax.ShapeDtypeStruct((4,), np.int32), jax.ShapeDtypeStruct((
 @pytest.mark.parametrize(
     ("name", "of_sums"),
     [
-        *((name, {}) for name in ("segment_sum", "segment_mean", "segment_softmax")),
+        *((name, {}) for name in ("segment_sum", "segment_mean", "segment_softmax", "segment_logsumexp")),
         *((name, {"accumulator": "float64"}) for name in ("segment_sum", "segment_mean")),
     ],
 )
@@ -289,10 +289,19 @@ def test_plain_jax_cannot_promise_an_order_on_gpus(cuda_module: None, name: str,
 
 @pytest.mark.parametrize("use", ["small", "check"])
 @pytest.mark.parametrize(
-    "example", [x for x in all_examples() if x.options.get("indices_are_sorted")], ids=lambda example: example.name
+    "example",
+    [
+        *(x for x in all_examples() if x.options.get("indices_are_sorted")),
+        *(
+            dataclasses.replace(x, variant="deterministic", options={**x.options, "deterministic": True})
+            for x in programs.FIRST_EXAMPLES.values()
+            if "deterministic" in inspect.signature(x.function).parameters
+        ),
+    ],
+    ids=lambda example: example.name,
 )
-def test_sorted_rows_keep_their_order_on_gpus(users_rules: None, cuda_module: None, example: Example, use: str) -> None:
-    """Sums of sorted rows promise the same bits in every run. Plain JAX adds them by atomics, in any order."""
+def test_sums_keep_their_order_on_gpus(users_rules: None, cuda_module: None, example: Example, use: str) -> None:
+    """Sums of sorted rows and deterministic ones promise the same bits in every run. Plain JAX adds by atomics."""
     types, call = example.operand_types("float32", use), example.call(use)
     run = value_and_gradient(call, example.differentiated("float32"))
     text = lowered(run, types, jax.eval_shape(call, **types), platform="cuda")

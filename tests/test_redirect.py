@@ -1141,20 +1141,22 @@ def test_traced_programs_are_those_of_jax(rng: np.random.Generator) -> None:
         assert equations() == plain
 
 
-@pytest.mark.parametrize("weights", ["softmax", "softmax of jnp.where", "sigmoid", "cutoff"])
+@pytest.mark.parametrize("weights", ["softmax", "softmax of jnp.where", "softmax by einsum", "sigmoid", "cutoff"])
 def test_attention_stays_with_kernels(monkeypatch: pytest.MonkeyPatch, cuda_module: None, weights: str) -> None:
     """On GPUs, where a fusion would compute the softmax of an edge again for each feature of a head."""
     cases.use_rules(monkeypatch)
     nodes, edges, heads, features = 100_000, 1 << 20, 8, 16
     of_edges = {
         "softmax": lambda logits, maxima, ids: jnp.exp(logits - maxima[ids]),
+        "softmax by einsum": lambda logits, maxima, ids: jnp.exp(logits - maxima[ids]),
         "softmax of jnp.where": lambda logits, maxima, ids: jnp.exp(logits - jnp.where(maxima > 0, maxima, 0)[ids]),
         "sigmoid": lambda logits, maxima, ids: jax.nn.sigmoid(logits - maxima[ids]),
         "cutoff": lambda logits, maxima, ids: jnp.exp(1 - 1 / (1 - maxima[ids] ** 2)),
     }[weights]
 
     def program(logits: Any, maxima: Any, values: Any, ids: Any) -> Any:
-        rows = jax.nn.relu(of_edges(logits, maxima, ids))[:, :, None] * values
+        own = jax.nn.relu(of_edges(logits, maxima, ids))
+        rows = jnp.einsum("eh,ehd->ehd", own, values) if weights.endswith("einsum") else own[:, :, None] * values
         return jax.ops.segment_sum(rows, ids, nodes)
 
     shapes = ((edges, heads), (nodes, heads), (edges, heads, features))

@@ -13,6 +13,7 @@
 #include <cuda_runtime_api.h>
 
 #include "ffi/core/cuda_error_text.h"
+#include "ffi/core/cuda_status.h"
 #endif
 
 namespace jax_baracuda {

@@ -1,6 +1,7 @@
 // What runs a call in the module that a file is compiled for, and what this returns. For .cu and .cc files.
 //
-// The call of an op has these functions, which the kernels of each back end define:
+// The calls of most ops have these functions, which the kernels of each back end define (those that write rows or slices
+// are planned by their handlers):
 //   Strategies()   the names of all strategies that MakePlan can choose
 //   MakePlan()     how Run runs, from shapes and flags alone
 //   Run(executor)  writes every element of the results. On CUDA it only enqueues work on the stream: no allocation, no

@@ -1,5 +1,6 @@
 // The handlers of write_slice and its gradient.
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from segment.reference import Reduction, add, softmax_data
+from segment.reference import DETERMINISTIC, Reduction, add, softmax_data
 from support import cases
 from support.cases import Expected
 
@@ -62,6 +62,7 @@ LOGSUMEXP = add(
         make_data=softmax_data,
         value=value,
         gradient=gradient,
+        options=DETERMINISTIC,
         kernels=("segment_logsumexp",),
         derivatives_are_exact=False,
     )

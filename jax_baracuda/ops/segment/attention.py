@@ -42,8 +42,8 @@ def segment_attention(
     ``out[s, h, ...] = sum { p[e, h] * data[gather_ids[e], h, ...] : segment_ids[e] == s }``, where
     ``p = segment_softmax(logits, segment_ids, num_segments)``.
 
-    Neither this function nor its gradient writes or reads an array of edges times features, and none of edges times
-    heads but `logits` and their gradient.
+    The kernels of this function and of its gradient write and read no array of edges times features, and none of edges
+    times heads but `logits` and their gradient.
 
     Args:
       logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype. They are cast to float32, or to
@@ -51,6 +51,9 @@ def segment_attention(
       data: ``[N, ...]``, or ``[N, H, ...]`` for logits ``[E, H]``: the rows (values of nodes), a floating dtype.
         float16, bfloat16, float32 and float64 have kernels. On GPUs, they are fastest where a head has a power of two
         of features, up to 512 bytes; otherwise, data are padded.
+      deterministic: on GPUs, unsorted edges without a plan may be added in an order that varies from run to run if they
+        are few. True: sort them, so that value and gradient have the same bits in every run. Sorted edges and plans
+        give the same bits anyway. On CPUs everything does.
 
     Returns:
       ``[S, ...]`` or ``[S, H, ...]`` with the dtype of `data`. Segments without edges, or whose logits are all -inf,
@@ -60,7 +63,8 @@ def segment_attention(
     rounded once to the dtype of `data`. Exponentials are those of differences from the segment's maximum, so nothing
     overflows. A logit of NaN or +inf makes its segment and head NaN. Bit-equal from run to run, except where plain JAX
     serves a call on GPUs (see `deterministic`). Where edges are split over devices, the sums of each device are rounded
-    before they are added up. The gradients of logits take the sum of ``d_out * out`` from the rounded result.
+    before they are added up. The gradients of logits take the sum of ``d_out * out`` from the rounded result. Tangents
+    and derivatives beyond the first are plain JAX, whose sums have no fixed order on GPUs.
 
     Gradient: with ``d_p[e, h] = sum(d_out[segment_ids[e], h] * data[gather_ids[e], h])``, that of `logits` is
     ``p[e, h] * (d_p[e, h] - sum(d_out[s, h] * out[s, h]))``, and that of `data` is a sum of ``p * d_out`` over the
@@ -91,7 +95,7 @@ def segment_attention(
 
 @selectable
 @with_twin
-@described_like(gather_segment_sum)
+@described_like(segment_attention, gather_segment_sum)
 def graph_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -113,8 +117,8 @@ def graph_dot_product_attention(
     edges of each segment, of
     ``logit[e, h] = scale * sum(query[segment_ids[e], h] * key[gather_ids[e], h]) + bias[e, h]``.
 
-    The same as :func:`jax.nn.dot_product_attention` with a mask that holds the edges. Neither this function nor its
-    gradient writes or reads an array of edges times features, and none of edges times heads but `bias` and its
+    The same as :func:`jax.nn.dot_product_attention` with a mask that holds the edges. The kernels of this function and
+    of its gradient write and read no array of edges times features, and none of edges times heads but `bias` and its
     gradient.
 
     Args:
@@ -202,8 +206,8 @@ def graph_additive_attention(
     edges of each segment, of ``logit[e, h] = sum(score_weights[h] * leaky_relu(query[segment_ids[e], h] +
     key[gather_ids[e], h], negative_slope)) + bias[e, h]``. The keys are the values, too.
 
-    Neither this function nor its gradient writes or reads an array of edges times features, and none of edges times
-    heads but `bias` and its gradient.
+    The kernels of this function and of its gradient write and read no array of edges times features, and none of edges
+    times heads but `bias` and its gradient.
 
     Args:
       query: ``[S, H, D]``, the transformed features of each segment (receiver), a floating dtype. float16, bfloat16,

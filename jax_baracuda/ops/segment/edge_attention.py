@@ -1,7 +1,7 @@
 """Attention over edges, from logits that are computed or given: the ops, the references and the derivative rule.
 
 The softmax of a segment is kept as the maximum of its logits and the total of ``exp(logit - maximum)``. The gradients
-compute the logits again. So neither pass writes an array of edges times features, and the only arrays of edges times
+compute the logits again. So no kernel writes an array of edges times features, and the only arrays of edges times
 heads are biases, given logits and their gradients.
 """
 

@@ -69,7 +69,7 @@ def segment_logsumexp(
 
     Numerical guarantees: the exponentials are those of differences from the segment's maximum. They are added in
     float32 (float64 for float64). The result is rounded once to the dtype, and so is the gradient. Bit-equal from run
-    to run, except where plain JAX serves a call on GPUs (see `deterministic`).
+    to run, except where plain JAX serves a call on GPUs (see `deterministic`), as it does derivatives beyond the first.
 
     Gradient: ``d_data[n] = d_out[s] * exp(data[n] - m[s]) / sum { exp(data[k] - m[s]) : segment_ids[k] == s }`` with
     ``s = segment_ids[n]`` and the maximum m of the segment, so its errors do not grow with the size of `data`; 0 for
