@@ -39,7 +39,9 @@ def value(data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
     return Expected(output, data.dtype, np.where(np.isfinite(output), error, 0))
 
 
-def gradient(d_output: np.ndarray, data: np.ndarray, ids: np.ndarray, segments: int) -> Expected:
+def gradient(
+    d_output: np.ndarray, data: np.ndarray, ids: np.ndarray, segments: int, *, deterministic: bool = False
+) -> Expected:
     """The errors depend on the distances of the rows from the maximum, not on the size of the result."""
     maxima, totals, error = states(data, ids, segments)
     d_rows = cases.take_cells(d_output.astype(maxima.dtype), ids)
