@@ -67,13 +67,13 @@ constexpr int WidestChannels(int64_t element_bytes) { return element_bytes == 8 
 
 // These depend only on shapes, flags, and whether all arrays are aligned to vectors. They call no CUDA function. Calls
 // without data have the plan of aligned arrays.
-ConvolutionPlan PlanOf(const ForwardCall& call);
+ConvolutionPlan PlanOf(const OutputCall& call);
 ConvolutionPlan PlanOf(const BackwardCall& call);
 ConvolutionPlan PlanOf(const UpdateCall& call);
 ConvolutionPlan PlanOf(const PoolUpdateCall& call);
 
 // For channels-last arrays with elements.
-CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
+CudaStatus LaunchChannelsLast(const OutputCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 CudaStatus LaunchChannelsLast(const RaggedCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 CudaStatus LaunchChannelsLast(const BackwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream);
 

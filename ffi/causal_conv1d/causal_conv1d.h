@@ -57,9 +57,12 @@ struct ConvolutionCall {
       same_sequence;  // optional, uint8_t masks: bit j is set if the input j steps back is in the same sequence
 };
 
-struct ForwardCall : ConvolutionCall {
+// Common to the calls that write y.
+struct OutputCall : ConvolutionCall {
   void* y;
+};
 
+struct ForwardCall : OutputCall {
   static std::vector<const char*> Strategies();
   Plan MakePlan() const;
   RunStatus Run(Executor executor) const;
@@ -81,7 +84,7 @@ struct BackwardCall : ConvolutionCall {
 };
 
 // problem.length is the number of new inputs; initial_state is the old state.
-struct UpdateCall : ForwardCall {
+struct UpdateCall : OutputCall {
   void* new_state;  // may alias the old state
 
   static std::vector<const char*> Strategies();
@@ -105,17 +108,18 @@ struct StatePool {
 // x and y are [batch, 1, length, channels]. Sequence i has the times from its start to that of sequence i + 1. Other
 // times are padding, where y is zero. Empty sequences leave the pool as it is. Starts may be anything: if they descend,
 // results are unspecified.
-struct RaggedCall : ForwardCall {
+struct RaggedCall : OutputCall {
   StatePool pool;
   BatchOperand starts;     // int32_t [batch, sequences + 1]
   BatchOperand has_state;  // bool [batch, sequences]: whether the sequence begins with its state, otherwise with zeros
 
   static std::vector<const char*> Strategies();
+  Plan MakePlan() const;
   RunStatus Run(Executor executor) const;
 };
 
 // Every example is a sequence with a slot.
-struct PoolUpdateCall : ForwardCall {
+struct PoolUpdateCall : OutputCall {
   StatePool pool;
   // Optional, int32_t [batch, examples]: how many inputs of the previous call count. Its state begins at this entry minus
   // one of its row. Clamped to what fits.

@@ -223,7 +223,7 @@ template <typename T>
 struct ForwardArguments : ConvolutionArguments<T> {
   T* y;
 
-  explicit ForwardArguments(const ForwardCall& call) : ConvolutionArguments<T>(call), y(static_cast<T*>(call.y)) {}
+  explicit ForwardArguments(const OutputCall& call) : ConvolutionArguments<T>(call), y(static_cast<T*>(call.y)) {}
 };
 
 template <typename T>

@@ -272,7 +272,7 @@ class Convolution {
 // Computes y of `times` times from `time` on. `in` begins at the first input of the first window. The buffer has room for
 // a tile.
 template <typename T, typename C = ComputeType<T>>
-void WriteTile(const ForwardCall& call, const Convolution<T>& convolution, Place place, View<const C> in, int64_t time,
+void WriteTile(const OutputCall& call, const Convolution<T>& convolution, Place place, View<const C> in, int64_t time,
                int64_t times, C* buffer) {
   T* const y = convolution.At(static_cast<T*>(call.y), /*is_shared=*/false, place, time);
   View<C> out = convolution.InPlace(y);
@@ -284,7 +284,7 @@ void WriteTile(const ForwardCall& call, const Convolution<T>& convolution, Place
 
 // The forward pass. It returns false if an allocation fails, as the other passes do.
 template <typename T>
-bool ComputeForward(ffi::ThreadPool& pool, const ForwardCall& call, const Convolution<T>& convolution) {
+bool ComputeForward(ffi::ThreadPool& pool, const OutputCall& call, const Convolution<T>& convolution) {
   using C = ComputeType<T>;
   const Problem& problem = call.problem;
   if (problem.HasNoElement()) return true;

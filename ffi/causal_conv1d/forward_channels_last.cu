@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kChannelsLastThreads, Tuning::ForwardChannelsL
 
 }  // namespace
 
-CudaStatus LaunchChannelsLast(const ForwardCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
+CudaStatus LaunchChannelsLast(const OutputCall& call, const ConvolutionPlan& plan, cudaStream_t stream) {
   return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     return LaunchOnGrid<T>(

@@ -100,7 +100,7 @@ ConvolutionPlan PlanOf(const ConvolutionCall& call, bool is_shared, bool is_alig
 
 }  // namespace
 
-ConvolutionPlan PlanOf(const ForwardCall& call) {
+ConvolutionPlan PlanOf(const OutputCall& call) {
   const int element_bytes = static_cast<int>(ElementBytes(call.type));
   return PlanOf(call, call.x.is_shared, AreAligned(kVectorBytes, call.x.data, call.y),
                 Tuning::ForwardRows(element_bytes, call.problem.has_same_sequence), Tuning::ForwardRun(element_bytes));
@@ -168,6 +168,7 @@ std::vector<const char*> PoolUpdateCall::Strategies() {
 Plan ForwardCall::MakePlan() const { return PlanOf(*this).Summary(); }
 Plan BackwardCall::MakePlan() const { return PlanOf(*this).Summary(); }
 Plan UpdateCall::MakePlan() const { return PlanOf(*this).Summary(); }
+Plan RaggedCall::MakePlan() const { return PlanOf(*this).Summary(); }
 Plan PoolUpdateCall::MakePlan() const { return PlanOf(*this).Summary(); }
 
 }  // namespace jax_baracuda::causal_conv1d

@@ -280,7 +280,7 @@ CudaStatus PoolUpdateCall::Run(cudaStream_t stream) const {
 
 CudaStatus RaggedCall::Run(cudaStream_t stream) const {
   JB_RETURN_IF_CUDA_ERROR(LaunchCopy(pool.of_old_states, stream));
-  const ConvolutionPlan plan = PlanOf(static_cast<const ForwardCall&>(*this));
+  const ConvolutionPlan plan = PlanOf(*this);
   if (plan.strategy == Strategy::kNothing) return {};
   JB_RETURN_IF_CUDA_ERROR(LaunchChannelsLast(*this, plan, stream));
   const int64_t sequences = problem.batch * pool.sequences;

@@ -76,7 +76,7 @@ class OldStates {
 // Writes the states after the sequences: the last `num_written` of the old and new inputs of each, from the first entry
 // of a row on. Of the sequences of a slot, only the last one writes. They are in order.
 template <typename T>
-bool WriteStates(ffi::ThreadPool& threads, const ForwardCall& call, const StatePool& pool,
+bool WriteStates(ffi::ThreadPool& threads, const OutputCall& call, const StatePool& pool,
                  const std::vector<Sequence>& sequences, const OldStates<T>& old_states, int64_t num_written,
                  const Convolution<T>& convolution) {
   const Problem& problem = call.problem;
@@ -210,6 +210,8 @@ bool ComputeUpdate(ffi::ThreadPool& threads, const PoolUpdateCall& call, const O
 std::vector<const char*> RaggedCall::Strategies() {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kRows, Strategy::kChannelsLast);
 }
+
+Plan RaggedCall::MakePlan() const { return PlanOnCpu(*this); }
 
 bool RaggedCall::Run(ffi::ThreadPool& threads) const {
   CopyArray(threads, pool.of_old_states);

@@ -140,7 +140,7 @@ CudaStatus UpdateCall::Run(cudaStream_t stream) const {
       return DispatchKernel(problem.width, /*has_masks=*/false,
                             [&](auto width, auto) { return LaunchUpdateRows<T, width>(*this, stream); });
     }
-    JB_RETURN_IF_CUDA_ERROR(ForwardCall::Run(stream));
+    JB_RETURN_IF_CUDA_ERROR(ForwardCall{*this}.Run(stream));
     return LaunchUpdateRows<T, 0>(*this, stream);
   });
 }
