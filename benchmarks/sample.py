@@ -34,7 +34,7 @@ SECONDS_OF_A_CONTENDED_ROW = 1e-5
 """On GPUs, XLA adds 16-bit numbers by compare-and-swap loops, and sums of a softmax are as slow in any dtype. Per row
 of the largest segment, a call took 5 microseconds for 1,400 rows of 33 features, 12 for 11,000 of 128, and 36 for
 36,000 of 64. Attention over 150,000 edges of one segment took minutes for 200 steps, and so did the gradient of a
-variance of 3,000,000 rows."""
+variance of 4,000,000 rows."""
 CONTENDED_IN_ANY_DTYPE = (
     "segment_var",
     "segment_std",

@@ -62,7 +62,7 @@ _IN_MEMORY = frozenset(
     f"stablehlo.{name}"
     for name in (
         "all_gather all_to_all cholesky collective_broadcast collective_permute constant convolution custom_call dot "
-        "dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
+        "dot_general dynamic_update_slice fft optimization_barrier rng rng_bit_generator triangular_solve"
     ).split()
 )
 """Operations without a body whose results XLA writes to memory. It also writes the results of all with a body."""
@@ -86,9 +86,7 @@ def is_computed(ctx: Any, value: ir.Value[Any]) -> bool:
 
 def _is_in_memory(operation: Any) -> bool:
     """Whether XLA writes the result of an operation to memory."""
-    if operation.name == "stablehlo.dot_general":
-        return not _multiplies(operation)
-    return operation.name in _IN_MEMORY or len(operation.regions) > 0
+    return not _multiplies(operation) and (operation.name in _IN_MEMORY or len(operation.regions) > 0)
 
 
 def _multiplies(operation: Any) -> bool:
