@@ -72,7 +72,7 @@ def expected_results(call: OpCall) -> list[Expected]:
 
     Values that are accumulated may have the error of some tens of roundings of the largest one.
     """
-    dtype, accumulates = call.dtype, is_accumulated(call)
+    dtype, precision = call.dtype, guarantee_of(call).math_precision
     wide = cases.accumulator(dtype) if cases.is_floating(dtype) else dtype
     operands = [x.astype(wide) if x.dtype == dtype else x for x in call.operands]
     results = OpCall(call.op, operands, {**call.all_params, "implementation": "xla"}).reference(*operands)
@@ -82,13 +82,12 @@ def expected_results(call: OpCall) -> list[Expected]:
             return Expected(result.astype(of_dtype), of_dtype)
         exact = result.astype(np.float64)
         info, largest = np.finfo(cases.accumulator(of_dtype)), np.abs(exact[np.isfinite(exact)]).max(initial=0)
-        # Zeros have either sign. On GPUs, XLA divides with an error of one unit in the last place.
-        division = float(info.eps) * np.abs(np.where(np.isfinite(exact), exact, 0)) if cases.PLATFORM == "cuda" else 0
-        if is_in_float64(call):
-            accumulated = float(info.eps) * np.abs(np.where(np.isfinite(exact), exact, 0))
+        unit = float(info.eps) * np.abs(np.where(np.isfinite(exact), exact, 0))
+        if precision == "accumulated":
+            error = unit if is_in_float64(call) else 64 * float(info.eps) * largest
         else:
-            accumulated = 64 * float(info.eps) * largest
-        error = float(info.tiny) + (accumulated if accumulates else division)
+            error = 2 * unit if precision == "within 2 ulp" else 0 * unit
+        error = float(info.tiny) + error  # zeros have either sign
         return Expected(exact, of_dtype, error)
 
     return [
@@ -113,7 +112,9 @@ def guarantee_of(call: OpCall) -> Guarantee:
 
 def check_claims(call: OpCall, guarantee: Guarantee, dtype: str) -> None:
     """The claims about precision are those that the expected results were computed for."""
-    assert guarantee.math_precision in ("exact", "rounded once", "accumulated"), "assert here what it keeps"
+    assert guarantee.math_precision in ("exact", "rounded once", "within 2 ulp", "accumulated"), (
+        "assert here what it keeps"
+    )
     accumulator = cases.accumulator(dtype).name if cases.is_floating(jnp.dtype(dtype)) else dtype
     accumulator = "float64" if is_in_float64(call) else accumulator
     assert guarantee.accumulator in ("none", accumulator)

@@ -175,6 +175,36 @@ def mostly_empty_segments(traits: Traits) -> bool:
     return traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
 
 
+def launch_bound(traits: Traits) -> bool:
+    """A launch takes longer than the work on so few bytes, at most 4 MB."""
+    return traits.measures["bytes"] <= 4 * MB
+
+
+def call_bound(traits: Traits) -> bool:
+    """On CPUs, the call of a kernel takes longer than the work on so few bytes, at most 1 MB."""
+    return traits.measures["bytes"] <= MB
+
+
+def in_cache(traits: Traits) -> bool:
+    """All operands and results fit in the L2 cache of a GPU. 64 MB is the measured limit on an H100 and an H200."""
+    return traits.measures["bytes"] <= 64 * MB
+
+
+def few_numbers(traits: Traits) -> bool:
+    """All rows, or those that edges gather, have at most 4M numbers, which GPUs reduce faster than they sort ids."""
+    return traits.measures["rows"] * traits.measures["features"] <= 1 << 22
+
+
+def single_feature(traits: Traits) -> bool:
+    """Rows are single numbers. Kernels for CPUs vectorise along rows."""
+    return traits.measures["features"] == 1
+
+
+def narrow(traits: Traits) -> bool:
+    """Rows have so few numbers that kernels for GPUs leave lanes idle: at most 4."""
+    return traits.measures["features"] <= 4
+
+
 def param(name: str, value: Any) -> Condition:
     """A param of the op has this value."""
     return lambda traits: traits.params.get(name) == value

@@ -20,8 +20,8 @@ class Guarantee:
     """How far a result may be from exact arithmetic.
 
     "exact": it is exact (integers: modulo 2 to the number of bits). "rounded once": it is the exact result, rounded to
-    the dtype. "faithful": it is within one unit in the last place. "accumulated": terms are added or multiplied in some
-    order in the accumulator's dtype, with rounding at each step, and the result is rounded once to the dtype.
+    the dtype. "within 2 ulp": it is within two units in the last place. "accumulated": terms are added or multiplied in
+    some order in the accumulator's dtype, with rounding at each step, and the result is rounded once to the dtype.
     """
     deterministic: bool
     """The same inputs give the same bits, however threads are scheduled."""
@@ -32,6 +32,12 @@ class Guarantee:
 EXACT = Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardware=True)
 """For ops that only select."""
 ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
+
+
+def divided(dtype: str, platform: str) -> Guarantee:
+    """For ops that divide, and that plain JAX serves on GPUs. There, XLA multiplies by an approximate reciprocal."""
+    is_approximate = platform == "cuda" and dtype != "float64"
+    return dataclasses.replace(EXACT, math_precision="within 2 ulp") if is_approximate else ROUNDED_ONCE
 
 
 def accumulated(dtype: str, platform: str) -> Guarantee:

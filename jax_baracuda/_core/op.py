@@ -276,7 +276,7 @@ def precision_guarantee(
 
     Returns:
       A record with ``accumulator`` (the dtype in which terms are combined, "none" for pure selection),
-      ``math_precision`` ("exact", "rounded once", "faithful" or "accumulated"), ``deterministic`` (independent of
+      ``math_precision`` ("exact", "rounded once", "within 2 ulp" or "accumulated"), ``deterministic`` (independent of
       thread scheduling) and ``bit_stable_on_same_hardware``.
 
     Raises:

@@ -37,7 +37,7 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import map_together
-from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
+from jax_baracuda._core.dispatch import at_most, fused, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT, accumulated
@@ -684,12 +684,13 @@ CAUSAL_CONV1D = Op(
     reference=reference_convolution,
     xla_rules=(
         on_gpu("XLA fuses the convolution with its neighbours", fused),
-        on_gpu("inputs stay in the L2 cache, where XLA's fusion is as fast", at_most(bytes=16 * MB)),
+        on_gpu("launch-bound, and XLA fuses the state", launch_bound),
     ),
     shard_program=_shard_forward,
     **_of_sequences,
 )
 
+ROWS_OF_FEW_STEPS = on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8))
 GRADIENT_OF_ONE_STEP = on_gpu("the gradient of a single step is elementwise", at_most(time=1))
 
 CAUSAL_CONV1D_BACKWARD = Op(
@@ -704,8 +705,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
     reduction_dims=("example", "time"),
     xla_rules=(
         GRADIENT_OF_ONE_STEP,
-        on_gpu("launch-bound: the kernel adds up weights in a second launch", at_most(bytes=MB)),
-        on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
+        ROWS_OF_FEW_STEPS,
     ),
     shard_program=_shard_backward,
     **_of_sequences | {"attributes": (*_of_sequences["attributes"], "has_d_final_state")},

@@ -26,7 +26,7 @@ from jax_baracuda._core.arrays import (
     reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import at_most, fused, on_cpu, on_gpu
+from jax_baracuda._core.dispatch import fused, launch_bound, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
@@ -35,6 +35,7 @@ from jax_baracuda.ops.causal_conv1d import (
     CAUSAL_CONV1D_BACKWARD,
     GRADIENT_OF_ONE_STEP,
     OF_ALL,
+    ROWS_OF_FEW_STEPS,
     Activation,
     canonicalize,
     causal_conv1d,
@@ -302,7 +303,10 @@ CAUSAL_CONV1D_UPDATE = Op(
         plan_parameters(x, *others, **params) | {"state_length": state.shape[2]}
     ),
     limit=lambda x, state, *others: limit_of_width(x, *others),
-    xla_rules=(on_gpu("XLA fuses a step with its neighbours", fused),),
+    xla_rules=(
+        on_gpu("XLA fuses a step with its neighbours", fused),
+        on_gpu("launch-bound, and XLA computes the new state with the output", launch_bound),
+    ),
     replicated_dims=("time", "tap", "state"),
     in_place={1: 1},
     **OF_ALL,
@@ -373,7 +377,7 @@ CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
     operands=lambda *, channels_last: _pool_operands("d_output", "d_states", channels_last=channels_last),
     results=lambda *, channels_last: dimensions_of(["dx", "d_old_states", "dweight", "dbias"], channels_last),
     # Two busy cores, time of plain JAX / kernel: 0.2 to 0.5 in float32, 0.5 to 1.1 in bfloat16 (2 calls each).
-    xla_rules=(GRADIENT_OF_ONE_STEP, on_cpu("rows are shorter than the vectors of the kernel", at_most(time=1))),
+    xla_rules=(GRADIENT_OF_ONE_STEP, ROWS_OF_FEW_STEPS),
     **_of_pool_updates | of_pools_backward(_pool_update_backward, d_output_operand=4),
 )
 

@@ -37,7 +37,19 @@ from jax_baracuda._core.arrays import (
     whole_number,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
+from jax_baracuda._core.dispatch import (
+    KB,
+    MB,
+    Traits,
+    at_least,
+    at_most,
+    fused,
+    in_cache,
+    launch_bound,
+    on_cpu,
+    on_gpu,
+    param,
+)
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
@@ -574,12 +586,14 @@ ROPE = Op(
     shard_program=_shard_rotation,
     xla_rules=(
         on_gpu("XLA fuses a rotation with its neighbours", fused, at_most(element_bits=32)),
-        on_gpu("one new position: XLA fuses the rotation with the products around it", at_most(sequence=1, bytes=MB)),
+        on_gpu(
+            "one new position: XLA fuses the rotation with the products around it", at_most(sequence=1), launch_bound
+        ),
         on_gpu(
             "XLA reads known angles from a table, and moves no 16-bit numbers between lanes",
             _has_known_angles,
             _has_halves_or_32_bits,
-            at_most(bytes=64 * MB),
+            in_cache,
         ),
         on_cpu("XLA fuses a small rotation with its neighbours", fused, at_most(bytes=256 * KB)),
         on_cpu(

@@ -30,7 +30,7 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.batch import joint_size
-from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
+from jax_baracuda._core.dispatch import call_bound, fused, in_cache, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
 from jax_baracuda._core.selection import Implementation, selectable
@@ -241,8 +241,8 @@ def _transpose_backward(
 # Two cores: 0.6 to 0.9 up to 1 MB (9 loops).
 _RULES = (
     on_gpu("XLA fuses a selection with its neighbours", fused),
-    on_gpu("both copy at the speed of the caches, and XLA keeps any layout", at_most(bytes=64 * MB)),
-    on_cpu("the call of a kernel takes longer than the selection", at_most(bytes=MB)),
+    on_gpu("both copy at the speed of the L2 cache, and XLA keeps any layout", in_cache),
+    on_cpu("the call of a kernel takes longer than the selection", call_bound),
 )
 
 WHERE = Op(

@@ -29,7 +29,7 @@ from jax_baracuda._core.arrays import (
     of_bits,
 )
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
+from jax_baracuda._core.dispatch import KB, Traits, at_most, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import EXACT
@@ -411,6 +411,11 @@ _common = {
     "in_place": lambda *, ranks: {i: i for i in range(len(ranks))},
 }
 
+
+def _has_whole_bytes(traits: Traits) -> bool:
+    return traits.measures["element_bits"] >= 8
+
+
 # H100, time of plain JAX / kernel: 0.83 to 1.28 (20 loops); in programs XLA fuses the write with what computes the
 # window. Two cores: 0.3 (loops of windows of 4 bytes to 4 MB).
 WRITE_SLICE = Op(
@@ -426,8 +431,8 @@ WRITE_SLICE = Op(
     dtypes=DTYPES,
     aliases=("write_slices",),
     xla_rules=(
-        on_gpu("XLA writes a slice in place, in any layout of the array", at_least(element_bits=8)),
-        on_cpu("XLA's update takes less time than the call of a kernel", at_least(element_bits=8)),
+        on_gpu("XLA writes a slice in place, in any layout of the array", _has_whole_bytes),
+        on_cpu("XLA's update takes less time than the call of a kernel", _has_whole_bytes),
     ),
     shard_program=_shard_write,
     transposes=lambda *, ranks: {
@@ -451,7 +456,7 @@ WRITE_SLICE_BACKWARD = Op(
     reference=_reference_extract,
     dtypes=DIFFERENTIABLE_DTYPES,
     xla_rules=(
-        on_gpu("launch-bound: a copy and a slice", at_most(bytes=4 * MB)),
+        on_gpu("launch-bound: a copy and a slice", launch_bound),
         on_cpu("the call of a kernel takes longer than the copy", at_most(bytes=16 * KB)),
     ),
     shard_program=_shard_extract,

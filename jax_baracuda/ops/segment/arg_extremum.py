@@ -9,7 +9,6 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
-from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, uncontended, unsorted
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
@@ -31,7 +30,7 @@ from jax_baracuda.ops.segment.definitions import (
     index_of_first_row,
     reduction_op,
 )
-from jax_baracuda.ops.segment.extremum import extremum_targets, minimum_of, segment_max
+from jax_baracuda.ops.segment.extremum import LAUNCH_BOUND_EXTREMUM, extremum_targets, minimum_of, segment_max
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
@@ -176,16 +175,8 @@ SEGMENT_ARG_EXTREMUM = reduction_op(
     reference=_reference,
     dtypes=WIDE_DTYPES,
     guarantee=EXACT,
-    # Time of plain JAX / kernel: 0.2 to 0.5 for single features, 0.3 to 0.8 for up to 33; 1.1 to 1.3 for 1M rows of 4,
-    # 1.8 for 10,000 of 128 (H200). Mostly empty segments: 0.27 to 0.8 (H100, 7 of 53 loops).
-    xla_rules=(
-        on_gpu("XLA sorts no rows", unsorted, uncontended, at_most(features=64, bytes=10 * MB)),
-        on_gpu(
-            "XLA sorts no rows of mostly empty segments",
-            unsorted,
-            mostly_empty_segments,
-            at_most(rows=1 << 16, bytes=16 * MB),
-        ),
-    ),
+    # H200, time of plain JAX / kernel: 0.2 to 1.0 for rows of 1 to 16 numbers up to 4 MB, 1.0 to 2.6 above; 1.2 to 4.6
+    # for rows of 64 and 128 (90 calls).
+    xla_rules=(LAUNCH_BOUND_EXTREMUM,),
     shard_program=_shard_program,
 )

@@ -14,6 +14,7 @@ from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
 from jax_baracuda._core.call import num_features
+from jax_baracuda._core.dispatch import on_cpu, single_feature
 from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
@@ -28,6 +29,8 @@ ROWS = ("row", "...")
 IDS = ("row",)
 CELLS = ("segment", "...")
 COUNTS = ("segment",)
+
+SINGLE_FEATURES = on_cpu("a single feature leaves the kernel nothing to vectorise", single_feature)
 
 
 def product_guarantee(dtype: str, platform: str) -> Guarantee:

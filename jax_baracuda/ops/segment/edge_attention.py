@@ -18,7 +18,7 @@ from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import MB, Traits, on_cpu, on_gpu, uncontended, unordered, unsorted
+from jax_baracuda._core.dispatch import Traits, few_numbers, on_cpu, on_gpu, uncontended, unordered, unsorted
 from jax_baracuda._core.functions import Params, resolved
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -357,11 +357,6 @@ def _with_fitting_heads(op: Op, *operands: Array | None, **params: Any) -> Seque
 # Ops.
 
 
-def _few_messages(traits: Traits) -> bool:
-    """Whether the gathered rows of all edges, in float32, take at most 32 MB."""
-    return 4 * traits.measures["rows"] * traits.measures["features"] <= 32 * MB
-
-
 def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fields: Any) -> Op:
     def limit(*operands: Any, score: Score, sizes: Mapping[str, int]) -> str | None:
         head_bytes = sizes["feature"] * operands[0].dtype.itemsize
@@ -379,7 +374,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         optional=_OPTIONAL,
         dtypes=FLOATING_DTYPES,
         # H200, time of plain JAX / kernel: 0.4 to 0.8 up to 16 MB, 0.7 to 1.25 for 33 MB, above 0.85 to 3 (90 calls).
-        xla_rules=(on_gpu("XLA sorts no edges, and caches their messages", unordered, uncontended, _few_messages),),
+        xla_rules=(on_gpu("XLA sorts no edges, and caches their messages", unordered, uncontended, few_numbers),),
         guarantee=sum_guarantee,
         result_sizes={"segment": "num_segments"},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),

@@ -21,19 +21,23 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, check_choice, in_range
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import (
-    MB,
     at_most,
-    mostly_empty_segments,
+    call_bound,
+    few_numbers,
+    in_cache,
+    launch_bound,
+    narrow,
     on_cpu,
     on_gpu,
     param,
+    single_feature,
     uncontended,
     unordered,
     unsorted,
 )
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
-from jax_baracuda._core.guarantees import EXACT, ROUNDED_ONCE, accumulated
+from jax_baracuda._core.guarantees import EXACT, accumulated, divided
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
@@ -61,6 +65,7 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     ORDERED_DTYPES,
     ROWS,
+    SINGLE_FEATURES,
     gradient_op,
     index_of_first_row,
     limit_of_32_bits,
@@ -225,8 +230,8 @@ def segment_max_backward(
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the maximum, that are dropped, or whose segment
       holds a NaN get an exact 0.
 
-    Numerical guarantees: each element is ``d_output`` divided by the exact integer number of ties, rounded once.
-    Bit-equal from run to run.
+    Numerical guarantees: each element is ``d_output`` divided by the exact integer number of ties: rounded once on CPUs,
+    within two units in the last place on GPUs, where XLA divides. Bit-equal from run to run.
 
     Gradient: linear in `d_output`, whose cotangent is the share-weighted sum over each segment's rows; zero with
     respect to `data`. Derivatives of any order and in either mode exist.
@@ -673,7 +678,12 @@ def _result_dtypes(data: Any, ids: Any, *_: Any, has_winner: bool) -> list[Any]:
 _OF_TIES = dict.fromkeys(("data", "output"), "shares_ties")
 """The optional operands of gradients, by which these find tied rows."""
 
-# H100, time of plain JAX / kernel: 0.7 (188 loops, with and without winners).
+LAUNCH_BOUND_EXTREMUM = on_gpu(
+    "launch-bound: XLA takes one launch", unsorted, uncontended, launch_bound, at_most(features=16)
+)
+
+# H200, time of plain JAX / kernel: 0.45 to 1.1 for rows of 1 to 16 numbers up to 4 MB, with the gradient 0.3 to 1.0;
+# above, and for wider rows, 0.8 to 3.5 and 1.3 to 3.0 (60 calls each).
 SEGMENT_EXTREMUM = reduction_op(
     "segment_extremum",
     targets=_reduction_targets("segment_{}"),
@@ -684,13 +694,15 @@ SEGMENT_EXTREMUM = reduction_op(
     guarantee=EXACT,
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins"] * has_winner),
     xla_rules=(
-        on_gpu("launch-bound: few rows", unsorted, uncontended, at_most(rows=1 << 14, bytes=16 * MB)),
+        LAUNCH_BOUND_EXTREMUM,
         # Two busy cores, time of plain JAX / kernel: 0.4 to 0.8 (8 loops); with winners, for the gradient, 0.9 to 1.4.
         on_cpu(
             "a single feature leaves the kernel nothing to vectorise",
             unsorted,
             param("has_winner", False),
-            at_most(features=1, batch=1, bytes=MB),
+            call_bound,
+            single_feature,
+            at_most(batch=1),
         ),
     ),
     shard_program=functools.partial(_shard_reduce, "row"),
@@ -706,7 +718,7 @@ SEGMENT_EXTREMUM_BACKWARD = gradient_op(
     reference=_reference_backward,
     # H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.45 (60 loops each).
     xla_rules=(on_gpu("gathers and comparisons, which XLA fuses"),),
-    guarantee=ROUNDED_ONCE,
+    guarantee=divided,
     aliases=("unsorted_segment_max_backward",),
     shard_program=_shard_backward,
     transposes={
@@ -785,7 +797,8 @@ def _backward_of_sorted(
     )
 
 
-# Time of plain JAX / kernel: 0.4 (H100, 48 loops); rows of 4: 0.4 to 0.75, with their gradients 1.0 (H200).
+# H200, time of plain JAX / kernel: 0.15 to 0.8 up to 16 MB of messages, but 1.2 to 2.0 if most segments are empty and
+# rows have 64 numbers or more; above 1.1 to 4 (70 calls), rows of 4 0.4 to 0.75.
 GATHER_SEGMENT_EXTREMUM = Op(
     name="gather_segment_extremum",
     targets=_reduction_targets("gather_segment_{}"),
@@ -796,9 +809,8 @@ GATHER_SEGMENT_EXTREMUM = Op(
     result_dtypes=_result_dtypes,
     reference=_reference_of_edges,
     xla_rules=(
-        on_gpu("launch-bound: XLA sorts no edges", unsorted, uncontended, at_most(rows=1 << 14)),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=4)),
-        on_gpu("XLA sorts no edges of mostly empty segments", unsorted, mostly_empty_segments, at_most(rows=1 << 16)),
+        on_gpu("XLA sorts no edges", unsorted, uncontended, few_numbers),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, narrow),
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
@@ -828,9 +840,9 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     # Time of plain JAX / kernel: up to 64 MB 0.5 (H100, 24 loops); rows of 1 and 2: 0.6 to 0.9 (H200). Two cores: 0.33
     # for single features.
     xla_rules=(
-        on_gpu("XLA sorts no edges", unordered, at_most(bytes=64 * MB)),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, at_most(features=2, bytes=256 * MB)),
-        on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
+        on_gpu("XLA sorts no edges", unordered, in_cache),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, narrow),
+        SINGLE_FEATURES,
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, param("has_plan", False)): _backward_of_sorted,

@@ -13,14 +13,14 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, floating_array, with_whole_dims
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
+from jax_baracuda._core.dispatch import at_most, fused, in_cache, on_gpu
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges_between
 from jax_baracuda.ops.segment.cells import gather_segments
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.definitions import SINGLE_FEATURES, limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, transposed_edges
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import gathered_sum, sum_over_split_dim
@@ -181,8 +181,8 @@ GATHER_SEGMENT_DOT = Op(
     xla_rules=(
         on_gpu("one thread adds up few products, and XLA fuses that with what follows", at_most(feature=8)),
         on_gpu("XLA fuses what makes the rows, too", fused),
-        on_gpu("gathers from the L2 cache, fused into the sum over features", at_most(bytes=64 * MB)),
-        on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1)),
+        on_gpu("gathers from the L2 cache, fused into the sum over features", in_cache),
+        SINGLE_FEATURES,
     ),
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,

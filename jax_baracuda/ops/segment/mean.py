@@ -17,7 +17,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.guarantees import ROUNDED_ONCE
+from jax_baracuda._core.guarantees import divided
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -134,8 +134,8 @@ def segment_mean_backward(
       ``segment_ids.shape + d_output.shape[1:]`` with the dtype of `d_output`, the cotangent of the data. Dropped rows
       get 0.
 
-    Numerical guarantees: each element is ``d_output`` divided by the exact number of rows, rounded once. Bit-equal from
-    run to run.
+    Numerical guarantees: each element is ``d_output`` divided by the exact number of rows: rounded once on CPUs, within
+    two units in the last place on GPUs, where XLA divides. Bit-equal from run to run.
 
     Gradient: linear in `d_output`, whose cotangent is the :func:`segment_mean` of the cotangents. Derivatives of any
     order and in either mode exist.
@@ -231,7 +231,7 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
     operands={"d_output": CELLS, "count": COUNTS, "segment_ids": IDS},
     reference=_reference_backward,
     xla_rules=(on_gpu("a gather, which XLA fuses with its neighbours"), on_cpu("a gather")),
-    guarantee=ROUNDED_ONCE,
+    guarantee=divided,
     transposes={
         ("d_output",): lambda d_outputs, d_data, count, ids, *, accumulator=None, **params: (
             _sum_over_counts(d_data[0], count, ids, accumulator, **sum_params(d_outputs[0].shape[0], **params)),
@@ -253,7 +253,7 @@ def _sum_over_counts(d_data: Array, count: Array, ids: Array, accumulator: Accum
 def divided_by_counts(
     cells: Array, counts: Array, divide: Callable[..., Sequence[Array]] = SEGMENT_MEAN_BACKWARD
 ) -> Array:
-    """Cells divided by the numbers of their rows, rounded once. XLA's division does not guarantee that rounding.
+    """Cells divided by the numbers of their rows, with the guarantee of :data:`SEGMENT_MEAN_BACKWARD`.
 
     Args:
       divide: the op of the gradient of means or, in the program of a shard, its kernel.

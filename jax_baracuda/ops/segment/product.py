@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
+from jax_baracuda._core.dispatch import fused, in_cache, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
@@ -333,7 +333,7 @@ SEGMENT_PROD_BACKWARD = gradient_op(
     reference=_reference_backward,
     xla_rules=(
         on_gpu("XLA fuses the gathers with their neighbours", fused),
-        on_gpu("gathers from the L2 cache", at_most(bytes=32 * MB)),
+        on_gpu("gathers from the L2 cache", in_cache),
     ),
     guarantee=product_guarantee,
     shard_program=_shard_terms,

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, flag
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu, uncontended, unordered
+from jax_baracuda._core.dispatch import in_cache, narrow, on_gpu, uncontended, unordered
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
@@ -29,6 +29,7 @@ from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     IDS,
     ROWS,
+    SINGLE_FEATURES,
     limit_of_32_bits,
     plan_parameters,
     sum_guarantee,
@@ -215,8 +216,6 @@ def _shard_backward(
 # H200, time of plain JAX / kernel, unsorted float32: 0.1 for 2,000 rows of 8, 0.3 for 10,000 of 64, 0.55 for 1M of 1,
 # 1.0 for 1.2M of 8; for 1M to 20M of 1 and 2, with 16 bits, too, 0.6 to 0.7. Two cores: 0.5 for single features,
 # gradients 0.66.
-_CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1))
-
 _COMMON: dict[str, Any] = {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
@@ -232,12 +231,9 @@ SEGMENT_SOFTMAX = Op(
     results={"probabilities": ROWS},
     reference=_reference,
     xla_rules=(
-        on_gpu("launch-bound", unordered, at_most(bytes=256 * KB)),
-        on_gpu("XLA sorts no rows", unordered, uncontended, at_least(element_bits=32), at_most(bytes=64 * MB)),
-        on_gpu(
-            "XLA adds rows of one or two numbers in less time than a sort", unordered, uncontended, at_most(features=2)
-        ),
-        _CPU_RULE,
+        on_gpu("XLA sorts no rows", unordered, uncontended, in_cache),
+        on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, narrow),
+        SINGLE_FEATURES,
     ),
     shard_program=_shard_program,
     # The Jacobian is symmetric, so the backward op also maps tangents.
@@ -252,11 +248,10 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
     operands={"probabilities": ROWS, "d_output": ROWS, "segment_ids": IDS},
     results={"d_logits": ROWS},
     reference=_reference_backward,
-    # H200: 0.2 for rows of 1 to 3, 0.3 for 4, 0.4 to 0.7 for 8 to 32 (1M to 20M rows, 18 loops).
+    # H200: 0.2 for rows of 1 to 3, 0.3 for 4, 0.4 to 0.8 for 8 to 64 (20,000 to 20M rows, 40 loops).
     xla_rules=(
-        on_gpu("XLA sorts no rows", unordered, at_most(bytes=32 * MB)),
-        on_gpu("XLA adds rows in less time than a sort", unordered, uncontended, at_most(features=32)),
-        _CPU_RULE,
+        on_gpu("XLA sorts no rows", unordered, uncontended),
+        SINGLE_FEATURES,
     ),
     shard_program=_shard_backward,
     transposes={

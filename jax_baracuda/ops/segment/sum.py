@@ -20,10 +20,15 @@ from jax_baracuda._core.dispatch import (
     Traits,
     at_least,
     at_most,
+    call_bound,
     fused,
+    in_cache,
+    launch_bound,
+    narrow,
     on_cpu,
     on_gpu,
     param,
+    single_feature,
     uncontended,
     unordered,
     unsorted,
@@ -266,7 +271,7 @@ def _are_added_by_xla(traits: Traits) -> bool:
 # 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature.
 # Rows of 2 to 15 numbers are kept for the kernel because of a force field, 1.25 as a whole. Rows in memory:
 # 0.4 to 0.75, once 1.06, up to 92 MB; 0.8 to 1.3 for 180 to 560 MB in rows of 32, 1.2 to 2.0 in longer ones (H200).
-_LAUNCH_BOUND = on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, at_most(bytes=4 * MB))
+_LAUNCH_BOUND = on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, launch_bound)
 SUM_RULES = (
     _LAUNCH_BOUND,
     on_gpu("XLA adds rows as it computes them", unordered, uncontended, _own_ids, fused, _are_added_by_xla),
@@ -276,7 +281,7 @@ SUM_RULES = (
         uncontended,
         _own_ids,
         at_least(features=32),
-        at_most(bytes=96 * MB),
+        in_cache,
     ),
 )
 
@@ -306,13 +311,13 @@ SEGMENT_SUM = _sum_op(
     # place to the array that a program adds the sums to.
     xla_rules=(
         *SUM_RULES,
-        on_cpu("the call of a kernel takes longer than the sum", unsorted, at_most(bytes=MB)),
+        on_cpu("the call of a kernel takes longer than the sum", unsorted, call_bound),
         on_cpu(
             "few numbers are added to a large array, which XLA may do in place",
             unsorted,
             _own_ids,
             _few_rows,
-            at_most(features=1),
+            single_feature,
         ),
     ),
     alternatives=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
@@ -322,7 +327,7 @@ SEGMENT_SUM = _sum_op(
 # 4 MB 0.2 to 0.9 for any rows (40 calls).
 RULES_IN_FLOAT64 = (
     _LAUNCH_BOUND,
-    on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most(features=4)),
+    on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, narrow),
 )
 
 SEGMENT_SUM_IN_FLOAT64 = _sum_op(
@@ -451,16 +456,15 @@ def _are_narrow(traits: Traits) -> bool:
     """Whether sorted edges are faster in two steps: a gather by XLA, then a segment sum.
 
     The fused kernel walks the edges of a tile one by one, which takes as long for narrow rows as for wide ones.
-    Measured on an H200 (jax 0.11.2): two steps took 64,000 edges of single numbers from 39 us to 9 us.
+    H200, time of two steps / fused: 0.35 to 0.75 for rows of 4, 8 and 16 bytes (4,000 to 16M edges); for other rows of
+    up to 64 bytes 0.4 to 0.8 for 4,000 edges, 1.0 to 2.0 from 60,000 on.
     """
     num_edges, features, row_bytes = (traits.measures[name] for name in ("edge", "features", "row_bytes"))
     if traits.params["is_wide"]:  # the gathered rows are written in the accumulation dtype
         row_bytes = max(row_bytes, 4 * features)
     fit_vectors = features & (features - 1) == 0
     return min(row_bytes, num_edges) > 0 and (
-        (row_bytes <= 64 and num_edges <= 1 << 14)
-        or (row_bytes <= 32 and num_edges <= 1 << 18 and fit_vectors)
-        or (row_bytes <= 16 and num_edges <= 1 << 26 and fit_vectors)
+        (row_bytes <= 64 and num_edges <= 1 << 14) or (row_bytes <= 16 and fit_vectors)
     )
 
 
