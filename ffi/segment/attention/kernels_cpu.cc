@@ -414,7 +414,7 @@ class AttentionPass {
         segments_(call.problem.segments),
         num_rows_(call.num_rows),
         block_edges_(std::clamp<int64_t>(kBlockNumbers / std::max<int64_t>(1, features_), 1, kMaxBlockEdges)),
-        rows_are_far_(AreFar((segments_ + num_rows_) * features_, sizeof(T))),
+        rows_exceed_cache_(ExceedsNearCache((segments_ + num_rows_) * features_, sizeof(T))),
         first_id_(call.problem.IdIndex(b, 0)),
         ids_(call),
         gather_ids_(call.gather_ids.Of<int32_t>(b, call.problem.rows)),
@@ -447,8 +447,8 @@ class AttentionPass {
   void Run(ChunkBorder begin, ChunkBorder end) {
     int64_t segment_of_last = -1, next_segment = begin.segment;
     for (int64_t place = begin.place; place < end.place; ++place) {
-      const int64_t coming = place + kEdgePrefetchDistance, segment = ids_[first_id_ + place];
-      if (coming < end.place) Prefetch(NearestRow(gather_ids_[coming], num_rows_), numbers_[coming]);
+      const int64_t upcoming = place + kEdgePrefetchDistance, segment = ids_[first_id_ + place];
+      if (upcoming < end.place) Prefetch(NearestRow(gather_ids_[upcoming], num_rows_), numbers_[upcoming]);
       if (!IsBelow(segment, end.segment) || (segment < next_segment && segment != segment_of_last)) continue;
       if (kPass == Pass::kByRow && !IsBelow(gather_ids_[place], num_rows_)) continue;
       if (segment != segment_of_last) {
@@ -497,7 +497,7 @@ class AttentionPass {
       next += RoundUp(count, kLine);
       return array;
     };
-    const auto take_states = [&](int64_t count) {
+    const auto load_states = [&](int64_t count) {
       return SegmentStates<C>{take(count * features_), take(count * features_), take(count * num_heads_),
                               take(count * num_heads_)};
     };
@@ -505,9 +505,9 @@ class AttentionPass {
     probabilities_ = take(block_edges_ * num_heads_);
     score_weights_ = take(features_);
     for (C*& rows : widened_) rows = take(kHoldsRows<T> ? block_edges_ * features_ : 0);
-    of_runs_ = take_states(block_edges_);
-    carry_ = take_states(1);
-    empty_ = take_states(1);
+    of_runs_ = load_states(block_edges_);
+    carry_ = load_states(1);
+    empty_ = load_states(1);
     return next - memory;
   }
 
@@ -526,7 +526,7 @@ class AttentionPass {
   }
 
   JB_INLINE void Prefetch(int64_t row, int64_t edge) const {
-    if (rows_are_far_) {
+    if (rows_exceed_cache_) {
       ForEachOperand([&](auto operand) __attribute__((always_inline)) {
         if constexpr (!BelongsToSegments(kPass, operand)) {
           PrefetchRow(operands_[operand] + row * features_, features_);
@@ -630,7 +630,7 @@ class AttentionPass {
 
   ScoredHeads<Score> heads_;
   const int64_t num_heads_, features_, segments_, num_rows_, block_edges_;
-  const bool rows_are_far_;
+  const bool rows_exceed_cache_;
   const int64_t first_id_;
   const SegmentIds ids_;
   const int32_t* const gather_ids_;

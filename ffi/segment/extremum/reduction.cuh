@@ -273,7 +273,7 @@ struct WinnerReduction {
 
 // Few unsorted segments use tables in shared memory instead.
 template <typename T, bool kFirstWins>
-inline constexpr bool kTakesPrivateTable<WinnerReduction<T, kFirstWins>> = false;
+inline constexpr bool kAllowsPrivateTable<WinnerReduction<T, kFirstWins>> = false;
 
 // The first row that attains the maximum.
 template <typename T>

@@ -28,7 +28,7 @@ CudaStatus GatherWithWinner(const GatherExtremumCall& call, const ReducePlan& pl
       using Reduction = WinnerReduction<T, decltype(first_wins)::value>;
       return LaunchReduction<Reduction>(
           call, plan, {static_cast<T*>(call.output), call.winner, FlipWordMask<T>(call.type, call.is_minimum)}, stream,
-          GatheredRows<T, /*kTakesNumbers=*/true>{EdgesOf(call, /*clips=*/true)});
+          GatheredRows<T, /*kNeedsNumbers=*/true>{EdgesOf(call, /*clips=*/true)});
     };
     return call.first_wins ? reduce(std::true_type{}) : reduce(std::false_type{});
   });
