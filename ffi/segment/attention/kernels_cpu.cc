@@ -92,10 +92,14 @@ struct EdgeBlock {
   int64_t segments[kMaxBlockEdges], edges[kMaxBlockEdges];
 };
 
-// Calls body with the number of a head's features: a constant, once body is inlined, if it is small.
-template <typename Body>
+// Calls body with the number of a head's features: a constant, once body is inlined, if it is small. Doubles are too
+// rare to compile them for each constant.
+template <typename C, typename Body>
 JB_INLINE void WithHeadFeatures(int64_t head_features, const Body& body) {
-  if (!DispatchConstant<1, 4, 8, 16, 32>(head_features, body)) body(head_features);
+  if constexpr (std::is_same_v<C, float>) {
+    if (DispatchConstant<1, 4, 8, 16, 32>(head_features, body)) return;
+  }
+  body(head_features);
 }
 
 // The sum of kCount numbers, a power of two. Each half has an array of its own, which the compiler keeps in a register.
@@ -172,7 +176,7 @@ template <typename C, typename Score>
 JB_CPU_CLONES void ForwardBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, C* logits,
                                 const SegmentStates<C> states) {
   const int64_t num_heads = heads.heads;
-  WithHeadFeatures(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
+  WithHeadFeatures<C>(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
     const int64_t features = num_heads * width;
     AddScores(width, heads, block, logits);
     for (int64_t run = 0; run < block.runs; ++run) {
@@ -259,7 +263,7 @@ template <Pass kPass, typename C, typename Score>
 JB_CPU_CLONES void GradientBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, const Softmax<C> softmax,
                                  C* logits, C* probabilities, const SegmentStates<C> states) {
   constexpr bool kIsAdditive = Score::kIsAdditive, kByRow = kPass == Pass::kByRow;
-  WithHeadFeatures(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
+  WithHeadFeatures<C>(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
     const int64_t features = heads.heads * width;
     Differentiate(width, heads, block, softmax, logits, probabilities);
     for (int64_t run = 0; run < block.runs; ++run) {
