@@ -62,6 +62,7 @@ struct Arguments {
   SumTiling tiling;
   const T* d_output;
   Repeated<uint8_t, kVec> cond;
+  const uint8_t* dense_cond;  // nullptr if the condition is repeated
   uint32_t inverted;
   T* other;
   ComputeType<T>* sums[2];  // [parts, outer, inner]
@@ -149,9 +150,14 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
       Packed<uint8_t, kVec> flags[kVectorsInFlight];
       Packed<T, kVec> d_output[kVectorsInFlight];
 #pragma unroll
-      for (int i = 0; i < kVectorsInFlight; ++i) {
-        flags[i] = a.cond.Load(element + i * step);
-        d_output[i] = LoadPacked<kVec>(a.d_output + element + i * step);
+      for (int i = 0; i < kVectorsInFlight; ++i) d_output[i] = LoadPacked<kVec>(a.d_output + element + i * step);
+      // One branch for all loads. Repeated::Load branches at each, and a branch waits for the load in it.
+      if (a.dense_cond != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kVectorsInFlight; ++i) flags[i] = LoadPacked<kVec>(a.dense_cond + element + i * step);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVectorsInFlight; ++i) flags[i] = a.cond.Load(element + i * step);
       }
 #pragma unroll
       for (int i = 0; i < kVectorsInFlight; ++i) accumulator.Add(element + i * step, flags[i], d_output[i]);
@@ -218,14 +224,16 @@ CudaStatus LaunchSumsOf(const SplitCall& call, const SumTiling& tiling, cudaStre
   C* const first_sums = static_cast<C*>(call.a_is_summed ? call.da : call.db);
   C* const second_sums = both_are_summed ? static_cast<C*>(call.db) : nullptr;
   C* const parts = static_cast<C*>(call.scratch);  // [parts, 1 or 2, outer, inner]
-  const Arguments<T, kVec> arguments{call.sum,
-                                     tiling,
-                                     static_cast<const T*>(call.d_output),
-                                     Repeated<uint8_t, kVec>(call.cond),
-                                     call.a_is_summed ? 0u : ~0u,
-                                     both_are_summed ? nullptr : static_cast<T*>(call.a_is_summed ? call.db : call.da),
-                                     {has_parts ? parts : first_sums, has_parts ? parts + results : second_sums},
-                                     all_results};
+  const Arguments<T, kVec> arguments{
+      call.sum,
+      tiling,
+      static_cast<const T*>(call.d_output),
+      Repeated<uint8_t, kVec>(call.cond),
+      call.cond.repetition.IsDense() ? static_cast<const uint8_t*>(call.cond.data) : nullptr,
+      call.a_is_summed ? 0u : ~0u,
+      both_are_summed ? nullptr : static_cast<T*>(call.a_is_summed ? call.db : call.da),
+      {has_parts ? parts : first_sums, has_parts ? parts + results : second_sums},
+      all_results};
   const auto kernel = both_are_summed ? SumRows<T, kVec, true> : SumRows<T, kVec, false>;
   kernel<<<GridSize(tiling.blocks()), kThreads, 0, stream>>>(arguments);
   JB_RETURN_IF_LAUNCH_ERROR(SumRows);
