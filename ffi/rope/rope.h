@@ -48,14 +48,14 @@ struct Problem {
 inline constexpr int kMaxSections = 4;
 struct Sections {
   int32_t count;
-  bool take_turns;
+  bool alternate;
   int32_t ends[kMaxSections];  // the first pair beyond each section
 
   // Pairs have an index of any integer type.
   template <typename Int>
   JB_HOST_DEVICE int Of(Int pair) const {
     if (count <= 1) return 0;
-    if (take_turns) {
+    if (alternate) {
       const int section = static_cast<int>(pair % count);
       return pair < ends[section] ? section : 0;
     }

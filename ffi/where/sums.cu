@@ -13,7 +13,7 @@ namespace {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kVectorsInFlight = Tuning::kVectorsInFlight;
-inline constexpr int kLineBytes = 128;
+inline constexpr int kLineBytes = 128, kNumbersOfSector = 8;
 
 // The minimum number of threads whose vectors form whole rows.
 inline int64_t ThreadsOfWholeRows(const Sum& sum, int elements_of_vector) {
@@ -62,9 +62,11 @@ struct Arguments {
   SumTiling tiling;
   const T* d_output;
   Repeated<uint8_t, kVec> cond;
+  const uint8_t* dense_cond;  // nullptr if the condition is repeated
   uint32_t inverted;
   T* other;
-  ComputeType<T>* sums[2];  // [outer, inner, parts]
+  ComputeType<T>* sums[2];  // [parts, outer, inner]
+  int64_t results_of_part;  // the results of one part are so many numbers apart from those of the next
 };
 
 template <typename T, int kVec, bool kBothSummed>
@@ -148,9 +150,14 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
       Packed<uint8_t, kVec> flags[kVectorsInFlight];
       Packed<T, kVec> d_output[kVectorsInFlight];
 #pragma unroll
-      for (int i = 0; i < kVectorsInFlight; ++i) {
-        flags[i] = a.cond.Load(element + i * step);
-        d_output[i] = LoadPacked<kVec>(a.d_output + element + i * step);
+      for (int i = 0; i < kVectorsInFlight; ++i) d_output[i] = LoadPacked<kVec>(a.d_output + element + i * step);
+      // One branch for all loads. Repeated::Load branches at each, and a branch waits for the load in it.
+      if (a.dense_cond != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kVectorsInFlight; ++i) flags[i] = LoadPacked<kVec>(a.dense_cond + element + i * step);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVectorsInFlight; ++i) flags[i] = a.cond.Load(element + i * step);
       }
 #pragma unroll
       for (int i = 0; i < kVectorsInFlight; ++i) accumulator.Add(element + i * step, flags[i], d_output[i]);
@@ -190,20 +197,21 @@ __global__ void __launch_bounds__(kThreads) SumRows(const __grid_constant__ Argu
 #pragma unroll
   for (int k = 0; k < kSums; ++k) {
     for (int i = lane; i < columns; i += tiling.group) {
-      a.sums[k][(outer * sum.inner + first_column + i) * tiling.parts + part] = shared[k][first + i];
+      a.sums[k][part * a.results_of_part + outer * sum.inner + first_column + i] = shared[k][first + i];
     }
   }
 }
 
-// Adds up the parts of each result with `lanes` threads.
+// Adds up the parts of each result with `lanes` threads. Neighbouring threads have neighbouring results, so that a warp
+// reads whole sectors.
 template <typename C>
 __global__ void __launch_bounds__(kThreads) AddParts(const C* parts, int64_t num_parts, int64_t results,
                                                      int64_t all_results, int lanes, C* first_sums, C* second_sums) {
   __shared__ double shared[kThreads];
-  const int lane = threadIdx.x % lanes;
-  const int64_t result = int64_t{blockIdx.x} * (kThreads / lanes) + threadIdx.x / lanes;
-  const double total = SumPartials(parts + result * num_parts, result < all_results ? num_parts : 0, /*stride=*/1, lane,
-                                   lanes, shared + threadIdx.x, /*own_stride=*/1);
+  const int results_of_block = kThreads / lanes, lane = threadIdx.x / results_of_block;
+  const int64_t result = int64_t{blockIdx.x} * results_of_block + threadIdx.x % results_of_block;
+  const double total = SumPartials(parts + result, result < all_results ? num_parts : 0, /*stride=*/all_results, lane,
+                                   lanes, shared + threadIdx.x, /*own_stride=*/results_of_block);
   if (lane != 0 || result >= all_results) return;
   (result < results ? first_sums[result] : second_sums[result - results]) = static_cast<C>(total);
 }
@@ -215,21 +223,24 @@ CudaStatus LaunchSumsOf(const SplitCall& call, const SumTiling& tiling, cudaStre
   const int64_t results = call.sum.results(), all_results = call.num_sums() * results;
   C* const first_sums = static_cast<C*>(call.a_is_summed ? call.da : call.db);
   C* const second_sums = both_are_summed ? static_cast<C*>(call.db) : nullptr;
-  C* const parts = static_cast<C*>(call.scratch);  // [1 or 2, outer, inner, parts]
+  C* const parts = static_cast<C*>(call.scratch);  // [parts, 1 or 2, outer, inner]
   const Arguments<T, kVec> arguments{
       call.sum,
       tiling,
       static_cast<const T*>(call.d_output),
       Repeated<uint8_t, kVec>(call.cond),
+      call.cond.repetition.IsDense() ? static_cast<const uint8_t*>(call.cond.data) : nullptr,
       call.a_is_summed ? 0u : ~0u,
       both_are_summed ? nullptr : static_cast<T*>(call.a_is_summed ? call.db : call.da),
-      {has_parts ? parts : first_sums, has_parts ? parts + results * tiling.parts : second_sums}};
+      {has_parts ? parts : first_sums, has_parts ? parts + results : second_sums},
+      all_results};
   const auto kernel = both_are_summed ? SumRows<T, kVec, true> : SumRows<T, kVec, false>;
   kernel<<<GridSize(tiling.blocks()), kThreads, 0, stream>>>(arguments);
   JB_RETURN_IF_LAUNCH_ERROR(SumRows);
   if (!has_parts) return {};
   int lanes = 1;
-  while (lanes < kThreads && lanes * Tuning::kPartsOfLane < tiling.parts) lanes *= 2;
+  const int max_lanes = kThreads / static_cast<int>(std::min<int64_t>(all_results, kNumbersOfSector));
+  while (lanes < max_lanes && lanes * Tuning::kPartsOfLane < tiling.parts) lanes *= 2;
   AddParts<C><<<GridSize(CeilDivide(all_results, kThreads / lanes)), kThreads, 0, stream>>>(
       parts, tiling.parts, results, all_results, lanes, first_sums, second_sums);
   return JB_LAUNCH_STATUS(AddParts);

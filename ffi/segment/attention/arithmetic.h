@@ -57,10 +57,10 @@ struct GivenLogits {
   static GivenLogits Of(const AttentionCall&) { return {}; }
 };
 
-// Calls body(score), where score is one of the above. kTakesGiven: whether the logits may be given.
-template <typename C, bool kTakesGiven, typename Body>
+// Calls body(score), where score is one of the above. kAllowsGiven: whether the logits may be given.
+template <typename C, bool kAllowsGiven, typename Body>
 auto DispatchScore(const AttentionCall& call, const Body& body) {
-  if constexpr (kTakesGiven) {
+  if constexpr (kAllowsGiven) {
     if (call.score == ScoreKind::kGiven) return body(GivenLogits<C>::Of(call));
   }
   return call.score == ScoreKind::kAdditive ? body(AdditiveScore<C>::Of(call)) : body(DotScore<C>::Of(call));

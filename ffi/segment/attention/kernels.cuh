@@ -117,7 +117,7 @@ AttentionArrays<T, Score> ArraysOf(const AttentionCall& call, int64_t segments, 
 // The Input of the three passes, without the Row.
 template <typename T, typename Score>
 struct AttentionEdges : Edges {
-  static constexpr bool kTakesEdges = true, kSharesLanes = true;
+  static constexpr bool kNeedsEdges = true, kSharesLanes = true;
   AttentionArrays<T, Score> arrays;
 
   // The head of a thread.
@@ -131,7 +131,7 @@ struct ScoredEdge {
 
   Packed<T, kVec> query, key, value;
   C bias;
-  bool takes_part;  // the edge has a row and a segment; otherwise nothing else is set
+  bool participates;  // the edge has a row and a segment; otherwise nothing else is set
 
   __device__ __forceinline__ void LoadScored(const AttentionArrays<T, Score>& arrays, uint32_t segment, uint32_t row,
                                              uint32_t edge, const RowPlace& place) {
@@ -207,7 +207,7 @@ ReducePlan PlanAttention(const Call& call, int state_cells) {
 
 // Launches a reduction for each element of the batch, with its own arrays. `outputs_of(heads, T{}, b)` gives the results
 // of element b.
-template <template <typename, typename> class Reduction, template <typename, typename> class Input, bool kTakesGiven,
+template <template <typename, typename> class Reduction, template <typename, typename> class Input, bool kAllowsGiven,
           typename Call, typename OutputsOf>
 CudaStatus LaunchAttention(const Call& call, const ReducePlan& plan, int64_t segments, int64_t rows,
                            cudaStream_t stream, const OutputsOf& outputs_of) {
@@ -231,7 +231,7 @@ CudaStatus LaunchAttention(const Call& call, const ReducePlan& plan, int64_t seg
   };
   return LaunchFor(call.type, JB_DISPATCH(DispatchFloating), [&](auto tag) -> CudaStatus {
     using C = ComputeType<typename decltype(tag)::type>;
-    return DispatchScore<C, kTakesGiven>(call, [&](auto score) -> CudaStatus {
+    return DispatchScore<C, kAllowsGiven>(call, [&](auto score) -> CudaStatus {
       for (int64_t b = 0; b < call.problem.batch; ++b) JB_RETURN_IF_CUDA_ERROR(launch(tag, score, b));
       return {};
     });

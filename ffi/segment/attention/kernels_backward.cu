@@ -93,8 +93,8 @@ struct EdgeGradient : ScoredEdge<T, Score, kVec> {
 
   __device__ __forceinline__ void LoadGradient(const AttentionArrays<T, Score>& arrays, uint32_t segment, uint32_t row,
                                                const SourceRow& source, uint32_t own, const RowPlace& place) {
-    this->takes_part = source.row != kDropped && own != kDropped;
-    if (!this->takes_part) return;
+    this->participates = source.row != kDropped && own != kDropped;
+    if (!this->participates) return;
     this->LoadScored(arrays, segment, row, source.edge, place);
     d_output = LoadPacked<kVec>(At(arrays.d_output, arrays.OfRow(segment, place)));
     const uint64_t of_head = arrays.OfHead(segment, place);
@@ -142,7 +142,7 @@ struct BySegmentEdges : AttentionEdges<T, Score> {
     }
     template <typename Cells, typename Outputs>
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs& outputs) const {
-      if (!this->takes_part) return;
+      if (!this->participates) return;
       const C d_sum = outputs.score.OfSum(this->d_logit);
       this->ForEach(outputs, column, [&](int i, C query, C key, C weight) {
         cells.sum[0][i] += d_sum * outputs.score.ByQuery(query, key, weight);
@@ -180,10 +180,10 @@ struct ByRowEdges : AttentionEdges<T, Score> {
       if constexpr (Score::kIsGiven) {
         // Edges that take no part have a gradient of 0.
         if (outputs.IsFirst(column)) {
-          outputs.d_bias[edge * outputs.heads + head] = this->takes_part ? this->d_logit : C{0};
+          outputs.d_bias[edge * outputs.heads + head] = this->participates ? this->d_logit : C{0};
         }
       }
-      if (!this->takes_part) return;
+      if (!this->participates) return;
       C d_outputs[kVec];
       Widen<T, kVec>(this->d_output, d_outputs);
       if constexpr (Score::kIsGiven) {
@@ -209,9 +209,9 @@ ReducePlan PlanOf(const Call& call) {
 }  // namespace
 
 template <typename T, typename Score>
-inline constexpr bool kTakesWidestVectorsAlone<BySegmentReduction<T, Score>> = true;
+inline constexpr bool kOnlyWidestVectors<BySegmentReduction<T, Score>> = true;
 template <typename T, typename Score>
-inline constexpr bool kTakesWidestVectorsAlone<ByRowReduction<T, Score>> = !Score::kIsGiven;
+inline constexpr bool kOnlyWidestVectors<ByRowReduction<T, Score>> = !Score::kIsGiven;
 // A vector of several cells has its place in several results.
 template <typename T, typename Score>
 inline constexpr bool kStoresCellsAlone<BySegmentReduction<T, Score>> = false;
@@ -226,7 +226,7 @@ CudaStatus AttentionBySegmentCall::Run(cudaStream_t stream) const {
     // Dropped edges get 0.
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(d_bias, 0, BiasBytes(*this), stream));
   }
-  return LaunchAttention<BySegmentReduction, BySegmentEdges, /*kTakesGiven=*/false>(
+  return LaunchAttention<BySegmentReduction, BySegmentEdges, /*kAllowsGiven=*/false>(
       *this, PlanOf(*this), problem.segments, num_rows, stream, [&](auto of_heads, auto element, int64_t b) {
         using T = decltype(element);
         const int64_t cells = problem.segments * problem.features;
@@ -244,7 +244,7 @@ CudaStatus AttentionByRowCall::Run(cudaStream_t stream) const {
     // No kernel runs, which would write the gradients of all edges.
     JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(d_bias, 0, BiasBytes(*this), stream));
   }
-  return LaunchAttention<ByRowReduction, ByRowEdges, /*kTakesGiven=*/true>(
+  return LaunchAttention<ByRowReduction, ByRowEdges, /*kAllowsGiven=*/true>(
       *this, PlanOf(*this), num_rows, problem.segments, stream, [&](auto of_heads, auto element, int64_t b) {
         using T = decltype(element);
         const int64_t cells = problem.segments * problem.features;

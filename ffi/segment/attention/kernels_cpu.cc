@@ -92,10 +92,14 @@ struct EdgeBlock {
   int64_t segments[kMaxBlockEdges], edges[kMaxBlockEdges];
 };
 
-// Calls body with the number of a head's features: a constant, once body is inlined, if it is small.
-template <typename Body>
+// Calls body with the number of a head's features: a constant, once body is inlined, if it is small. Doubles are too
+// rare to compile them for each constant.
+template <typename C, typename Body>
 JB_INLINE void WithHeadFeatures(int64_t head_features, const Body& body) {
-  if (!DispatchConstant<1, 4, 8, 16, 32>(head_features, body)) body(head_features);
+  if constexpr (std::is_same_v<C, float>) {
+    if (DispatchConstant<1, 4, 8, 16, 32>(head_features, body)) return;
+  }
+  body(head_features);
 }
 
 // The sum of kCount numbers, a power of two. Each half has an array of its own, which the compiler keeps in a register.
@@ -172,7 +176,7 @@ template <typename C, typename Score>
 JB_CPU_CLONES void ForwardBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, C* logits,
                                 const SegmentStates<C> states) {
   const int64_t num_heads = heads.heads;
-  WithHeadFeatures(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
+  WithHeadFeatures<C>(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
     const int64_t features = num_heads * width;
     AddScores(width, heads, block, logits);
     for (int64_t run = 0; run < block.runs; ++run) {
@@ -259,7 +263,7 @@ template <Pass kPass, typename C, typename Score>
 JB_CPU_CLONES void GradientBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, const Softmax<C> softmax,
                                  C* logits, C* probabilities, const SegmentStates<C> states) {
   constexpr bool kIsAdditive = Score::kIsAdditive, kByRow = kPass == Pass::kByRow;
-  WithHeadFeatures(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
+  WithHeadFeatures<C>(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
     const int64_t features = heads.heads * width;
     Differentiate(width, heads, block, softmax, logits, probabilities);
     for (int64_t run = 0; run < block.runs; ++run) {
@@ -414,7 +418,7 @@ class AttentionPass {
         segments_(call.problem.segments),
         num_rows_(call.num_rows),
         block_edges_(std::clamp<int64_t>(kBlockNumbers / std::max<int64_t>(1, features_), 1, kMaxBlockEdges)),
-        rows_are_far_(AreFar((segments_ + num_rows_) * features_, sizeof(T))),
+        rows_exceed_cache_(ExceedsNearCache((segments_ + num_rows_) * features_, sizeof(T))),
         first_id_(call.problem.IdIndex(b, 0)),
         ids_(call),
         gather_ids_(call.gather_ids.Of<int32_t>(b, call.problem.rows)),
@@ -447,8 +451,8 @@ class AttentionPass {
   void Run(ChunkBorder begin, ChunkBorder end) {
     int64_t segment_of_last = -1, next_segment = begin.segment;
     for (int64_t place = begin.place; place < end.place; ++place) {
-      const int64_t coming = place + kEdgePrefetchDistance, segment = ids_[first_id_ + place];
-      if (coming < end.place) Prefetch(NearestRow(gather_ids_[coming], num_rows_), numbers_[coming]);
+      const int64_t upcoming = place + kEdgePrefetchDistance, segment = ids_[first_id_ + place];
+      if (upcoming < end.place) Prefetch(NearestRow(gather_ids_[upcoming], num_rows_), numbers_[upcoming]);
       if (!IsBelow(segment, end.segment) || (segment < next_segment && segment != segment_of_last)) continue;
       if (kPass == Pass::kByRow && !IsBelow(gather_ids_[place], num_rows_)) continue;
       if (segment != segment_of_last) {
@@ -497,7 +501,7 @@ class AttentionPass {
       next += RoundUp(count, kLine);
       return array;
     };
-    const auto take_states = [&](int64_t count) {
+    const auto load_states = [&](int64_t count) {
       return SegmentStates<C>{take(count * features_), take(count * features_), take(count * num_heads_),
                               take(count * num_heads_)};
     };
@@ -505,9 +509,9 @@ class AttentionPass {
     probabilities_ = take(block_edges_ * num_heads_);
     score_weights_ = take(features_);
     for (C*& rows : widened_) rows = take(kHoldsRows<T> ? block_edges_ * features_ : 0);
-    of_runs_ = take_states(block_edges_);
-    carry_ = take_states(1);
-    empty_ = take_states(1);
+    of_runs_ = load_states(block_edges_);
+    carry_ = load_states(1);
+    empty_ = load_states(1);
     return next - memory;
   }
 
@@ -526,7 +530,7 @@ class AttentionPass {
   }
 
   JB_INLINE void Prefetch(int64_t row, int64_t edge) const {
-    if (rows_are_far_) {
+    if (rows_exceed_cache_) {
       ForEachOperand([&](auto operand) __attribute__((always_inline)) {
         if constexpr (!BelongsToSegments(kPass, operand)) {
           PrefetchRow(operands_[operand] + row * features_, features_);
@@ -630,7 +634,7 @@ class AttentionPass {
 
   ScoredHeads<Score> heads_;
   const int64_t num_heads_, features_, segments_, num_rows_, block_edges_;
-  const bool rows_are_far_;
+  const bool rows_exceed_cache_;
   const int64_t first_id_;
   const SegmentIds ids_;
   const int32_t* const gather_ids_;

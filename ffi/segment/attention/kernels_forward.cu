@@ -76,8 +76,8 @@ struct ForwardEdges : AttentionEdges<T, Score> {
     __device__ __forceinline__ void Load(const ForwardEdges& input, const T*, const SourceRow& source,
                                          const RowPlace& place) {
       const auto segment = static_cast<uint32_t>(place.segment);
-      this->takes_part = source.row != kDropped && segment != kDropped;
-      if (this->takes_part) this->LoadScored(input.arrays, segment, source.row, source.edge, place);
+      this->participates = source.row != kDropped && segment != kDropped;
+      if (this->participates) this->LoadScored(input.arrays, segment, source.row, source.edge, place);
     }
     template <typename Outputs>
     __device__ __forceinline__ void Prepare(const Outputs& outputs, int64_t column) {
@@ -89,7 +89,7 @@ struct ForwardEdges : AttentionEdges<T, Score> {
     __device__ __forceinline__ void AddTo(Cells& cells, const Outputs&) const {
       ComputeType<T> values[kVec];
       Widen<T, kVec>(this->Values(), values);
-      if (this->takes_part) cells.AddEdge(logit, values);
+      if (this->participates) cells.AddEdge(logit, values);
     }
   };
 };
@@ -99,7 +99,7 @@ struct ForwardEdges : AttentionEdges<T, Score> {
 template <typename T, typename Score>
 inline constexpr bool kStoresCellsAlone<ForwardReduction<T, Score>> = false;
 template <typename T, typename Score>
-inline constexpr bool kTakesWidestVectorsAlone<ForwardReduction<T, Score>> = !Score::kIsGiven;
+inline constexpr bool kOnlyWidestVectors<ForwardReduction<T, Score>> = !Score::kIsGiven;
 
 std::vector<const char*> AttentionCall::Strategies() { return EdgeStrategies(); }
 
@@ -107,7 +107,7 @@ Plan AttentionForwardCall::MakePlan() const { return PlanAttention(*this, /*stat
 
 CudaStatus AttentionForwardCall::Run(cudaStream_t stream) const {
   const ReducePlan plan = PlanAttention(*this, /*state_cells=*/3);
-  return LaunchAttention<ForwardReduction, ForwardEdges, /*kTakesGiven=*/true>(
+  return LaunchAttention<ForwardReduction, ForwardEdges, /*kAllowsGiven=*/true>(
       *this, plan, problem.segments, num_rows, stream, [&](auto heads, auto element, int64_t b) {
         using T = decltype(element);
         using C = ComputeType<T>;

@@ -49,7 +49,7 @@ struct FewRowBatchGrid {
 };
 
 // Batches that keep every block busy, with few rows per segment on average, which one thread adds up.
-inline bool TakesBatchOfFewRows(const Problem& problem, int64_t element_bytes) {
+inline bool UsesBatchOfFewRows(const Problem& problem, int64_t element_bytes) {
   return problem.ids_are_shared && !problem.data_is_shared && problem.batch >= Tuning::kMinBatchOfFewRows &&
          problem.rows <= Tuning::kMaxRowsOfBatch && problem.segments <= kMaxOwnSegments &&
          problem.rows <= Tuning::kMaxRowsOfBatchToSegment * problem.segments &&

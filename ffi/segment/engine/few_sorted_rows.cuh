@@ -3,7 +3,7 @@
 // Each group of threads reads one row and the ids before and after it. A scan over the groups of a block combines runs.
 // The last groups of a block look ahead: they read the first rows of the next block, so that most runs that leave the
 // block end within sight. If a run does not, the block in which it starts reads on to its end, many rows at once. So no
-// second kernel has to merge anything, but a hot segment keeps one block busy (see TakesFewSortedRows). The order of
+// second kernel has to merge anything, but a hot segment keeps one block busy (see UsesFewSortedRows). The order of
 // merges depends on shapes and ids only. The code is kept short: a kernel that runs once also waits for its
 // instructions.
 //
@@ -41,7 +41,7 @@ struct FewSortedRowGrid {
 };
 
 // Rows so few that one block could read all of them, with few rows per segment on average.
-inline bool TakesFewSortedRows(const Problem& problem, int64_t element_bytes) {
+inline bool UsesFewSortedRows(const Problem& problem, int64_t element_bytes) {
   const int64_t row_vectors = problem.features / RowVector(problem.features, element_bytes);
   const int64_t rows_of_step = FewSortedRowGrid(row_vectors).RowsOfStep();
   return problem.batch * problem.rows <= Tuning::kMaxFewSortedRows &&
@@ -142,9 +142,9 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
   if (leaving_segment >= 0) {
     // Follows the run that leaves the block to its end.
     Cells tail = nothing;
-    bool goes_on = true;
+    bool continues = true;
 #pragma unroll 1
-    for (int first = first_row + grid.groups; __syncthreads_and(goes_on); first += kRowsOfTail * grid.groups) {
+    for (int first = first_row + grid.groups; __syncthreads_and(continues); first += kRowsOfTail * grid.groups) {
       if (!has_row) continue;
       Packed<T, kVec> of_tail[kRowsOfTail];
       bool belongs[kRowsOfTail];
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
 #pragma unroll
       for (int u = 0; u < kRowsOfTail; ++u) {
         if (belongs[u]) tail.Add(Unpack<T, kVec>(of_tail[u]), first + u * grid.groups + group, a.outputs);
-        goes_on = goes_on && belongs[u];
+        continues = continues && belongs[u];
       }
     }
     partials[0][threadIdx.x] = tail;

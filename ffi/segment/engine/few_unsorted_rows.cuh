@@ -89,15 +89,15 @@ __global__ void __launch_bounds__(kFewRowThreads)
       parts = static_cast<int>(CeilDivide(segment_end, share)) - first_entered;
     }
     for (int first = begin; first < end; first += kInFlight) {
-      typename Input::template Row<kVec> coming[kInFlight];
+      typename Input::template Row<kVec> in_flight[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         const int row = sorter.Row(min(first + u, end - 1));
-        coming[u].number = row;
-        coming[u].values = LoadPacked<kVec>(data + row * features);
+        in_flight[u].number = row;
+        in_flight[u].values = LoadPacked<kVec>(data + row * features);
         if constexpr (kHasPairs<Input>) {
           const int64_t second_row = a.input.second_is_shared ? row : b * rows + row;
-          coming[u].second_values = LoadPacked<kVec>(a.input.second + second_row * features + column);
+          in_flight[u].second_values = LoadPacked<kVec>(a.input.second + second_row * features + column);
         }
       }
 #pragma unroll
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kFewRowThreads)
           do segment_end = sorter.Start(++segment + 1);
           while (segment_end == first + u);
         }
-        coming[u].AddTo(cells, a.outputs);
+        in_flight[u].AddTo(cells, a.outputs);
       }
     }
     if (enters) partials[threadIdx.x] = cells;

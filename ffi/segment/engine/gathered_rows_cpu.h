@@ -33,8 +33,8 @@ struct EdgesOfBatch {
   const int32_t* gather_ids;
   EdgeNumbers numbers;
   int64_t num_rows, features;
-  bool clips;         // gather ids out of range name the nearest row; otherwise those edges add nothing
-  bool rows_are_far;  // too large for a near cache, so that prefetching a random row pays
+  bool clips;              // gather ids out of range name the nearest row; otherwise those edges add nothing
+  bool rows_exceed_cache;  // too large for a near cache, so that prefetching a random row pays
 
   EdgesOfBatch(const GatheringCall& call, bool clips, int64_t batch, int64_t place)
       : rows(call.Data().Of<T>(batch, call.num_rows * call.problem.features)),
@@ -43,7 +43,7 @@ struct EdgesOfBatch {
         num_rows(call.num_rows),
         features(call.problem.features),
         clips(clips),
-        rows_are_far(AreFar(num_rows * features, sizeof(T))) {
+        rows_exceed_cache(ExceedsNearCache(num_rows * features, sizeof(T))) {
     numbers.first_place = place;
     if (numbers.order != nullptr) numbers.order += place;
   }
@@ -59,9 +59,9 @@ template <typename Bits>
 JB_AVX2 void CopyNarrowRows(const RowBlock block, const EdgesOfBatch<Bits> edges, Bits* to) {
   DispatchNarrow(edges.features, [&](auto width) __attribute__((always_inline)) {
     for (int64_t i = 0; i < block.count; ++i) {
-      if (edges.rows_are_far && i + kScanPrefetchDistance < block.known) {
-        const int64_t coming = edges.gather_ids[block.offsets[i + kScanPrefetchDistance]];
-        const Bits* const row = edges.rows + NearestRow(coming, edges.num_rows) * width;
+      if (edges.rows_exceed_cache && i + kScanPrefetchDistance < block.known) {
+        const int64_t upcoming = edges.gather_ids[block.offsets[i + kScanPrefetchDistance]];
+        const Bits* const row = edges.rows + NearestRow(upcoming, edges.num_rows) * width;
         __builtin_prefetch(row);
         __builtin_prefetch(row + width - 1);  // the row may straddle two cache lines
       }
@@ -78,9 +78,9 @@ JB_CPU_CLONES void FoldGathered(const RowBlock block, const EdgesOfBatch<typenam
   const int64_t width = target.width;
   ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
     if (i + kPrefetchDistance < block.known) {
-      const int32_t coming = block.offsets[i + kPrefetchDistance];
-      if (edges.rows_are_far) PrefetchRow(edges.Row(coming), width);
-      input.Prefetch(edges.numbers[coming]);
+      const int32_t upcoming = block.offsets[i + kPrefetchDistance];
+      if (edges.rows_exceed_cache) PrefetchRow(edges.Row(upcoming), width);
+      input.Prefetch(edges.numbers[upcoming]);
     }
     const int32_t place = block.offsets[i];
     if (edges.HasRow(place)) {

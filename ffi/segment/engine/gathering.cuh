@@ -3,7 +3,7 @@
 // How an edge's row takes part in the reduction is an Input, a policy that the op owns. Its objects are passed to
 // kernels by value. An Input derives from Edges and has
 //
-//   kTakesEdges                         whether Row::Load needs the number of the edge
+//   kNeedsEdges                         whether Row::Load needs the number of the edge
 //   kSharesLanes                        whether Prepare shuffles, so that all lanes of a warp have to call it together;
 //                                       Edges says no
 //   Advance(element, edges, features)   starts at this batch element; Edges has it for inputs without other arrays
@@ -53,14 +53,14 @@ struct Edges {
   __device__ __forceinline__ int64_t At(int64_t, int64_t, int64_t) const { return 0; }
 
   // The source of the edge at position `place` of batch element b. Its row is kDropped if the gather id names none.
-  template <bool kTakesEdges>
+  template <bool kNeedsEdges>
   __device__ __forceinline__ SourceRow Source(int64_t b, int64_t place, int64_t edges, bool data_is_shared) const {
     int64_t id = __ldg(gather_ids + (gather_ids_are_shared ? 0 : b * edges) + place);
     if (clips) id = min(max(id, int64_t{0}), num_rows - 1);
     const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(num_rows);
     SourceRow source{};
     source.row = exists ? static_cast<uint32_t>((data_is_shared ? 0 : b * num_rows) + id) : kDropped;
-    if constexpr (kTakesEdges) {
+    if constexpr (kNeedsEdges) {
       int64_t edge = place;
       if (edge_order != nullptr) {
         edge = __ldg(edge_order + (edge_order_is_shared ? 0 : b * edges) + place);
@@ -74,7 +74,7 @@ struct Edges {
 
 // A row on its way to an accumulator: neighbouring elements, and the number of the row or of its edge.
 template <typename T, int kVec>
-struct ComingRow {
+struct RowInFlight {
   Packed<T, kVec> values;
   int32_t number;
 
@@ -93,13 +93,13 @@ struct ComingRow {
   }
 };
 
-// The Input of reductions that need no more than the gathered rows, and with kTakesEdges the numbers of their edges.
-template <typename T, bool kTakesNumbers = false>
+// The Input of reductions that need no more than the gathered rows, and with kNeedsEdges the numbers of their edges.
+template <typename T, bool kNeedsNumbers = false>
 struct GatheredRows : Edges {
-  static constexpr bool kTakesEdges = kTakesNumbers;
+  static constexpr bool kNeedsEdges = kNeedsNumbers;
 
   template <int kVec>
-  struct Row : ComingRow<T, kVec> {
+  struct Row : RowInFlight<T, kVec> {
     __device__ __forceinline__ void Load(const GatheredRows&, const T* data, const SourceRow& source,
                                          const RowPlace& place) {
       this->LoadGathered(data, source, place);

@@ -104,15 +104,15 @@ struct RowMap {
           continue;
         }
         if (i + kPrefetchDistance < rows.known) {
-          const NumberBlock coming{{1, 1, 0, rows.first_segment, nullptr, rows.ids + i + kPrefetchDistance},
-                                   batch,
-                                   problem.segments,
-                                   problem.features,
-                                   begin,
-                                   block.width};
+          const NumberBlock upcoming{{1, 1, 0, rows.first_segment, nullptr, rows.ids + i + kPrefetchDistance},
+                                     batch,
+                                     problem.segments,
+                                     problem.features,
+                                     begin,
+                                     block.width};
           std::apply(
               [&](const BatchArray<Numbers>&... array) {
-                (PrefetchRow(array.Of(batch) + coming.Cell(0), block.width), ...);
+                (PrefetchRow(array.Of(batch) + upcoming.Cell(0), block.width), ...);
               },
               arrays);
         }

@@ -95,7 +95,7 @@ CudaStatus LaunchSegmentOrder(const Problem& problem, const void* segment_ids, b
   ScratchCarver carver(scratch);
   const auto take = [&] { return carver.Take<uint32_t>(rows); };
   if (order->segments == nullptr) *order = {take(), take()};
-  if (problem.batch == 1 && TakesFewUnsortedRows(problem)) {
+  if (problem.batch == 1 && UsesFewUnsortedRows(problem)) {
     return LaunchFewRowOrder(problem, segment_ids, ids_are_64_bit, reinterpret_cast<int32_t*>(order->rows),
                              reinterpret_cast<int32_t*>(order->segments), stream);
   }

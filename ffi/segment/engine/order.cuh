@@ -13,12 +13,12 @@ inline bool OrderFits(const Problem& problem) {
 
 // Whether unsorted rows are so few that one launch sorts them (see sort_few_rows.cuh). Numbers of rows have 16 bits in
 // shared memory. The blocks, each of a range of segments, all read the ids.
-inline bool TakesFewUnsortedRows(const Problem& problem) {
+inline bool UsesFewUnsortedRows(const Problem& problem) {
   constexpr int64_t kMaxRows = int64_t{1} << 14, kMaxSegments = int64_t{1} << 18;
   return problem.rows <= kMaxRows && problem.batch * problem.segments <= kMaxSegments;
 }
 
-// Writes the same as LaunchRowOrder, for a problem that TakesFewUnsortedRows.
+// Writes the same as LaunchRowOrder, for a problem that UsesFewUnsortedRows.
 CudaStatus LaunchFewRowOrder(const Problem& problem, const void* segment_ids, bool ids_are_64_bit, int32_t* order,
                              int32_t* sorted_ids, cudaStream_t stream);
 

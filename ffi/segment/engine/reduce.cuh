@@ -27,16 +27,16 @@ inline constexpr int64_t kSectorBytes = 32;
 
 // Unsorted rows are sorted first, few of them within the reduction.
 inline Strategy ChooseUnsortedStrategy(const Problem& problem) {
-  return TakesFewUnsortedRows(problem) ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
+  return UsesFewUnsortedRows(problem) ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
 }
 
 // Batches of few rows in any order; sorted rows by runs or tiles.
 inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   if (problem.rows == 0) return Strategy::kFill;
-  if (TakesBatchOfFewRows(problem, element_bytes)) return Strategy::kBatchOfFewRows;
+  if (UsesBatchOfFewRows(problem, element_bytes)) return Strategy::kBatchOfFewRows;
   if (!indices_are_sorted) return ChooseUnsortedStrategy(problem);
-  if (TakesFewSortedRows(problem, element_bytes)) return Strategy::kFewSortedRows;
-  if (TakesRuns(problem, element_bytes)) return Strategy::kRuns;
+  if (UsesFewSortedRows(problem, element_bytes)) return Strategy::kFewSortedRows;
+  if (UsesRuns(problem, element_bytes)) return Strategy::kRuns;
   return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
 }
 
@@ -190,7 +190,7 @@ struct Reducer {
       case Strategy::kFill:
         return LaunchFill<Reduction>(outputs, 0, problem.batch * problem.segments, problem.features, stream);
       case Strategy::kPrivateTable:
-        if constexpr (kTakesPrivateTable<Reduction> && kIsPlain) return PrivateTable();
+        if constexpr (kAllowsPrivateTable<Reduction> && kIsPlain) return PrivateTable();
         return JB_CUDA_STATUS(cudaErrorInvalidValue);
       case Strategy::kBatchOfFewRows:
         if constexpr (kIsPlain) return BatchOfFewRows();
@@ -319,7 +319,7 @@ struct Reducer {
   // Calls launch(vector) with the elements of a vector of a row.
   template <typename LaunchOf>
   CudaStatus DispatchVector(const LaunchOf& launch) const {
-    if constexpr (kTakesWidestVectorsAlone<Reduction>) {
+    if constexpr (kOnlyWidestVectors<Reduction>) {
       return launch(std::integral_constant<int, WidestVectorBytes(sizeof(T)) / static_cast<int>(sizeof(T))>{});
     } else {
       return DispatchRowVector<T>(plan.part_features, launch);
@@ -434,7 +434,7 @@ inline ReducePlan PlanByRule(const SegmentCall& call, int64_t state_bytes) {
 inline Strategy StrategyOfEdges(const Problem& problem, int64_t max_edges_of_small_tiles) {
   if (problem.HasNoResult()) return Strategy::kNothing;
   if (problem.rows == 0) return Strategy::kFill;
-  return TakesSmallTiles(problem, max_edges_of_small_tiles) ? Strategy::kSmallTiles : Strategy::kTiles;
+  return UsesSmallTiles(problem, max_edges_of_small_tiles) ? Strategy::kSmallTiles : Strategy::kTiles;
 }
 
 // A vector does not cross a part of `part_features` features.

@@ -24,7 +24,7 @@ namespace jax_baracuda::segment {
 
 // Whether a reduction may use private tables; false avoids compiling kernels that are never launched.
 template <typename Reduction>
-inline constexpr bool kTakesPrivateTable = true;
+inline constexpr bool kAllowsPrivateTable = true;
 
 // Whether every result holds exactly one element per cell.
 template <typename Reduction>
@@ -32,7 +32,7 @@ inline constexpr bool kStoresCellsAlone = true;
 
 // Whether all rows are whole vectors of the widest kind, so that the kernels of other vectors need not be compiled.
 template <typename Reduction>
-inline constexpr bool kTakesWidestVectorsAlone = false;
+inline constexpr bool kOnlyWidestVectors = false;
 
 // Partial results of runs that cross the borders of blocks of rows, one of each kind per block. Cells are accumulators
 // [blocks, vectors].

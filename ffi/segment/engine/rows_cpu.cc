@@ -165,7 +165,7 @@ FoldTarget StartCells(const RowReduction& reduction, int64_t batch, SegmentRange
                           static_cast<uint64_t>(reduction.problem.segments),
                           feature_begin,
                           width,
-                          AreFar(num_segments * width, reduction.type.Bytes()),
+                          ExceedsNearCache(num_segments * width, reduction.type.Bytes()),
                           reduction.problem.rows >= kMinRowsPerRun * reduction.problem.segments,
                           /*rows_are_scattered=*/false};
   reduction.StartTarget(num_segments, target);

@@ -99,7 +99,7 @@ struct SegmentIds {
 bool AreSorted(const Problem& problem, SegmentIds ids);
 
 // Whether so many numbers are too large for a near cache, so that prefetching random ones pays.
-inline bool AreFar(int64_t numbers, int64_t bytes) { return numbers * bytes > 512 * 1024; }
+inline bool ExceedsNearCache(int64_t numbers, int64_t bytes) { return numbers * bytes > 512 * 1024; }
 
 // Prefetches a whole row. Rows found through ids are scattered, so the hardware prefetcher cannot predict them.
 template <typename T>
@@ -375,9 +375,9 @@ JB_INLINE void ForEachMember(const RowBlock& block, const FoldTarget& target, in
   const int64_t first = block.first_segment - target.segment_begin;
   for (int64_t i = 0; i < block.count; ++i) {
     if (target.cells_are_far && i + kScanPrefetchDistance < block.known) {
-      const int64_t coming = block.ids[i + kScanPrefetchDistance];
-      if (static_cast<uint64_t>(coming) < target.num_segments) {
-        PrefetchCells<Reduction>(cells + (first + coming) * width, width);
+      const int64_t upcoming = block.ids[i + kScanPrefetchDistance];
+      if (static_cast<uint64_t>(upcoming) < target.num_segments) {
+        PrefetchCells<Reduction>(cells + (first + upcoming) * width, width);
       }
     }
     const int64_t id = block.ids[i];
@@ -687,8 +687,8 @@ JB_INLINE void WriteRowsOfBlock(const RowBlock& block, int64_t num_segments, int
   T* next = result + block.first_row * width;
   for (int64_t i = 0; i < block.count; ++i, next += width) {
     if (i + kPrefetchDistance < block.known) {
-      const int64_t coming = block.ids[i + kPrefetchDistance];
-      if (static_cast<uint64_t>(coming) < segments) prefetch(block.first_segment + coming);
+      const int64_t upcoming = block.ids[i + kPrefetchDistance];
+      if (static_cast<uint64_t>(upcoming) < segments) prefetch(block.first_segment + upcoming);
     }
     const int64_t id = block.ids[i], row = is_in_order ? block.first_row + i : RowNumber(block, i);
     T* const to = is_in_order ? next : result + row * width;

@@ -20,7 +20,7 @@ template <int kFeatures>
 inline constexpr int kRunRows = kFeatures <= 2 ? 16 : 8;
 
 // Whether a row is one vector, and tiles are aligned.
-inline bool TakesRuns(const Problem& problem, int64_t element_bytes) {
+inline bool UsesRuns(const Problem& problem, int64_t element_bytes) {
   const int64_t features = problem.features, row_bytes = features * element_bytes;
   const bool is_vector = features == 1 || features == 2 || features == 4 || features == 8;
   const bool is_aligned = problem.batch == 1 || problem.data_is_shared || problem.rows * row_bytes % 16 == 0;

@@ -2,7 +2,7 @@
 //
 // Rows are cut into tiles of kSmallTileRows, one per group of threads. A run belongs to the block in which it starts.
 // The block's groups combine their parts of it. If the run leaves the block, they read on to its end, one block of rows
-// per step. So no second kernel has to merge anything, but a hot segment keeps one block busy (see TakesSmallTiles).
+// per step. So no second kernel has to merge anything, but a hot segment keeps one block busy (see UsesSmallTiles).
 // The order of merges depends on shapes and ids only.
 //
 // Empty segments are filled as by tiles. Unsorted ids give wrong results, but no access out of bounds and no endless
@@ -25,7 +25,7 @@ inline int64_t RowsOfSmallStep(const FeatureLanes& features) {
 }
 
 // At most `max_rows`, and so few per segment on average that a very hot segment is unlikely.
-inline bool TakesSmallTiles(const Problem& problem, int64_t max_rows) {
+inline bool UsesSmallTiles(const Problem& problem, int64_t max_rows) {
   return problem.rows <= max_rows && problem.rows / Tuning::kMaxRowsToSegmentOfSmallTiles <= problem.segments &&
          problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfSmallTiles &&
          problem.NumCells() <= Tuning::kMaxElementsOfSmallTiles;
@@ -65,32 +65,32 @@ __global__ void __launch_bounds__(kSmallTileThreads)
       const uint32_t segment = row >= 0 && row < rows ? a.ids[ids_offset + row] : kDropped;
       SourceRow source{};
       if (i < block_rows && next_row < rows) {
-        source = a.input.template Source<Input::kTakesEdges>(b, next_row, rows, a.problem.data_is_shared);
+        source = a.input.template Source<Input::kNeedsEdges>(b, next_row, rows, a.problem.data_is_shared);
       }
       segments[i] = segment;
       if (i < block_rows) sources[i] = source;
     }
   };
   const uint32_t* const own_segments = segments + 1 + group * kSmallTileRows;
-  // Calls add(row, segment) for the rows of the tile, in order. Without `takes_part`, all rows count as dropped: the
+  // Calls add(row, segment) for the rows of the tile, in order. Without `participates`, all rows count as dropped: the
   // thread is here because all lanes of its warp have to be.
-  const auto take_rows = [&](bool takes_part, auto&& add) {
-    if (!takes_part && !Input::kSharesLanes) return;
+  const auto for_each_row = [&](bool participates, auto&& add) {
+    if (!participates && !Input::kSharesLanes) return;
 #pragma unroll 1
     for (int i = 0; i < kSmallTileRows; i += kSmallRowsInFlight) {
-      typename Input::template Row<kVec> coming[kSmallRowsInFlight];
+      typename Input::template Row<kVec> in_flight[kSmallRowsInFlight];
 #pragma unroll
       for (int u = 0; u < kSmallRowsInFlight; ++u) {
-        const uint32_t segment = takes_part ? own_segments[i + u] : kDropped;
+        const uint32_t segment = participates ? own_segments[i + u] : kDropped;
         if (segment == kDropped) continue;
-        coming[u].Load(a.input, a.data, sources[group * kSmallTileRows + i + u],
-                       {first_segment + segment, features, column, at});
+        in_flight[u].Load(a.input, a.data, sources[group * kSmallTileRows + i + u],
+                          {first_segment + segment, features, column, at});
       }
 #pragma unroll
-      for (int u = 0; u < kSmallRowsInFlight; ++u) coming[u].Prepare(a.outputs, column);
+      for (int u = 0; u < kSmallRowsInFlight; ++u) in_flight[u].Prepare(a.outputs, column);
 #pragma unroll
       for (int u = 0; u < kSmallRowsInFlight; ++u) {
-        if (takes_part) add(coming[u], own_segments[i + u]);
+        if (participates) add(in_flight[u], own_segments[i + u]);
       }
     }
   };
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   uint32_t segment = kDropped;  // segment of the current run
   bool enters = true;           // whether the current run started in an earlier tile
   if (is_active) segment = own_segments[-1];
-  take_rows(is_active, [&](const auto& row, uint32_t own_segment) {
+  for_each_row(is_active, [&](const auto& row, uint32_t own_segment) {
     if (own_segment != segment) {
       if (enters) {
         partials[threadIdx.x] = cells;
@@ -134,14 +134,14 @@ __global__ void __launch_bounds__(kSmallTileThreads)
   bool owns_leaving_run = false;
   if (is_active && !enters && segment != kDropped) {
     int next = group + 1;
-    bool goes_on = true;
-    for (; next < a.groups && goes_on; ++next) {
+    bool continues = true;
+    for (; next < a.groups && continues; ++next) {
       const uint32_t* const of_next = segments + 1 + next * kSmallTileRows;
       if (of_next[0] != segment) break;
       cells.Merge(partials[threadIdx.x + (next - group) * a.features.lanes], a.outputs);
-      goes_on = of_next[kSmallTileRows - 1] == segment;
+      continues = of_next[kSmallTileRows - 1] == segment;
     }
-    owns_leaving_run = leaves_block && segment == last_segment && next == a.groups && goes_on;
+    owns_leaving_run = leaves_block && segment == last_segment && next == a.groups && continues;
     if (!owns_leaving_run) cells.Store(a.outputs, first_segment + segment, features, column);
   }
   if (!leaves_block) return;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kSmallTileThreads)
     __syncthreads();
     const bool is_in_run = is_active && own_segments[0] == last_segment;
     has_tail |= is_in_run;
-    take_rows(is_in_run, [&](const auto& row, uint32_t own_segment) {
+    for_each_row(is_in_run, [&](const auto& row, uint32_t own_segment) {
       if (own_segment == last_segment) row.AddTo(tail, a.outputs);
     });
     if (segments[block_rows] != last_segment || segments[block_rows + 1] != last_segment) break;

@@ -50,16 +50,16 @@ inline int TileThreads(int lanes) { return lanes > 16 ? kMaxTileThreads : 32; }
 // The Input of rows that are not gathered.
 template <typename T>
 struct OwnRows {
-  static constexpr bool kTakesEdges = false, kSharesLanes = false;
+  static constexpr bool kNeedsEdges = false, kSharesLanes = false;
   template <int kVec>
-  using Row = ComingRow<T, kVec>;
+  using Row = RowInFlight<T, kVec>;
 };
 
 // The Input of rows that are computed from two arrays, the data and `second`: instead of Add, the accumulator has
 // AddPair(values of data, values of second).
 template <typename T>
 struct RowPairs {
-  static constexpr bool kTakesEdges = false, kSharesLanes = false;
+  static constexpr bool kNeedsEdges = false, kSharesLanes = false;
 
   const T* second;  // [batch or 1, rows, features]
   bool second_is_shared;
@@ -69,7 +69,7 @@ struct RowPairs {
   }
 
   template <int kVec>
-  struct Row : ComingRow<T, kVec> {
+  struct Row : RowInFlight<T, kVec> {
     Packed<T, kVec> second_values;
 
     template <typename Cells, typename Outputs>
@@ -121,7 +121,7 @@ struct TileShared {
 
   static constexpr int kCarryInBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered || kSource == RowSource::kGathered;
-  static constexpr bool kWithEdges = Input::kTakesEdges;
+  static constexpr bool kWithEdges = Input::kNeedsEdges;
   static constexpr int kArrays = 1 + kWithOrder + kWithEdges;
 
   static int Bytes(int groups, int64_t features) {
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   };
   FindStarts(shared, a.groups, first_row, rows, segment_of, [&](int64_t row) -> SourceRow {
     if constexpr (kSource == RowSource::kGathered) {
-      return a.input.template Source<Input::kTakesEdges>(b, row, rows, a.problem.data_is_shared);
+      return a.input.template Source<Input::kNeedsEdges>(b, row, rows, a.problem.data_is_shared);
     }
     const uint32_t joined_row = __ldg(a.order + row);
     const bool is_own_row = is_joined && a.problem.data_is_shared && !kHasPairs<Input>;
@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   const uint32_t* segments = shared.segments + (group + 1) * kPaddedTileRows;
   uint32_t carry_in_segment = kDropped;
-  int64_t run_segment = -1;                    // result segment of the current run; negative if it is dropped
-  bool has_carry_in = false, goes_on = false;  // goes_on: into the next group's tile
+  int64_t run_segment = -1;                      // result segment of the current run; negative if it is dropped
+  bool has_carry_in = false, continues = false;  // continues: into the next group's tile
   uint32_t starts = 0, after = 0;
   int begin = 0, end = 0;  // the rows of the tile that this group reduces
 
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     carry_in_segment = segments[0];
     const bool enters = (starts & 1) == 0;
     has_carry_in = enters && (starts == 0 || before == 0) && carry_in_segment != kDropped;
-    goes_on = has_carry_in && starts == 0 && (after & 1) == 0 && group + 1 < a.groups;
+    continues = has_carry_in && starts == 0 && (after & 1) == 0 && group + 1 < a.groups;
 
     // An entering run that is not long belongs to the previous tile.
     begin = enters && !has_carry_in ? (starts == 0 ? kTileRows : __ffs(starts) - 1) : 0;
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     }
   };
   cells.Start();
-  uint32_t coming_starts = begin < kTileRows ? starts >> begin : 0;
+  uint32_t remaining_starts = begin < kTileRows ? starts >> begin : 0;
   const T* next_row = data + (tile_row + begin) * features + column;
   int64_t at = 0;
   if constexpr (kSource == RowSource::kGathered) at = a.input.At(b, rows, column);
@@ -332,84 +332,84 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   int steps_end = end;
   if constexpr (Input::kSharesLanes) steps_end = begin + __reduce_max_sync(kFullWarp, end - begin);
   for (int i = begin; i < steps_end; i += kInFlight) {
-    typename Input::template Row<kVec> coming[kInFlight];
+    typename Input::template Row<kVec> in_flight[kInFlight];
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       const int tile_offset = i + u;
-      if constexpr (kSource != RowSource::kGathered) coming[u].number = static_cast<int32_t>(tile_row) + tile_offset;
+      if constexpr (kSource != RowSource::kGathered) in_flight[u].number = static_cast<int32_t>(tile_row) + tile_offset;
       if (tile_offset >= end) continue;
       if constexpr (kSource == RowSource::kStaged) {
         const char* tile =
             shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
         const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
-        memcpy(&coming[u].values, tile + element * sizeof(T), sizeof(coming[u].values));
+        memcpy(&in_flight[u].values, tile + element * sizeof(T), sizeof(in_flight[u].values));
         if constexpr (kHasPairs<Input>) {
-          memcpy(&coming[u].second_values, tile + staged_bytes + element * sizeof(T), sizeof(coming[u].values));
+          memcpy(&in_flight[u].second_values, tile + staged_bytes + element * sizeof(T), sizeof(in_flight[u].values));
         }
       } else if constexpr (kSource == RowSource::kOrdered) {
         uint32_t data_row = shared.order[first_place + tile_offset + (tile_offset >= kTileRows)];
-        coming[u].number = is_joined ? data_row % batch_rows : data_row;
+        in_flight[u].number = is_joined ? data_row % batch_rows : data_row;
         if constexpr (kHasPairs<Input>) {
           const uint32_t second_row = is_joined && a.input.second_is_shared ? data_row % batch_rows : data_row;
-          coming[u].second_values = LoadPackedStreaming<kVec>(second + column + FirstElement(second_row, features));
+          in_flight[u].second_values = LoadPackedStreaming<kVec>(second + column + FirstElement(second_row, features));
           if (is_joined && a.problem.data_is_shared) data_row %= batch_rows;
         }
-        coming[u].values = LoadPackedStreaming<kVec>(data + column + FirstElement(data_row, features));
+        in_flight[u].values = LoadPackedStreaming<kVec>(data + column + FirstElement(data_row, features));
       } else if constexpr (kSource == RowSource::kGathered) {
         const int place = first_place + tile_offset + (tile_offset >= kTileRows);
         const SourceRow source{shared.order[place], Shared::kWithEdges ? shared.edges[place] : 0};
         const uint32_t own = segments[tile_offset < kTileRows ? tile_offset : kTileRows - 1];
-        coming[u].Load(a.input, data, source, {own == kDropped ? -1 : first_segment + own, features, column, at});
+        in_flight[u].Load(a.input, data, source, {own == kDropped ? -1 : first_segment + own, features, column, at});
       } else {
-        coming[u].values = LoadPackedStreaming<kVec>(next_row);
+        in_flight[u].values = LoadPackedStreaming<kVec>(next_row);
         if constexpr (kHasPairs<Input>) {
-          coming[u].second_values = LoadPackedStreaming<kVec>(second + (next_row - data));
+          in_flight[u].second_values = LoadPackedStreaming<kVec>(second + (next_row - data));
         }
         next_row += features;
       }
     }
     // Also for rows past the end: their results are not used, and a branch would keep rows from overlapping.
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) coming[u].Prepare(a.outputs, column);
+    for (int u = 0; u < kInFlight; ++u) in_flight[u].Prepare(a.outputs, column);
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
       if (i + u >= end) break;
-      if ((coming_starts >> u) & 1) {
+      if ((remaining_starts >> u) & 1) {
         store_run();
         is_carry_in = false;
         const uint32_t segment = segments[i + u];
         run_segment = segment == kDropped ? -1 : first_segment + segment;
         cells.Start();
       }
-      coming[u].AddTo(cells, a.outputs);
+      in_flight[u].AddTo(cells, a.outputs);
     }
-    coming_starts >>= kInFlight;
+    remaining_starts >>= kInFlight;
   }
   // A tile whose starts are 0 is complete, since the row past the last one counts as a start.
   const bool owns_long_run = starts != 0 && after == 0 && run_segment >= 0;
   if (!owns_long_run) store_run();
 
   // Merge the carry-ins of each long run within the block. After each step, the carry-in of a group that still
-  // `goes_on` covers `2 * step` groups.
-  __shared__ bool shared_goes_on[kMaxTileThreads];
+  // `continues` covers `2 * step` groups.
+  __shared__ bool shared_continues[kMaxTileThreads];
   // Only the first lane writes the flag of its group: in the last column block the other lanes may be inactive.
-  const bool speaks = group < a.groups && threadIdx.x % a.features.lanes == 0;
-  if (speaks) shared_goes_on[group] = goes_on;
-  if (__syncthreads_or(goes_on)) {
+  const bool writes_flag = group < a.groups && threadIdx.x % a.features.lanes == 0;
+  if (writes_flag) shared_continues[group] = continues;
+  if (__syncthreads_or(continues)) {
     for (int step = 1; step < a.groups; step *= 2) {
       Cells merged;
-      bool next_goes_on = false;
-      if (goes_on) {
+      bool next_continues = false;
+      if (continues) {
         merged = shared.carry_ins[threadIdx.x];
         merged.Merge(shared.carry_ins[threadIdx.x + step * a.features.lanes], a.outputs);
-        next_goes_on = group + 2 * step < a.groups && shared_goes_on[group + step];
+        next_continues = group + 2 * step < a.groups && shared_continues[group + step];
       }
-      const bool is_last = !__syncthreads_or(next_goes_on);
-      if (goes_on) {
+      const bool is_last = !__syncthreads_or(next_continues);
+      if (continues) {
         shared.carry_ins[threadIdx.x] = merged;
-        if (speaks) shared_goes_on[group] = next_goes_on;
+        if (writes_flag) shared_continues[group] = next_continues;
       }
-      goes_on = next_goes_on;
+      continues = next_continues;
       __syncthreads();
       if (is_last) break;
     }
@@ -541,8 +541,8 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
 
   for (int run = group; group < groups && run < shared.runs; run += groups) {
     const int start = shared.run_starts[run], end = shared.RunEnd(start);
-    const bool goes_on = kLevel == 2 && end == kMergeCarries && first_carry + end < limit;
-    if (end - start <= kShortRun && !goes_on) {
+    const bool continues = kLevel == 2 && end == kMergeCarries && first_carry + end < limit;
+    if (end - start <= kShortRun && !continues) {
       const int64_t begin = first_carry + start;
       if (is_active) finish_run(reduce(begin, first_carry + end, 1), begin, first_carry + end);
     } else if (threadIdx.x % a.features.lanes == 0) {
@@ -567,18 +567,18 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
         __syncthreads();
       }
     }
-    const bool takes_part = is_active && begin + group < end;
-    if (takes_part) shared.cells[threadIdx.x] = reduce(begin + group, end, groups);
+    const bool participates = is_active && begin + group < end;
+    if (participates) shared.cells[threadIdx.x] = reduce(begin + group, end, groups);
     for (int left = groups; left > 1; left = (left + 1) / 2) {
       const int half = (left + 1) / 2;
       __syncthreads();
-      if (takes_part && group + half < left && begin + group + half < end) {
+      if (participates && group + half < left && begin + group + half < end) {
         Cells cells = shared.cells[threadIdx.x];
         cells.Merge(shared.cells[threadIdx.x + half * a.features.lanes], a.outputs);
         shared.cells[threadIdx.x] = cells;
       }
     }
-    if (takes_part && group == 0) finish_run(shared.cells[threadIdx.x], begin, end);
+    if (participates && group == 0) finish_run(shared.cells[threadIdx.x], begin, end);
     __syncthreads();
   }
 }

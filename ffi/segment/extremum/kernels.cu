@@ -53,8 +53,8 @@ ReducePlan Choose(const ExtremumCall& call) {
   }
   if (!UsesAtomics(strategy)) return MakeReducePlan(problem, strategy, element_bytes, state_bytes);
   ReducePlan plan = MakeTablePlan(problem, strategy, shared_tables, element_bytes, key_bytes);
-  static_assert(kFloorBytes % kScratchAlignment == 0);
-  if (strategy == Strategy::kFilteredAtomics) plan.scratch_bytes += kFloorBytes;
+  static_assert(kBoundBytes % kScratchAlignment == 0);
+  if (strategy == Strategy::kFilteredAtomics) plan.scratch_bytes += kBoundBytes;
   return plan;
 }
 
@@ -90,7 +90,7 @@ struct TableLauncher {
       JB_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(a.keys, 0, all_cells * sizeof(OrderedKey<T>), stream));
     }
     JB_RETURN_IF_CUDA_ERROR(plan.strategy == Strategy::kFilteredAtomics
-                                ? FilteredMax<kWidest>(a, carver.Take<char>(kFloorBytes))
+                                ? FilteredMax<kWidest>(a, carver.Take<char>(kBoundBytes))
                             : is_aligned ? TableMax<kWidest>(a)
                                          : TableMax<1>(a));
     if (!kOutputIsTable<T> && !plan.StaysShared()) {
@@ -113,7 +113,7 @@ struct TableLauncher {
     if constexpr (sizeof(OrderedKey<T>) != sizeof(uint32_t)) {
       return JB_CUDA_STATUS(cudaErrorInvalidValue);
     } else {
-      const Floors<T> floors(reinterpret_cast<FloorKey<T>*>(scratch), cells);
+      const LowerBounds<T> lower_bounds(reinterpret_cast<BoundKey<T>*>(scratch), cells);
       int multiprocessors = 0;
       JB_RETURN_IF_CUDA_ERROR(MultiprocessorCount(&multiprocessors));
       const uint32_t blocks = kFilterBlocks * multiprocessors;
@@ -131,11 +131,11 @@ struct TableLauncher {
         if (begin == 0) {
           JB_RETURN_IF_CUDA_ERROR(TableMax<kVec>(chunk));
         } else {
-          constexpr uint32_t kFloorBlocks = Floors<T>::kGroups * kFloorLanes / 256;
-          FloorsKernel<T><<<kFloorBlocks, 256, 0, stream>>>(GlobalTableOf(a, 0), floors);
-          JB_RETURN_IF_LAUNCH_ERROR(FloorsKernel);
+          constexpr uint32_t kBoundBlocks = LowerBounds<T>::kGroups * kBoundLanes / 256;
+          LowerBoundsKernel<T><<<kBoundBlocks, 256, 0, stream>>>(GlobalTableOf(a, 0), lower_bounds);
+          JB_RETURN_IF_LAUNCH_ERROR(LowerBoundsKernel);
           chunk.blocks_per_batch = blocks;
-          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(chunk, floors);
+          FilteredMaxKernel<T, kVec><<<blocks, kFilterThreads, 0, stream>>>(chunk, lower_bounds);
           JB_RETURN_IF_LAUNCH_ERROR(FilteredMaxKernel);
         }
         begin = end;

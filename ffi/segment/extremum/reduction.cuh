@@ -198,7 +198,7 @@ __device__ __forceinline__ void MergeCell(Cell<T>& cell, const Cell<T>& other, b
 }
 
 // The maximum and its winner.
-template <typename T, bool kFirstWins>
+template <typename T>
 struct WinnerReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
@@ -208,6 +208,7 @@ struct WinnerReduction {
     T* output;
     int32_t* winner;
     FlipWord<T> flip;
+    bool first_wins;
   };
 
   // 16-bit types are exact in float. Keeping `best` as float avoids converting it for each row.
@@ -234,10 +235,9 @@ struct WinnerReduction {
       for (int i = 0; i < kCount; ++i) {
         const C value = values.lane[i];
         const bool is_larger = value > best[i], ties = value == best[i];
-        // WinnerOfBoth in one instruction or two, since the tie count of a row is 1.
-        const int32_t tied =
-            kFirstWins ? static_cast<int32_t>(min(static_cast<uint32_t>(winner[i]), static_cast<uint32_t>(row)))
-                       : min(winner[i], kNoWinner) - 1;
+        // WinnerOfBoth in one instruction or two each, since the tie count of a row is 1.
+        const int32_t first = static_cast<int32_t>(min(static_cast<uint32_t>(winner[i]), static_cast<uint32_t>(row)));
+        const int32_t counted = min(winner[i], kNoWinner) - 1, tied = outputs.first_wins ? first : counted;
         // Two separate selections: nested ones become branches.
         winner[i] = ties ? tied : winner[i];
         winner[i] = is_larger ? row : winner[i];
@@ -245,11 +245,11 @@ struct WinnerReduction {
       }
     }
 
-    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
+    __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs& outputs) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         Cell<C> cell{best[i], winner[i]};
-        MergeCell(cell, Cell<C>{other.best[i], other.winner[i]}, kFirstWins);
+        MergeCell(cell, Cell<C>{other.best[i], other.winner[i]}, outputs.first_wins);
         best[i] = cell.best;
         winner[i] = cell.winner;
       }
@@ -272,8 +272,8 @@ struct WinnerReduction {
 };
 
 // Few unsorted segments use tables in shared memory instead.
-template <typename T, bool kFirstWins>
-inline constexpr bool kTakesPrivateTable<WinnerReduction<T, kFirstWins>> = false;
+template <typename T>
+inline constexpr bool kAllowsPrivateTable<WinnerReduction<T>> = false;
 
 // The first row that attains the maximum.
 template <typename T>

@@ -140,31 +140,31 @@ __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ Ta
   ForEachFlipped<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells(table, elements); });
 }
 
-// A floor is the lower bound of a group of neighbouring cells. An element that is not above the floor of its group need
-// not read the table. After a fraction of the rows, this holds for most elements.
-inline constexpr int kFloorBytes = 48 * 1024;
+// Each group of neighbouring cells has a lower bound. An element that is not above the bound of its group need not read
+// the table. After a fraction of the rows, this holds for most elements.
+inline constexpr int kBoundBytes = 48 * 1024;
 inline constexpr int kFilterThreads = 384;
 inline constexpr int kFilterBlocks = 4;  // minimum resident blocks per multiprocessor
-inline constexpr int kFloorLanes = 8;    // threads that compute the floor of one group
+inline constexpr int kBoundLanes = 8;    // threads that compute the bound of one group
 
 // The upper 16 bits of a floating key, which are still a lower bound. Keys of 1- and 2-byte integers fit in 16 bits;
 // those of 4-byte integers are stored whole.
 template <typename T>
-using FloorKey = std::conditional_t<kIsFloating<T> || sizeof(T) < 4, uint16_t, uint32_t>;
+using BoundKey = std::conditional_t<kIsFloating<T> || sizeof(T) < 4, uint16_t, uint32_t>;
 
 template <typename T>
-inline constexpr int kFloorShift = kIsFloating<T> ? 16 : 0;
+inline constexpr int kBoundShift = kIsFloating<T> ? 16 : 0;
 
 template <typename T>
-struct Floors {
-  static constexpr int kGroups = kFloorBytes / sizeof(FloorKey<T>);
+struct LowerBounds {
+  static constexpr int kGroups = kBoundBytes / sizeof(BoundKey<T>);
 
-  FloorKey<T>* keys;
+  BoundKey<T>* keys;
   uint32_t cells;
   uint32_t groups_per_cell;  // fixed point, times 2^32
 
-  Floors(FloorKey<T>* floor_keys, int64_t cell_count)
-      : keys(floor_keys),
+  LowerBounds(BoundKey<T>* bound_keys, int64_t cell_count)
+      : keys(bound_keys),
         cells(static_cast<uint32_t>(cell_count)),
         groups_per_cell(static_cast<uint32_t>((int64_t{kGroups} << 32) / cell_count)) {}
 
@@ -176,33 +176,34 @@ struct Floors {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(256) FloorsKernel(const GlobalTable<T> table, const Floors<T> floors) {
+__global__ void __launch_bounds__(256)
+    LowerBoundsKernel(const GlobalTable<T> table, const LowerBounds<T> lower_bounds) {
   using Key = OrderedKey<T>;
-  static_assert(Floors<T>::kGroups * kFloorLanes % 256 == 0);
-  const uint32_t group = (blockIdx.x * 256 + threadIdx.x) / kFloorLanes;
-  const uint32_t end = floors.FirstCell(group + 1);
+  static_assert(LowerBounds<T>::kGroups * kBoundLanes % 256 == 0);
+  const uint32_t group = (blockIdx.x * 256 + threadIdx.x) / kBoundLanes;
+  const uint32_t end = lower_bounds.FirstCell(group + 1);
   Key least = ~Key{0};
 #pragma unroll 4
-  for (uint32_t cell = floors.FirstCell(group) + threadIdx.x % kFloorLanes; cell < end; cell += kFloorLanes) {
+  for (uint32_t cell = lower_bounds.FirstCell(group) + threadIdx.x % kBoundLanes; cell < end; cell += kBoundLanes) {
     least = min(least, table.KeyOf(table.cells[cell]));
   }
 #pragma unroll
-  for (int step = 1; step < kFloorLanes; step *= 2) least = min(least, __shfl_xor_sync(kFullWarp, least, step));
-  if (threadIdx.x % kFloorLanes == 0) floors.keys[group] = static_cast<FloorKey<T>>(least >> kFloorShift<T>);
+  for (int step = 1; step < kBoundLanes; step *= 2) least = min(least, __shfl_xor_sync(kFullWarp, least, step));
+  if (threadIdx.x % kBoundLanes == 0) lower_bounds.keys[group] = static_cast<BoundKey<T>>(least >> kBoundShift<T>);
 }
 
-// TableMaxKernel with floors, for a batch of one. An element that equals its floor cannot raise its cell.
+// TableMaxKernel with lower bounds, for a batch of one. An element that equals its bound cannot raise its cell.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFilterBlocks))
-    FilteredMaxKernel(const __grid_constant__ TableArguments<T> a, const Floors<T> floors) {
+    FilteredMaxKernel(const __grid_constant__ TableArguments<T> a, const LowerBounds<T> lower_bounds) {
   using Key = OrderedKey<T>;
-  constexpr int kWords = kFloorBytes / sizeof(uint4);
-  __shared__ uint4 floor_words[kWords];
+  constexpr int kWords = kBoundBytes / sizeof(uint4);
+  __shared__ uint4 bound_words[kWords];
   for (int i = threadIdx.x; i < kWords; i += kFilterThreads) {
-    floor_words[i] = reinterpret_cast<const uint4*>(floors.keys)[i];
+    bound_words[i] = reinterpret_cast<const uint4*>(lower_bounds.keys)[i];
   }
   __syncthreads();
-  const FloorKey<T>* floor_keys = reinterpret_cast<const FloorKey<T>*>(floor_words);
+  const BoundKey<T>* bound_keys = reinterpret_cast<const BoundKey<T>*>(bound_words);
   const GlobalTable<T> table = GlobalTableOf(a, 0);
 
   ForEachFlipped<int32_t, kVec>(a, 0, [&](auto elements) {
@@ -211,8 +212,8 @@ __global__ void __launch_bounds__(kFilterThreads, MinBlocks(kFilterThreads, kFil
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       if (elements.IsDropped(i)) continue;
-      const Key floor = static_cast<Key>(floor_keys[floors.Group(elements.Cell(i))]) << kFloorShift<T>;
-      if (EncodeKey(elements.values.lane[i]) > floor) {
+      const Key bound = static_cast<Key>(bound_keys[lower_bounds.Group(elements.Cell(i))]) << kBoundShift<T>;
+      if (EncodeKey(elements.values.lane[i]) > bound) {
         is_any_above = true;
       } else if (!kInOneRow) {
         elements.first_cell[kInOneRow ? 0 : i] = -1;

@@ -49,9 +49,9 @@ JB_CPU_CLONES void DotEdges(const GatherDotCall call, int64_t batch, int64_t edg
         static_cast<uint64_t>(segment) < static_cast<uint64_t>(problem.segments) && call.num_rows > 0;
     if (edge + kPrefetchDistance < edge_end && call.num_rows > 0) {
       PrefetchRow(data + row_of(edge + kPrefetchDistance) * features, features);
-      const int64_t coming = ids[first_id + edge + kPrefetchDistance];
-      if (static_cast<uint64_t>(coming) < static_cast<uint64_t>(problem.segments)) {
-        PrefetchRow(cells + coming * features, features);
+      const int64_t upcoming = ids[first_id + edge + kPrefetchDistance];
+      if (static_cast<uint64_t>(upcoming) < static_cast<uint64_t>(problem.segments)) {
+        PrefetchRow(cells + upcoming * features, features);
       }
     }
     const int64_t first = (batch * problem.rows + numbers[edge]) * heads;

@@ -34,7 +34,7 @@ struct WonReduction : GatherSumReduction<T> {
 // The Input if one edge wins a cell: gathered rows have the winners of their cells.
 template <typename T>
 struct RowsWithWinners : Edges {
-  static constexpr bool kTakesEdges = true;
+  static constexpr bool kNeedsEdges = true;
 
   const int32_t* winners;  // [batch or 1, num_rows, features]
   bool winners_are_shared;
@@ -45,7 +45,7 @@ struct RowsWithWinners : Edges {
   }
 
   template <int kVec>
-  struct Row : ComingRow<T, kVec> {
+  struct Row : RowInFlight<T, kVec> {
     Vector<int32_t, kVec> winners;
 
     __device__ __forceinline__ void Load(const RowsWithWinners& input, const T* data, const SourceRow& source,
@@ -68,7 +68,7 @@ struct RowsWithWinners : Edges {
 // nothing.
 template <typename T>
 struct RowsWithExtrema : Edges {
-  static constexpr bool kTakesEdges = false;
+  static constexpr bool kNeedsEdges = false;
 
   const T* extrema;  // [batch or 1, num_rows, features]
   bool extrema_are_shared;
@@ -83,7 +83,7 @@ struct RowsWithExtrema : Edges {
   }
 
   template <int kVec>
-  struct Row : ComingRow<T, kVec> {
+  struct Row : RowInFlight<T, kVec> {
     Packed<T, kVec> extrema, reduced;
 
     __device__ __forceinline__ void Load(const RowsWithExtrema& input, const T* data, const SourceRow& source,

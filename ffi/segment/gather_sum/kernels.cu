@@ -16,7 +16,7 @@ ReducePlan PlanOf(const GatherSumCall& call) {
 // kHasWeightVectors.
 template <typename T, bool kHasWeightVectors>
 struct WeightedRows : Edges {
-  static constexpr bool kTakesEdges = true;
+  static constexpr bool kNeedsEdges = true;
 
   const T* weights;  // [batch or 1, edges, heads]
   bool weights_are_shared;
@@ -32,7 +32,7 @@ struct WeightedRows : Edges {
   }
 
   template <int kVec>
-  struct Row : ComingRow<T, kVec> {
+  struct Row : RowInFlight<T, kVec> {
     static constexpr int kWeights = kHasWeightVectors ? kVec : 1;
     Packed<T, kWeights> weights;
 

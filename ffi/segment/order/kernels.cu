@@ -18,7 +18,7 @@ std::vector<const char*> OrderCall::Strategies() { return {kNothing, "few_unsort
 
 Plan OrderCall::MakePlan() const {
   if (problem.batch == 0 || problem.rows == 0) return {kNothing};
-  if (TakesFewUnsortedRows(problem)) return {"few_unsorted_rows"};
+  if (UsesFewUnsortedRows(problem)) return {"few_unsorted_rows"};
   const Problem part = PartOf(problem);
   return {"radix_sort", SegmentOrderScratchBytes(part, /*holds_order=*/part.batch > 1)};
 }
@@ -26,7 +26,7 @@ Plan OrderCall::MakePlan() const {
 CudaStatus OrderCall::Run(cudaStream_t stream) const {
   if (problem.batch == 0 || problem.rows == 0) return {};
   if (!SegmentsFit(problem.segments)) return JB_CUDA_STATUS(cudaErrorInvalidValue);
-  if (TakesFewUnsortedRows(problem)) {
+  if (UsesFewUnsortedRows(problem)) {
     return LaunchFewRowOrder(problem, segment_ids, ids_are_64_bit, order, sorted_ids, stream);
   }
   const Problem part = PartOf(problem);
