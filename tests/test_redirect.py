@@ -920,7 +920,7 @@ def test_short_rows_that_are_left_to_xla_are_flat_on_gpus(
 def test_small_maxima_are_left_to_xla(monkeypatch: pytest.MonkeyPatch, cuda_module: None, backend: str) -> None:
     cases.use_rules(monkeypatch)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    for num_rows, is_left in ((1 << 14, backend == "gpu"), (1 << 15, False)):
+    for num_rows, is_left in ((1 << 16, backend == "gpu"), (1 << 17, False)):  # 2 and 5 MB
         data, ids = jax.ShapeDtypeStruct((num_rows, 8), "float32"), jax.ShapeDtypeStruct((num_rows,), "int32")
         with redirect() as report:
             platform = {"gpu": "cuda"}.get(backend, backend)

@@ -230,7 +230,7 @@ def segment_max_backward(
       ``[N, ...]``, the cotangent of `data`. Rows that do not attain the maximum, that are dropped, or whose segment
       holds a NaN get an exact 0.
 
-    Numerical guarantees: each element is ``d_output`` divided by the exact integer number of ties: rounded once on CPUs,
+    Numerical guarantees: each element is ``d_output`` divided by the exact number of ties: rounded once on CPUs,
     within two units in the last place on GPUs, where XLA divides. Bit-equal from run to run.
 
     Gradient: linear in `d_output`, whose cotangent is the share-weighted sum over each segment's rows; zero with
