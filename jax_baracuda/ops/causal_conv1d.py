@@ -552,12 +552,12 @@ def _shard_backward(
         dx, dweight, dbias, *d_states = kernel(x, weight, d_output, *optional)
     else:
         if d_final_state is not None:
-            is_last = jax.lax.axis_index(time_axes) == _num_shards(time_axes) - 1
+            is_last = jax.lax.axis_index(time_axes) == jax.lax.axis_size(time_axes) - 1
             d_final_state = jnp.where(is_last, d_final_state, 0)
         history = _history(x, weight, initial_state, time_axes, channels_last)
         operands = x, weight, d_output, bias, history, same_sequence, d_final_state
         dx, dweight, dbias, d_history = kernel(*operands)
-        to_previous = [(i + 1, i) for i in range(_num_shards(time_axes) - 1)]
+        to_previous = [(i + 1, i) for i in range(jax.lax.axis_size(time_axes) - 1)]
         from_next = jax.lax.ppermute(in_layout(d_history, channels_last), time_axes, to_previous)
         last = _last_inputs(dx, d_history.shape[-1], channels_last)
         # The barrier separates the sum from the update, which then runs in place; fused, XLA would copy the array.
@@ -575,10 +575,6 @@ def _needs_history(weight: Array, axes: ShardAxes) -> bool:
     return bool(axes.get("time")) and weight.shape[-1] > 1
 
 
-def _num_shards(axes: tuple[str, ...]) -> int:
-    return jax.lax.psum(1, axes)
-
-
 def _last_inputs(x: Array, count: int, channels_last: bool) -> Any:
     """The last `count` inputs of a signal, as a ``.at`` reference."""
     return x.at[:, -count:] if channels_last else x.at[..., -count:]
@@ -594,7 +590,7 @@ def _history(
 
 def _from_shard_before(values: Array, of_first: Array | None, time_axes: tuple[str, ...]) -> Array:
     """The values of the previous shard. The first shard gets `of_first`, or zeros for None."""
-    received = jax.lax.ppermute(values, time_axes, [(i, i + 1) for i in range(_num_shards(time_axes) - 1)])
+    received = jax.lax.ppermute(values, time_axes, [(i, i + 1) for i in range(jax.lax.axis_size(time_axes) - 1)])
     return received if of_first is None else jnp.where(jax.lax.axis_index(time_axes) == 0, of_first, received)
 
 
@@ -604,11 +600,6 @@ def _shard_same_sequence(kernel: ShardKernel, axes: ShardAxes, segment_ids: Arra
     before = _from_shard_before(segment_ids[:, 1 - width :], segment_ids[:, :1], time_axes)
     ids = jnp.concatenate([before, segment_ids], axis=1)
     return _reference_same_sequence(segment_ids, width=width, ids=ids)
-
-
-def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool) -> list[Any]:
-    wide = accumulation_dtype(x.dtype)
-    return [x.dtype, wide, wide, *([x.dtype] if has_initial_state else [])]
 
 
 def plan_parameters(x: Any, weight: Any, *_: Any, channels_last: bool, silu: bool, **presence: bool) -> dict[str, int]:
@@ -699,7 +690,11 @@ CAUSAL_CONV1D_BACKWARD = Op(
     results=lambda *, channels_last, has_initial_state: dimensions_of(
         ["dx", "dweight", "dbias", *["d_initial_state"] * has_initial_state], channels_last
     ),
-    result_dtypes=_backward_dtypes,
+    result_dtypes=lambda x, *_, has_initial_state: [
+        x.dtype,
+        *[accumulation_dtype(x.dtype)] * 2,
+        *[x.dtype] * has_initial_state,
+    ],
     reference=reference_backward,
     reduction_dims=("example", "time"),
     xla_rules=(
@@ -716,10 +711,6 @@ CAUSAL_CONV1D_BACKWARD = Op(
 # Derivative rules.
 
 
-def _call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
-    return op.of_arrays(arrays, channels_last=params["channels_last"], silu=params["silu"])
-
-
 def gradients_of(
     params: Params, arrays: Mapping[str, Array | None], d_output: Array, d_final_state: Array | None
 ) -> dict[str, Array]:
@@ -729,12 +720,12 @@ def gradients_of(
     """
     d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
     arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
-    gradients = _call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
+    gradients = CAUSAL_CONV1D_BACKWARD.of_arrays(arrays, **params.without("returns_state"))
     return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
 def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-    [y] = _call_op(CAUSAL_CONV1D, params, arrays)
+    [y] = CAUSAL_CONV1D.of_arrays(arrays, **params.without("returns_state"))
     if not params["returns_state"]:
         return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]

@@ -110,7 +110,6 @@ def causal_conv1d_ragged(
         raise ValueError(f"{name}: x must have shape [T, C], the tokens of all sequences, got {x.shape}")
     given_x = f"[T, C] = {x.shape}"
     params, arrays = canonicalize(name, x[None], weight, bias, activation, True, None, None, given_x)
-    arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     states = with_dtype_of_x(name, "states", states, x)
     states = checked_pool(name, "states", states, arrays["x"], arrays["weight"], num_written=0)
     states = reshard_as(states, x, (None, 1, None))

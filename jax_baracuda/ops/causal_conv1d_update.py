@@ -121,12 +121,11 @@ def causal_conv1d_update(
         raise ValueError(
             f"{name}: x must have shape [B, C] or {letters}, with or without state_slots, got {x.shape}{advice}"
         )
-    time = -2 if channels_last else -1
+    time = time_axis(channels_last)
     is_single = x.ndim == 2
     given_x = f"[B, C] = {x.shape}" if is_single else None
     x = jnp.expand_dims(x, time) if is_single else x
     params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None, given_x)
-    arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     state = with_dtype_of_x(name, "state", state, arrays["x"])
     if state_slots is None:
         if num_accepted is not None:

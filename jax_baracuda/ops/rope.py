@@ -131,9 +131,7 @@ def rope(
       >>> print(jnp.allclose(jb.rope(x, jnp.arange(16)), y))
       True
     """
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
     params, arrays = _canonicalize("rope", {"x": x}, positions, layout, options)
     [y] = _rope(params, **arrays)
     return y
@@ -173,9 +171,7 @@ def rope_backward(
       >>> print(jnp.array_equal(vjp(d_output)[0], jb.rope_backward(d_output)))
       True
     """
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
     params, arrays = _canonicalize("rope_backward", {"d_output": d_output}, positions, layout, options)
     [dx] = _call(Params(params, inverse=True), **arrays)
     return dx
@@ -218,9 +214,7 @@ def rope_qk(
       >>> print(q_rotated.shape, k_rotated.shape, jnp.array_equal(k_rotated, jb.rope(k, interleaved=False)))
       (2, 8, 16, 4) (2, 2, 16, 4) True
     """
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
     params, arrays = _canonicalize("rope_qk", {"q": q, "k": k}, positions, layout, options)
     q, k = _rope(params, **arrays)
     return q, k
@@ -264,9 +258,7 @@ def rope_qk_backward(
       [True, True]
     """
     cotangents = {"d_q_output": d_q_output, "d_k_output": d_k_output}
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
     params, arrays = _canonicalize("rope_qk_backward", cotangents, positions, layout, options)
     dq, dk = _call(Params(params, inverse=True), **arrays)
     return dq, dk
@@ -621,8 +613,8 @@ _rope = KernelVjp("rope", _forward, _backward)
 # Canonicalisation of arguments, shared by the whole family.
 
 
-class RotationOptions(NamedTuple):
-    """The keyword arguments that all rotations have."""
+class Rotation(NamedTuple):
+    """How to rotate: the keyword arguments of all rotations."""
 
     base: float
     interleaved: bool
@@ -676,7 +668,7 @@ def _canonicalize(
     rotated: Mapping[str, ArrayLike],
     positions: ArrayLike | None,
     layout: HeadLayout | None,
-    options: RotationOptions,
+    options: Rotation,
 ) -> tuple[Params, dict[str, Any]]:
     """The params, and the arrays by name: `features` (a list), `frequencies`, and `positions` or None.
 

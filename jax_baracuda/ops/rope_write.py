@@ -32,7 +32,7 @@ from jax_baracuda.ops.rope import (
     ADVICE_ON_SECTIONS,
     ATTRIBUTES_OF_ROTATION,
     ROPE,
-    RotationOptions,
+    Rotation,
     integer_positions,
     positions_limit,
     reference_rotation,
@@ -133,9 +133,7 @@ def rope_write(
       True 1.0 32.0
     """
     name = "rope_write"
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
     rows = {argument: floating_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
     _check_rows(name, rows)
     q = rows["q"]
@@ -170,29 +168,23 @@ def rope_write(
 
 
 _OF_TOKENS = {"heads_first": False, "constant_angles": None}
-"""The params of a rotation of tokens, which are the sequence of a single example."""
+"""The params of a rotation of tokens, which are the sequence of a single example. So are their positions."""
 
 
 def _reference(*operands: Array, **params: Any) -> list[Array]:
     own = WriteOperands.of(operands, params["has_layer"], params["scales"])
     [keys, values], [q, frequencies, positions] = own.rows, own.others
     rotate = with_named(reference_rotation, {**params, **_OF_TOKENS, "inverse": False})
-    q, keys = rotate(q[None], keys[None], frequencies, _of_one_example(positions))
+    q, keys = rotate(q[None], keys[None], frequencies, jnp.expand_dims(positions, -2))
     caches = with_named(reference_write, params)(*own._replace(rows=[keys[0], values]).flat())
     return [*caches, q[0]]
-
-
-def _of_one_example(positions: Array) -> Array:
-    """The positions of tokens as those of the only example of a rotation."""
-    return jnp.expand_dims(positions, -2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The op.
 
 
-def _queries(name: str) -> NamedDimensions:
-    return {name: ("row", "q_head", "feature")}
+_QUERIES = ("row", "q_head", "feature")
 
 
 def _linear_dimensions(ranks: Sequence[int], axis: int, has_layer: bool) -> NamedDimensions:
@@ -243,7 +235,7 @@ def _cotangents(
     rotated = ROPE(
         *features,
         frequencies,
-        _of_one_example(positions),
+        jnp.expand_dims(positions, -2),
         num_arrays=len(features),
         inverse=True,
         **_OF_TOKENS,
@@ -265,13 +257,13 @@ ROPE_WRITE = Op(
     operands=lambda *, ranks, axis, has_layer, scales, sections: {
         **_linear_dimensions(ranks, axis, has_layer),
         **other_dimensions(ranks, axis, has_layer, scales),
-        **_queries("q"),
+        "q": _QUERIES,
         "frequencies": ("part", "pair"),
         "positions": (*(("section",) if len(sections) > 0 else ()), "row"),
     },
     results=lambda *, ranks, axis, has_layer: {
         **pool_dimensions("result", ranks, axis, has_layer),
-        **_queries("q_out"),
+        "q_out": _QUERIES,
     },
     result_dtypes=lambda *operands: [operands[0].dtype, operands[1].dtype, operands[-3].dtype],
     reference=_reference,

@@ -102,9 +102,7 @@ def write_rows(
     """
     name = "write_rows"
     is_one = not isinstance(dests, list | tuple)
-    all_dests, all_rows, all_scales = (
-        _of_one(name, dests, rows, scale) if is_one else _of_several(name, dests, rows, scale)
-    )
+    all_dests, all_rows, all_scales = _as_lists(name, is_one, dests, rows, scale)
     labels = [""] if is_one else [f"[{i}]" for i in range(len(all_dests))]
     names = [PoolNames(f"dests{label}", f"rows{label}", f"scale{label}") for label in labels]
     pools = [
@@ -531,11 +529,13 @@ def _for_kernel(pool: PoolWrite) -> PoolWrite:
     return PoolWrite(dest, _converted(_scaled(rows, scale), dest.dtype), None)
 
 
-_Arguments = tuple[Sequence[Any], Sequence[Any], Sequence[Any]]
-"""The pools, their rows and their scales."""
-
-
-def _of_one(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
+def _as_lists(name: str, is_one: bool, dests: Any, rows: Any, scale: Any) -> Sequence[Sequence[Any]]:
+    """The pools, their rows and their scales. `is_one`: whether there is one pool, which is no list."""
+    if not is_one:
+        scale = [None] * len(dests) if scale is None else scale
+        check_one_for_each(name, "rows", rows, dests)
+        check_one_for_each(name, "scale", scale, dests)
+        return dests, rows, scale
     for argument, value in (("rows", rows), ("scale", scale)):
         if isinstance(value, list | tuple):
             raise TypeError(
@@ -543,13 +543,6 @@ def _of_one(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
                 "dests is a list or tuple, too"
             )
     return [dests], [rows], [scale]
-
-
-def _of_several(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
-    scale = [None] * len(dests) if scale is None else scale
-    check_one_for_each(name, "rows", rows, dests)
-    check_one_for_each(name, "scale", scale, dests)
-    return dests, rows, scale
 
 
 def checked_write(

@@ -348,7 +348,7 @@ def _split_windows(
     split = [axes.get(_dimension(window.array, window.axis), ()) for window in windows]
     parts = [jax.lax.axis_index(names).astype(jnp.int32) for names in split if names]
     windows = tuple(
-        window._replace(num_shards=jax.lax.psum(1, names)) if names else window
+        window._replace(num_shards=jax.lax.axis_size(names)) if names else window
         for window, names in zip(windows, split, strict=True)
     )
     return windows, parts, split
@@ -377,16 +377,12 @@ def _shard_extract(
 # Extracting a window and leaving zeros is the transpose of writing it, and vice versa.
 
 
-def _transpose_write(_: Any, cotangents: Sequence[Array], *starts: Array, **params: Any) -> Sequence[Array | None]:
-    return _cotangents(cotangents, *starts, **params)
-
-
 def _transpose_extract(_: Any, cotangents: Sequence[Array], *starts: Array, **params: Any) -> Sequence[Array]:
     return WRITE_SLICE(*cotangents, *starts, **params)
 
 
-def _cotangents(
-    cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool
+def _transpose_write(
+    _: Any, cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool
 ) -> list[Array | None]:
     """The cotangents of all dests, then of all sources. None for integer arrays, which have no derivatives."""
     chosen = [i for i, cotangent in enumerate(cotangents) if jnp.issubdtype(cotangent.dtype, jnp.inexact)]
@@ -472,7 +468,7 @@ def _forward(
 
 def _backward(params: Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
     num = len(cotangents)
-    gradients = _cotangents(cotangents, *starts, **params)
+    gradients = _transpose_write(None, cotangents, *starts, **params)
     return {"dests": gradients[:num], "sources": gradients[num:]}
 
 

@@ -11,7 +11,6 @@ from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, uncontended, unsorted
 from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
@@ -113,7 +112,9 @@ def _arg_extremum(call: SegmentCall, minimum: bool) -> Array:
     check_numbered(call.name, "rows", call.ids.shape[0])
     plan = call.plan
     call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).sorted_by_plan()
-    rows = call.reduce(_winners, call.params(minimum=minimum))
+    rows = call.reduce(
+        lambda params, **arrays: SEGMENT_ARG_EXTREMUM.of_arrays(arrays, **params)[0], call.params(minimum=minimum)
+    )
     if plan is None:
         return rows
     # Within a segment, the plan's order ascends, so its first row is the lowest.
@@ -162,10 +163,6 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Op.
-
-
-def _winners(params: Params, *, data: Array, segment_ids: Array) -> Array:
-    return SEGMENT_ARG_EXTREMUM(data, segment_ids, **params)[0]
 
 
 SEGMENT_ARG_EXTREMUM = reduction_op(

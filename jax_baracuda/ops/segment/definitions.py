@@ -145,7 +145,7 @@ def merge_over_shards(
       merge: ``(*cells of all shards [shards, segments, ...]) -> cells [segments, ...]``.
       cells: the cells of this shard.
     """
-    num_shards, num_segments = jax.lax.psum(1, row_axes), cells[0].shape[0]
+    num_shards, num_segments = jax.lax.axis_size(row_axes), cells[0].shape[0]
     lacking = -num_segments % num_shards
 
     def part_of_all(x: Array) -> Array:
@@ -177,7 +177,7 @@ def of_split_segments(shard_program: ShardProgram, *, ids_operand: int) -> Shard
         if not segment_axes:
             return with_named(shard_program, params)(kernel, axes, *operands)
         num_segments = params["num_segments"]
-        num_own = num_segments // jax.lax.psum(1, segment_axes)
+        num_own = num_segments // jax.lax.axis_size(segment_axes)
         first = jax.lax.axis_index(segment_axes) * num_own
         # Of the other dimensions, only rows may be split by the same axes: cells have all others, too.
         other_axes = {axis for name, of in axes.items() if name != "segment" for axis in of}

@@ -8,6 +8,7 @@ heads are biases, given logits and their gradients.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -92,11 +93,13 @@ def _results_by_segment(*, score: Score, has_bias: bool) -> NamedDimensions:
     }
 
 
-_RESULTS_BY_ROW: dict[Score, NamedDimensions] = {
-    "dot_product": {"d_key": _CELLS, "d_value": _CELLS},
-    "additive": {"d_key": _CELLS},
-    "given": {"d_value": _CELLS, "d_bias": _OF_EDGES},
-}
+def _results_by_row(*, score: Score) -> NamedDimensions:
+    results: dict[Score, NamedDimensions] = {
+        "dot_product": {"d_key": _CELLS, "d_value": _CELLS},
+        "additive": {"d_key": _CELLS},
+        "given": {"d_value": _CELLS, "d_bias": _OF_EDGES},
+    }
+    return results[score]
 
 
 def _by_name(operands_of: Callable[..., NamedDimensions], operands: Sequence[Any], score: Score) -> dict[str, Any]:
@@ -272,24 +275,16 @@ def _merge_over_shards(kernel: ShardKernel, axes: ShardAxes, *operands: Array) -
     return merged.astype(output.dtype), largest, total
 
 
-def _sum_over_shards(results: NamedDimensions, kernel: ShardKernel, axes: ShardAxes, operands: Any) -> Sequence[Array]:
+def _sum_over_shards(
+    results_of: Callable[..., NamedDimensions], kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any
+) -> Sequence[Array]:
     edge_axes = axes.get("edge", ())
 
     def summed(cells: Array) -> Array:
         return jax.lax.psum(cells.astype(accumulation_dtype(cells.dtype)), edge_axes).astype(cells.dtype)
 
-    pairs = zip(results, kernel(*operands), strict=True)
+    pairs = zip(resolved(results_of, params), kernel(*operands), strict=True)
     return [x if name == "d_bias" or not edge_axes else summed(x) for name, x in pairs]
-
-
-def _shard_by_segment(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array | None, score: Score, has_bias: bool
-) -> Sequence[Array]:
-    return _sum_over_shards(_results_by_segment(score=score, has_bias=has_bias), kernel, axes, operands)
-
-
-def _shard_by_row(kernel: ShardKernel, axes: ShardAxes, *operands: Array, score: Score) -> Sequence[Array]:
-    return _sum_over_shards(_RESULTS_BY_ROW[score], kernel, axes, operands)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -424,7 +419,7 @@ GRAPH_ATTENTION_BACKWARD_BY_SEGMENT = _attention_op(
         *[accumulation_dtype(key.dtype)] * (has_bias + (score == "additive")),
     ],
     reference=_reference_by_segment,
-    shard_program=_shard_by_segment,
+    shard_program=functools.partial(_sum_over_shards, _results_by_segment),
 )
 
 GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
@@ -435,12 +430,13 @@ GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
         "graph_additive_attention_d_key": {"score": "additive"},
         "segment_attention_backward": {"score": "given"},
     },
-    results=lambda *, score: _RESULTS_BY_ROW[score],
+    results=_results_by_row,
     result_dtypes=lambda d_output, *_, score: [
-        accumulation_dtype(d_output.dtype) if name == "d_bias" else d_output.dtype for name in _RESULTS_BY_ROW[score]
+        accumulation_dtype(d_output.dtype) if name == "d_bias" else d_output.dtype
+        for name in _results_by_row(score=score)
     ],
     reference=_reference_by_row,
-    shard_program=_shard_by_row,
+    shard_program=functools.partial(_sum_over_shards, _results_by_row),
 )
 
 
@@ -489,7 +485,7 @@ def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -
     arrays |= edges
     num_rows = arrays["value" if params["score"] == "given" else "key"].shape[0]
     results = _call(GRAPH_ATTENTION_BACKWARD_BY_ROW, params, arrays, num_rows, is_sorted=order is not None)
-    d_arrays |= dict(zip(_RESULTS_BY_ROW[params["score"]], results, strict=True))
+    d_arrays |= dict(zip(_results_by_row(score=params["score"]), results, strict=True))
     if params["score"] == "additive":
         d_arrays["d_score_weights"] = d_arrays["d_score_weights"].sum(0)
     return {name.removeprefix("d_"): x for name, x in d_arrays.items()}

@@ -629,15 +629,10 @@ def _transpose_backward_of_edges(
 
 
 def _transpose_of_gathered_winners(
-    avals: Sequence[Any],
-    d_results: Sequence[Array],
-    winner: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    *data_and_output: Array | None,
-    minimum: bool,
+    avals: Sequence[Any], d_results: Sequence[Array], winner: Array, *others: Array | None, minimum: bool
 ) -> Sequence[Array]:
-    operands = d_results[0], winner, gather_ids, segment_ids, *NO_PLAN, *data_and_output
+    *ids, data, output = others
+    operands = d_results[0], winner, *ids, *NO_PLAN, data, output
     params = {"num_rows": avals[0].shape[0], "deterministic": may_run_kernel(), "minimum": minimum}
     return GATHER_SEGMENT_EXTREMUM_BACKWARD(*operands, **params)
 

@@ -264,10 +264,6 @@ def _tangent(d_data: Array, operands: Sequence[Array], results: Sequence[Array],
 # Programs of one shard, for segments whose rows are split over devices. Devices exchange cells only.
 
 
-def _product_of_shards(mantissas: Array, packed: Array) -> ExtendedProduct:
-    return functools.reduce(product_of_both, map(ExtendedProduct, mantissas, packed))
-
-
 def _shard_program(
     kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array, *, has_residual: bool
 ) -> Sequence[Array]:
@@ -285,7 +281,7 @@ def _shard_program(
         return product_value(ExtendedProduct(*residual)).astype(data.dtype)
 
     def merge_residuals(*of_shards: Array) -> Sequence[Array]:
-        total = _product_of_shards(*of_shards)
+        total = functools.reduce(product_of_both, map(ExtendedProduct, *of_shards))
         return total if has_residual else [value(total)]
 
     # The total product may be in range even if one shard's product is not.

@@ -24,7 +24,7 @@ from jax_baracuda._core.arrays import (
     reshard_like,
 )
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import (
     Implementation,
     Selection,
@@ -296,10 +296,6 @@ def _row_dims(ids_ndim: int) -> tuple[str, ...]:
     return tuple(f"row{i}" for i in range(ids_ndim))
 
 
-def _operands(*, ids_ndim: int) -> NamedDimensions:
-    return {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)}
-
-
 def _reference(
     d_output: Array, ids: Array, *, num_segments: int, ids_ndim: int, accumulator: Accumulator | None = None
 ) -> Sequence[Array]:
@@ -338,7 +334,7 @@ def _transpose(
 
 TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
-    operands=_operands,
+    operands=lambda *, ids_ndim: {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)},
     results={"d_data": ("segment", "...")},
     result_sizes={"segment": "num_segments"},
     reference=_reference,
