@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,12 @@ import numpy as np
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.docstrings import extend_section
+from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.selection import SCOPE_NAME, Selection, current_selection, selecting
 from jax_baracuda._core.transposed import transposed
+
+if TYPE_CHECKING:
+    from jax_baracuda._core.op import Op, Transpose
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -168,6 +172,38 @@ class KernelVjp:
             [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)],
         )
         return result, jax.tree.unflatten(result_structure, _with_float0(pushed, result_types))
+
+
+def vjp_of_linear(name: str, op: Op) -> Callable[..., list[jax.Array]]:
+    """Binds an op that is linear in all differentiable operands to its transpose.
+
+    Args:
+      name: the function's name in JAX's errors.
+      op: its `transposes` has one entry, for these operands.
+
+    Returns:
+      ``(params, *operands)`` -> the results of the op.
+    """
+
+    def transpose_of(params: Mapping[str, Any]) -> tuple[tuple[str, ...], Transpose]:
+        """The names of the linear operands, and the transpose."""
+        [(names, of_op)] = resolved(op.transposes, params).items()
+        return names, with_named(of_op, params)
+
+    def forward(params: Mapping[str, Any], **arrays: Any) -> tuple[list[jax.Array], Any]:
+        names, _ = transpose_of(params)
+        types = _Types(names, tuple(jax.typeof(arrays[name]) for name in names))
+        others = {name: x for name, x in arrays.items() if name not in names}
+        return op.of_arrays(arrays, **params), (types, others)
+
+    def backward(params: Mapping[str, Any], residuals: Any, cotangents: Sequence[jax.Array]) -> dict[str, Any]:
+        names, pull_back = transpose_of(params)
+        types, others = residuals
+        in_order = (others[name] for name in op.operand_names(params) if name in others)
+        return dict(zip(names, pull_back(types.of_leaves, cotangents, *in_order), strict=True))
+
+    vjp = KernelVjp(name, forward, backward)
+    return lambda params, *operands: vjp(params, **dict(zip(op.operand_names(params), operands, strict=True)))
 
 
 def _with_float0(of_inexact: Sequence[jax.Array], types: Sequence[Any]) -> list[Any]:

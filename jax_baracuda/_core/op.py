@@ -35,7 +35,7 @@ NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by name and in order."""
 Transpose = Callable[..., Sequence[jax.Array | None]]
 """``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
-linear operands, None for integers."""
+linear operands, None for those without."""
 Transposes = Mapping[tuple[str, ...], Transpose]
 
 
@@ -160,7 +160,7 @@ class Op:
 
     def of_arrays(self, arrays: Mapping[str, jax.Array], **params: Any) -> list[jax.Array]:
         """The results for operands by name, among other arrays."""
-        return self(*(arrays.get(name) for name in self._names(params)), **params)
+        return self(*(arrays.get(name) for name in self.operand_names(params)), **params)
 
     def types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results for operands of these types."""
@@ -176,7 +176,7 @@ class Op:
         present, params = self._present(operands, params)
         return self.kernel_primitive.bind(*present, **{"implementation": KERNEL_IF_ANY, **params})
 
-    def _names(self, params: Mapping[str, Any]) -> list[str]:
+    def operand_names(self, params: Mapping[str, Any]) -> list[str]:
         """The names of all operands, before it is known which of them a call has."""
         return list(resolved(self.operands, {**dict.fromkeys(self.optional.values(), False), **params}))
 
@@ -186,7 +186,7 @@ class Op:
         """The operands that are not None, and the params that say which these are."""
         if not self.optional:
             return list(operands), params
-        given = dict(zip(self._names(params), operands, strict=False))
+        given = dict(zip(self.operand_names(params), operands, strict=False))
         assert all(x is not None or name in self.optional for name, x in given.items()), self.name
         params |= {flag: given.get(name) is not None for name, flag in self.optional.items()}
         return [x for x in given.values() if x is not None], params

@@ -36,7 +36,7 @@ from jax_baracuda._core.arrays import (
     static_type_error,
     whole_number,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear, with_twin
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -132,8 +132,8 @@ def rope(
       True
     """
     options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
-    params, arrays = _canonicalize("rope", {"x": x}, positions, layout, options)
-    [y] = _rope(params, **arrays)
+    params, operands = _canonicalize("rope", {"x": x}, positions, layout, options)
+    [y] = _rope(params, *operands)
     return y
 
 
@@ -172,8 +172,8 @@ def rope_backward(
       True
     """
     options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
-    params, arrays = _canonicalize("rope_backward", {"d_output": d_output}, positions, layout, options)
-    [dx] = _call(Params(params, inverse=True), **arrays)
+    params, operands = _canonicalize("rope_backward", {"d_output": d_output}, positions, layout, options)
+    [dx] = ROPE(*operands, **params | {"inverse": True})
     return dx
 
 
@@ -215,8 +215,8 @@ def rope_qk(
       (2, 8, 16, 4) (2, 2, 16, 4) True
     """
     options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
-    params, arrays = _canonicalize("rope_qk", {"q": q, "k": k}, positions, layout, options)
-    q, k = _rope(params, **arrays)
+    params, operands = _canonicalize("rope_qk", {"q": q, "k": k}, positions, layout, options)
+    q, k = _rope(params, *operands)
     return q, k
 
 
@@ -259,8 +259,8 @@ def rope_qk_backward(
     """
     cotangents = {"d_q_output": d_q_output, "d_k_output": d_k_output}
     options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
-    params, arrays = _canonicalize("rope_qk_backward", cotangents, positions, layout, options)
-    dq, dk = _call(Params(params, inverse=True), **arrays)
+    params, operands = _canonicalize("rope_qk_backward", cotangents, positions, layout, options)
+    dq, dk = ROPE(*operands, **params | {"inverse": True})
     return dq, dk
 
 
@@ -588,25 +588,7 @@ ROPE = Op(
     },
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
-
-
-def _call(params: Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
-    return ROPE(*features, frequencies, positions, **params)
-
-
-def _forward(
-    params: Params, *, features: Sequence[Array], **others: Array | None
-) -> tuple[list[Array], dict[str, Array | None]]:
-    return _call(params, features=features, **others), others
-
-
-def _backward(params: Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
-    return {"features": _call(Params(params, inverse=True), features=cotangents, **others)}
-
-
-_rope = KernelVjp("rope", _forward, _backward)
+_rope = vjp_of_linear("rope", ROPE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -669,8 +651,8 @@ def _canonicalize(
     positions: ArrayLike | None,
     layout: HeadLayout | None,
     options: Rotation,
-) -> tuple[Params, dict[str, Any]]:
-    """The params, and the arrays by name: `features` (a list), `frequencies`, and `positions` or None.
+) -> tuple[Params, list[Array | None]]:
+    """The params and the operands of the op.
 
     Args:
       rotated: one or two arrays, by the argument names of the public function.
@@ -715,7 +697,7 @@ def _canonicalize(
     params = Params(
         num_arrays=len(arrays), inverse=False, heads_first=heads_first, constant_angles=constant_angles, **rotation
     )
-    return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}
+    return params, [*arrays.values(), frequencies, positions]
 
 
 ADVICE_ON_SECTIONS = "; positions of three axes (M-RoPE) need sections"

@@ -22,7 +22,7 @@ from jax_baracuda._core.arrays import (
     floating_array,
     index_array,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear, with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
@@ -52,9 +52,8 @@ from jax_baracuda.ops.write_rows import (
     reference_write,
     row_dimensions,
     shard_write,
-    transpose_of,
+    transpose_write,
     unique_first,
-    write_cotangents,
 )
 
 
@@ -152,14 +151,8 @@ def rope_write(
     keys, values = write.pools
     if q.shape[0] == 0:
         return q, keys.dest, values.dest
-    key_cache, value_cache, q = _rope_write(
-        Params(write.params(), **rotation),
-        caches=[keys.dest, values.dest],
-        k=keys.rows,
-        v=values.rows,
-        q=q,
-        others=[*write.others(), frequencies, positions],
-    )
+    written = keys.dest, values.dest, keys.rows, values.rows, *write.others()
+    key_cache, value_cache, q = _rope_write(Params(write.params(), **rotation), *written, q, frequencies, positions)
     return q, key_cache, value_cache
 
 
@@ -223,14 +216,12 @@ def _limit(*operands: Any, has_layer: bool, scales: Sequence[int], sections: tup
 WRITE_PARAMS = ("ranks", "axis", "has_layer", "scales", "has_unique_slots")
 
 
-def _cotangents(
-    cotangents: Sequence[Array], *others: Array, row_dtypes: tuple[str, ...], **params: Any
-) -> list[Array | None]:
+def _transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array | None]:
     """The cotangents of caches, keys, values and queries. None for those of integer caches."""
     d_caches, d_q = cotangents[:2], cotangents[2]
     *of_write, frequencies, positions = others
     write = {name: params.pop(name) for name in WRITE_PARAMS}
-    d_key_cache, d_value_cache, d_k, d_v = write_cotangents(d_caches, *of_write, row_dtypes=row_dtypes, **write)
+    d_key_cache, d_value_cache, d_k, d_v = transpose_write(types[:4], d_caches, *of_write, **write)
     features = [x[None] for x in (d_q, d_k) if x is not None]
     rotated = ROPE(
         *features,
@@ -242,9 +233,6 @@ def _cotangents(
         **params,
     )
     return [d_key_cache, d_value_cache, None if d_k is None else rotated[1][0], d_v, rotated[0][0]]
-
-
-_transpose = transpose_of(_cotangents)
 
 
 def _dtypes(*, scales: Sequence[int] | None = None) -> frozenset[str]:
@@ -281,24 +269,7 @@ ROPE_WRITE = Op(
 )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
-
-
-def _forward(
-    params: Params, *, caches: Sequence[Array], k: Array, v: Array, q: Array, others: Sequence[Array]
-) -> tuple[list[Array], Sequence[Array]]:
-    *of_write, frequencies, positions = others
-    operands = *caches, k, v, *of_write, q, frequencies, positions
-    return ROPE_WRITE(*operands, **params.without("row_dtypes")), others
-
-
-def _backward(params: Params, others: Sequence[Array], cotangents: Sequence[Array]) -> dict[str, Any]:
-    d_key_cache, d_value_cache, d_k, d_v, d_q = _cotangents(cotangents, *others, **params)
-    return {"caches": [d_key_cache, d_value_cache], "k": d_k, "v": d_v, "q": d_q}
-
-
-_rope_write = KernelVjp("rope_write", _forward, _backward)
+_rope_write = vjp_of_linear("rope_write", ROPE_WRITE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

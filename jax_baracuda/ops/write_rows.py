@@ -29,7 +29,7 @@ from jax_baracuda._core.arrays import (
     of_bits,
     static_type_error,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear, with_twin
 from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import ROUNDED_ONCE
@@ -336,18 +336,17 @@ def unique_first(op: Callable[[], Op]) -> dict[Rule, Callable[..., Sequence[Arra
     return {on_gpu(reason, param("has_unique_slots", False), at_least(row=1 << 17)): program}
 
 
-def write_cotangents(
+def transpose_write(
+    types: Sequence[Any],
     cotangents: Sequence[Array],
-    slots: Array,
     *others: Array,
     has_layer: bool,
     scales: tuple[int, ...],
     ranks: tuple[int, ...],
-    row_dtypes: tuple[str, ...],
     **params: Any,
 ) -> list[Array | None]:
-    """The cotangents of all pools, then of all rows. None for those of integer pools."""
-    own = WriteOperands.of([*cotangents, slots, *others], has_layer, scales, has_rows=False)
+    """The cotangents of all pools, then of all rows. None for integer pools and their rows."""
+    own = WriteOperands.of([*cotangents, *others], has_layer, scales, has_rows=False)
     chosen = [i for i, cotangent in enumerate(cotangents) if jnp.issubdtype(cotangent.dtype, jnp.inexact)]
     if not chosen:
         return [None] * (2 * len(cotangents))
@@ -360,25 +359,10 @@ def write_cotangents(
         has_layer=has_layer,
         scales=of_chosen(scales),
         ranks=of_chosen(ranks),
-        row_dtypes=of_chosen(row_dtypes),
+        row_dtypes=of_chosen([x.dtype.name for x in types[len(ranks) :]]),
         **params,
     )
     return placed(gradients, [*chosen, *(len(ranks) + i for i in chosen)], 2 * len(ranks))
-
-
-def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callable[..., list[Array]]:
-    """The transpose of an op that writes rows. It also returns zeros for the rows of integer pools."""
-
-    def transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
-        num = len(params["ranks"])
-        row_dtypes = tuple(x.dtype.name for x in types[num : 2 * num])
-        gradients = cotangents_of(cotangents, *others, row_dtypes=row_dtypes, **params)
-        return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
-
-    return transpose
-
-
-_transpose_write = transpose_of(write_cotangents)
 
 
 def _transpose_backward(
@@ -420,7 +404,7 @@ WRITE_ROWS = Op(
     ),
     shard_program=shard_write,
     transposes=lambda *, ranks, axis, has_layer: {
-        (*pool_dimensions("dest", ranks, axis, has_layer), *row_dimensions("rows", ranks, axis)): _transpose_write
+        (*pool_dimensions("dest", ranks, axis, has_layer), *row_dimensions("rows", ranks, axis)): transpose_write
     },
     **_common,
 )
@@ -450,23 +434,7 @@ WRITE_ROWS_BACKWARD = Op(
 )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
-
-
-def _forward(
-    params: Params, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
-) -> tuple[list[Array], list[Array]]:
-    return WRITE_ROWS(*dests, *rows, *others, **params.without("row_dtypes")), others
-
-
-def _backward(params: Params, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
-    num = len(cotangents)
-    gradients = write_cotangents(cotangents, *others, **params)
-    return {"dests": gradients[:num], "rows": gradients[num:]}
-
-
-_write_op = KernelVjp("write_rows", _forward, _backward)
+_write_op = vjp_of_linear("write_rows", WRITE_ROWS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -496,7 +464,7 @@ class CheckedWrite(NamedTuple):
     layer: Array | None
 
     def params(self) -> Params:
-        """Those of the op, and the dtypes of the rows, which the gradient needs."""
+        """Those of the op."""
         scales = (pool.scale for pool in self.pools)
         return Params(
             ranks=tuple(pool.rows.ndim for pool in self.pools),
@@ -504,7 +472,6 @@ class CheckedWrite(NamedTuple):
             has_layer=self.layer is not None,
             scales=tuple(0 if x is None else PER_HEAD if x.ndim else ONE_SCALE for x in scales),
             has_unique_slots=False,
-            row_dtypes=tuple(pool.rows.dtype.name for pool in self.pools),
         )
 
     def others(self) -> list[Array]:
@@ -517,8 +484,7 @@ def _write(call: CheckedWrite) -> list[Array]:
     dests, rows = [pool.dest for pool in call.pools], [pool.rows for pool in call.pools]
     if call.slots.shape[0] == 0:
         return dests
-    results: list[Array] = _write_op(call.params(), dests=dests, rows=rows, others=call.others())
-    return results
+    return _write_op(call.params(), *dests, *rows, *call.others())
 
 
 def _for_kernel(pool: PoolWrite) -> PoolWrite:

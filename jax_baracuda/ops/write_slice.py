@@ -28,7 +28,7 @@ from jax_baracuda._core.arrays import (
     in_range,
     of_bits,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, placed
@@ -456,23 +456,7 @@ WRITE_SLICE_BACKWARD = Op(
 )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
-
-
-def _forward(
-    params: Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: list[Array]
-) -> tuple[list[Array], list[Array]]:
-    return WRITE_SLICE(*dests, *sources, *starts, **params), starts
-
-
-def _backward(params: Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
-    num = len(cotangents)
-    gradients = _transpose_write(None, cotangents, *starts, **params)
-    return {"dests": gradients[:num], "sources": gradients[num:]}
-
-
-_write_op = KernelVjp("write_slice", _forward, _backward)
+_write_op = vjp_of_linear("write_slice", WRITE_SLICE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -505,12 +489,8 @@ def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
     if chosen:
         ranks = tuple(updates[i].dest.ndim for i in chosen)
         params = Params(ranks=ranks, windows=tuple(windows), drop=mode == "drop")
-        written = _write_op(
-            params,
-            dests=[updates[i].dest for i in chosen],
-            sources=[updates[i].source for i in chosen],
-            starts=list(starts.values()),
-        )
+        dests, sources = [updates[i].dest for i in chosen], [updates[i].source for i in chosen]
+        written = _write_op(params, *dests, *sources, *starts.values())
         for i, result in zip(chosen, written, strict=True):
             results[i] = result
     return results
