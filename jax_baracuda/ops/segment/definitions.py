@@ -83,6 +83,14 @@ def limit_of_32_bits(*_: Any, sizes: Mapping[str, int]) -> str | None:
     return "it has 2^32 - 1 segments or more" if segments >= np.iinfo(np.uint32).max else None
 
 
+BY_SEGMENT: Any = {
+    "result_sizes": {"segment": "num_segments"},
+    "plan_parameters": plan_parameters,
+    "limit": limit_of_32_bits,
+}
+"""The fields of ops whose param `num_segments` is the number of segments."""
+
+
 def reduction_op(
     name: str,
     *,
@@ -91,13 +99,10 @@ def reduction_op(
     **fields: Any,
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
-    defaults = {
-        "result_sizes": {"segment": "num_segments"},
+    defaults = BY_SEGMENT | {
         "attributes": ("indices_are_sorted",),
-        "plan_parameters": plan_parameters,
         "reduction_dims": ("row",),
         "shard_program": of_split_segments(shard_program, ids_operand=1),
-        "limit": limit_of_32_bits,
     }
     return Op(name=name, operands={"data": ROWS, "segment_ids": IDS}, results=results, **(defaults | fields))
 

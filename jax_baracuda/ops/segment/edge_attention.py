@@ -24,7 +24,7 @@ from jax_baracuda._core.functions import Params, resolved
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters, sum_guarantee
+from jax_baracuda.ops.segment.definitions import BY_SEGMENT, limit_of_32_bits, sum_guarantee
 from jax_baracuda.ops.segment.edges import (
     NEED_SORTED_EDGES,
     VECTOR_BYTES,
@@ -376,9 +376,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         # H200, time of plain JAX / kernel: 0.4 to 0.8 up to 16 MB, 0.7 to 1.25 for 33 MB, above 0.85 to 3 (90 calls).
         xla_rules=(on_gpu("XLA sorts no edges, and caches their messages", unordered, uncontended, _few_messages),),
         guarantee=sum_guarantee,
-        result_sizes={"segment": "num_segments"},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
-        plan_parameters=plan_parameters,
         replicated_dims=lambda *, has_edge_order: (*replicated_dims(has_edge_order=has_edge_order), "feature"),
         reduction_dims=("edge",),
         alternatives={
@@ -386,7 +384,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
             on_gpu(NEED_SORTED_EDGES, unsorted): sort_first,
             on_cpu(NEED_SORTED_EDGES, unsorted): sort_first,
         },
-        limit=limit,
+        **BY_SEGMENT | {"limit": limit},
         **fields,
     )
     return op

@@ -57,6 +57,7 @@ from jax_baracuda.ops.segment.comparisons import (
     identity_of,
 )
 from jax_baracuda.ops.segment.definitions import (
+    BY_SEGMENT,
     CELLS,
     IDS,
     ORDERED_DTYPES,
@@ -787,7 +788,6 @@ GATHER_SEGMENT_EXTREMUM = Op(
     operands={"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES, "edge_order": _EDGES},
     optional={"edge_order": "has_edge_order"},
     results=_results,
-    result_sizes={"segment": "num_segments"},
     result_dtypes=_result_dtypes,
     reference=_reference_of_edges,
     xla_rules=(
@@ -804,12 +804,11 @@ GATHER_SEGMENT_EXTREMUM = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=EXACT,
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins", "has_edge_order"] * has_winner),
-    plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(functools.partial(_shard_reduce, "edge"), ids_operand=2),
     tangent=_tangent_of_edges,
-    limit=limit_of_32_bits,
+    **BY_SEGMENT,
 )
 
 GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(

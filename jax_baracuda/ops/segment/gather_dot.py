@@ -134,35 +134,23 @@ def _reference(
 
 
 def _transpose(
-    avals: Sequence[Any],
-    d_outputs: Sequence[Array],
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    *,
-    deterministic: bool,
+    avals: Sequence[Any], d_outputs: Sequence[Array], data: Array, *edges: Array | None, deterministic: bool
 ) -> Sequence[Array]:
     """The transpose with respect to the cells: the weighted sum."""
-    edges = gather_ids, segment_ids, d_outputs[0].astype(data.dtype), edge_order
-    return [gathered_sum(data, *edges, num_segments=avals[0].shape[0], deterministic=deterministic)]
+    *ids, order = edges
+    weighted = *ids, d_outputs[0].astype(data.dtype), order
+    return [gathered_sum(data, *weighted, num_segments=avals[0].shape[0], deterministic=deterministic)]
 
 
 def _transpose_data(
-    avals: Sequence[Any],
-    d_outputs: Sequence[Array],
-    cells: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    *,
-    deterministic: bool,
+    avals: Sequence[Any], d_outputs: Sequence[Array], cells: Array, *edges: Array | None, deterministic: bool
 ) -> Sequence[Array]:
     """The transpose with respect to the gathered rows: the weighted sum in the other direction."""
+    gather_ids, segment_ids, order = edges
     # No gradient goes through gather ids out of range.
-    edges = as_gather_ids(segment_ids, cells.shape[0]), gather_ids, d_outputs[0].astype(cells.dtype), edge_order
+    weighted = as_gather_ids(segment_ids, cells.shape[0]), gather_ids, d_outputs[0].astype(cells.dtype), order
     flags = {"deterministic": deterministic, "clips_gather_ids": False}
-    return [gathered_sum(cells, *edges, num_segments=avals[0].shape[0], **flags)]
+    return [gathered_sum(cells, *weighted, num_segments=avals[0].shape[0], **flags)]
 
 
 GATHER_SEGMENT_DOT = Op(
@@ -201,9 +189,8 @@ GATHER_SEGMENT_DOT = Op(
 
 
 def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    names = ("segment_data", "data", "gather_ids", "segment_ids", "edge_order")
-    flags = {"is_wide": False, "deterministic": params["deterministic"]}
-    return GATHER_SEGMENT_DOT(*map(arrays.get, names), **flags)[0], arrays
+    operands = {**arrays, "d_output": arrays["segment_data"]}
+    return GATHER_SEGMENT_DOT.of_arrays(operands, is_wide=False, deterministic=params["deterministic"])[0], arrays
 
 
 def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:

@@ -143,9 +143,7 @@ def _primal(params: Params, *, data: Array, gather_ids: Array, segment_ids: Arra
 def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     name = "gather_segment_min" if params["minimum"] else "gather_segment_max"
     check_numbered(name, "edges", arrays["segment_ids"].shape[0])
-    names = ("data", "gather_ids", "segment_ids", "edge_order")
-    operands = map(arrays.get, names)
-    output, winner = GATHER_SEGMENT_EXTREMUM(*operands, **_params_of_reduction(params), has_winner=True)
+    output, winner = GATHER_SEGMENT_EXTREMUM.of_arrays(arrays, **_params_of_reduction(params), has_winner=True)
     return output, {"winner": winner} if params["first_wins"] else {"winner": winner, "output": output}
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import MB, at_most, on_gpu, uncontended, unordered
 from jax_baracuda._core.docstrings import described_like
@@ -87,7 +87,7 @@ def segment_logsumexp(
     if jnp.issubdtype(call.data.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: data must have a real dtype, got {call.data.dtype}")
     call = call.with_data(as_inexact(call.data)).sorted_by_plan()
-    return call.reduce(_segment_logsumexp, call.params(deterministic=flag(name, "deterministic", deterministic)))
+    return call.reduce(_segment_logsumexp, call.params(deterministic=deterministic))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.docstrings import described_like
@@ -110,9 +110,7 @@ def segment_mean(
     call = call.with_data(as_inexact(call.data))
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
-    return call.reduce(
-        _segment_mean, call.params(deterministic=flag(name, "deterministic", deterministic), accumulator=accumulator)
-    )
+    return call.reduce(_segment_mean, call.params(deterministic=deterministic, accumulator=accumulator))
 
 
 @selectable

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, flag
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu, uncontended, unordered
 from jax_baracuda._core.docstrings import described_like
@@ -26,13 +26,7 @@ from jax_baracuda.ops.segment.arguments import (
     check_like,
 )
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
-from jax_baracuda.ops.segment.definitions import (
-    IDS,
-    ROWS,
-    limit_of_32_bits,
-    plan_parameters,
-    sum_guarantee,
-)
+from jax_baracuda.ops.segment.definitions import BY_SEGMENT, IDS, ROWS, sum_guarantee
 from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
@@ -90,7 +84,7 @@ def segment_softmax(
     def softmax(params: Params, **arrays: Array) -> Array:
         return segments.shaped_as_ids(_segment_softmax(params, **arrays))
 
-    probabilities = ordered.reduce(softmax, ordered.params(deterministic=flag(name, "deterministic", deterministic)))
+    probabilities = ordered.reduce(softmax, ordered.params(deterministic=deterministic))
     return probabilities if plan is None else unpermuted(probabilities, plan.edge_order)
 
 
@@ -138,7 +132,7 @@ def segment_softmax_backward(
     check_like(name, "d_output", d_output, "probabilities", call.data, shape)
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
     ordered = call.sorted_by_plan()
-    params = ordered.params(deterministic=flag(name, "deterministic", deterministic))
+    params = ordered.params(deterministic=deterministic)
     rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).sorted_by_plan()))
     [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **params)
     return segments.shaped_as_ids(d_rows if plan is None else unpermuted(d_rows, plan.edge_order))
@@ -217,13 +211,10 @@ def _shard_backward(
 # gradients 0.66.
 _CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1))
 
-_COMMON: dict[str, Any] = {
+_COMMON: Any = BY_SEGMENT | {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
     "attributes": ("num_segments", "indices_are_sorted"),
-    "result_sizes": {"segment": "num_segments"},
-    "plan_parameters": plan_parameters,
-    "limit": limit_of_32_bits,
 }
 
 SEGMENT_SOFTMAX = Op(

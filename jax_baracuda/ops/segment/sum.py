@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag, in_range
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.dispatch import (
     MB,
@@ -47,14 +47,13 @@ from jax_baracuda.ops.segment.arguments import (
 from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row, sum_in_float64, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     BELOW_FLOAT64,
+    BY_SEGMENT,
     CELLS,
     IDS,
     WIDE_DTYPES,
     float64_guarantee,
     gradient_op,
-    limit_of_32_bits,
     of_split_segments,
-    plan_parameters,
     reduction_op,
     sum_guarantee,
     sum_over_axes,
@@ -155,7 +154,7 @@ def segment_sum(
     call = canonicalize(segments, data, out_sharding, bucket_size)
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
-    params = call.params(deterministic=flag(name, "deterministic", deterministic), accumulator=accumulator)
+    params = call.params(deterministic=deterministic, accumulator=accumulator)
     return reduce_numbers(call, _segment_sum, params, jnp.sum if accumulator is None else None)
 
 
@@ -411,16 +410,13 @@ def _operands_of_edges(*, has_weights: bool) -> NamedDimensions:
 def _transpose_of_edges(
     avals: Sequence[Any],
     d_outputs: Sequence[Array],
-    gather_ids: Array,
-    segment_ids: Array,
-    weights: Array | None,
-    edge_order: Array | None,
-    *,
+    *operands: Array | None,
     num_segments: int,
     deterministic: bool,
 ) -> Sequence[Array]:
     """The same op in the other direction: edges gather segments and are summed by row."""
     [aval], [d_output] = avals, d_outputs
+    gather_ids, segment_ids, weights, edge_order = operands
     d_output = d_output if weights is None else d_output.astype(aval.dtype)  # weights have the dtype of the data
     edges = as_gather_ids(segment_ids, num_segments), gather_ids, weights, edge_order
     flags = {"clips_gather_ids": False, "deterministic": deterministic}
@@ -431,16 +427,14 @@ def _transpose_weights(
     _: Sequence[Any],
     d_outputs: Sequence[Array],
     data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    *,
+    *edges: Array | None,
     clips_gather_ids: bool,
     deterministic: bool,
 ) -> Sequence[Array]:
     """The transpose with respect to the weights: products of the ends of each edge."""
     from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT  # that module imports this one
 
+    gather_ids, segment_ids, edge_order = edges
     if not clips_gather_ids:
         segment_ids = jnp.where(in_range(gather_ids, data.shape[0]), segment_ids, -1)
     flags = {"is_wide": False, "deterministic": deterministic}
@@ -495,13 +489,11 @@ GATHER_SEGMENT_SUM = Op(
     operands=_operands_of_edges,
     optional={"weights": "has_weights", "edge_order": "has_edge_order"},
     results=lambda *, has_weights: {"output": ("segment", "head", "feature") if has_weights else CELLS},
-    result_sizes={"segment": "num_segments"},
     result_dtypes=lambda data, *_, is_wide: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference_of_edges,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
-    plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(functools.partial(sum_over_split_dim, "edge"), ids_operand=2),
@@ -522,8 +514,8 @@ GATHER_SEGMENT_SUM = Op(
         on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
         UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_SUM),
     },
-    limit=limit_of_32_bits,
     transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
+    **BY_SEGMENT,
 )
 
 

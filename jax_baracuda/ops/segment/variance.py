@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, flag, in_range, reshard_as
+from jax_baracuda._core.arrays import accumulation_dtype, in_range, reshard_as
 from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
@@ -137,9 +137,7 @@ def _reduce(
     def reduction(params: Params, **arrays: Array) -> Array:
         return of_variance(_wide_variance(params, **arrays)).astype(jnp.finfo(call.data.dtype).dtype)
 
-    return call.reduce(
-        reduction, call.params(deterministic=flag(segments.name, "deterministic", deterministic), ddof=ddof)
-    )
+    return call.reduce(reduction, call.params(deterministic=deterministic, ddof=ddof))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
