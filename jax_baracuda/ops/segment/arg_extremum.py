@@ -24,12 +24,7 @@ from jax_baracuda.ops.segment.arguments import (
 )
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, xla_min
 from jax_baracuda.ops.segment.comparisons import extrema_of_segments, extrema_over_shards, identity_of, same_value
-from jax_baracuda.ops.segment.definitions import (
-    CELLS,
-    WIDE_DTYPES,
-    index_of_first_row,
-    reduction_op,
-)
+from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, index_of_first_row, reduction_op
 from jax_baracuda.ops.segment.extremum import extremum_targets, minimum_of, segment_max
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan

@@ -21,7 +21,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_ra
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import MB, Traits, on_cpu, on_gpu, uncontended, unordered, unsorted
 from jax_baracuda._core.functions import Params, resolved
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import BY_SEGMENT, limit_of_32_bits, sum_guarantee
@@ -41,65 +41,55 @@ Score = Literal["dot_product", "additive", "given"]
 # and the segments of the call are the rows of keys and values.
 
 _CELLS, _GATHERED = ("segment", "head", "feature"), ("gathered", "head", "feature")
-_OF_EDGES = ("edge", "head")
-
-
-_ENDS_OF_EDGES = {"gather_ids": ("edge",), "segment_ids": ("edge",)}
 _OPTIONAL = {"bias": "has_bias", "edge_order": "has_edge_order"}
+_SOFTMAX, _ENDS_OF_EDGES = ("maxima", "totals", "means"), ("gather_ids", "segment_ids")
 
 
-def _of_softmax(dims: tuple[str, ...]) -> NamedDimensions:
-    return dict.fromkeys(("maxima", "totals", "means"), dims[:2])
-
-
-def _last_operands(score: Score, dims_of_value: tuple[str, ...] | None) -> NamedDimensions:
-    """The last operands, which all ops share. `dims_of_value`: None where values are keys or come earlier."""
-    return {
-        **({} if dims_of_value is None else {"value": dims_of_value}),
-        "bias": _OF_EDGES,
-        **({"score_weights": ("head", "feature")} if score == "additive" else {}),
-        "edge_order": ("edge",),
+def _dims(names: Sequence[str], *, rows: Dimensions, segments: Dimensions) -> NamedDimensions:
+    """The dimensions of operands or results: `rows` of keys and values, and `segments` of queries."""
+    dims = {
+        **dict.fromkeys(("key", "value", "d_key", "d_value"), rows),
+        **dict.fromkeys(("query", "d_output", "d_query", "d_score_weights"), segments),
+        **dict.fromkeys(_SOFTMAX, segments[:2]),
+        **dict.fromkeys(("bias", "d_bias"), ("edge", "head")),
+        **dict.fromkeys((*_ENDS_OF_EDGES, "edge_order", "rows_of_edges"), ("edge",)),
+        "score_weights": ("head", "feature"),
     }
+    return {name: dims[name] for name in names}
 
 
 def _operands(*, score: Score) -> NamedDimensions:
-    last = _last_operands(score, _GATHERED if score == "dot_product" else None)
-    if score == "given":
-        return {"value": _GATHERED, **_ENDS_OF_EDGES, **last}
-    return {"key": _GATHERED, **_ENDS_OF_EDGES, "query": _CELLS, **last}
+    names = {
+        "dot_product": ("key", *_ENDS_OF_EDGES, "query", "value", "bias", "edge_order"),
+        "additive": ("key", *_ENDS_OF_EDGES, "query", "bias", "score_weights", "edge_order"),
+        "given": ("value", *_ENDS_OF_EDGES, "bias", "edge_order"),
+    }
+    return _dims(names[score], rows=_GATHERED, segments=_CELLS)
 
 
 def _operands_by_segment(*, score: Score) -> NamedDimensions:
-    last = _last_operands(score, _GATHERED if score == "dot_product" else None)
-    return {"key": _GATHERED, "query": _CELLS, "d_output": _CELLS, **_of_softmax(_CELLS), **_ENDS_OF_EDGES, **last}
+    last = {"dot_product": ("value", "bias"), "additive": ("bias", "score_weights")}
+    names = ("key", "query", "d_output", *_SOFTMAX, *_ENDS_OF_EDGES, *last[score], "edge_order")
+    return _dims(names, rows=_GATHERED, segments=_CELLS)
 
 
 def _operands_by_row(*, score: Score) -> NamedDimensions:
-    return {
-        "d_output": _GATHERED,
-        **_of_softmax(_GATHERED),
-        **_ENDS_OF_EDGES,
-        **({} if score == "given" else {"query": _GATHERED, "key": _CELLS}),
-        **_last_operands(score, None if score == "additive" else _CELLS),
-        **({"rows_of_edges": ("edge",)} if score == "given" else {}),
+    last = {
+        "dot_product": ("query", "key", "value", "bias", "edge_order"),
+        "additive": ("query", "key", "bias", "score_weights", "edge_order"),
+        "given": ("value", "bias", "edge_order", "rows_of_edges"),
     }
+    return _dims(("d_output", *_SOFTMAX, *_ENDS_OF_EDGES, *last[score]), rows=_CELLS, segments=_GATHERED)
 
 
 def _results_by_segment(*, score: Score, has_bias: bool) -> NamedDimensions:
-    return {
-        "d_query": _CELLS,
-        **({"d_bias": _OF_EDGES} if has_bias else {}),
-        **({"d_score_weights": _CELLS} if score == "additive" else {}),
-    }
+    names = ("d_query", *["d_bias"] * has_bias, *["d_score_weights"] * (score == "additive"))
+    return _dims(names, rows=_GATHERED, segments=_CELLS)
 
 
 def _results_by_row(*, score: Score) -> NamedDimensions:
-    results: dict[Score, NamedDimensions] = {
-        "dot_product": {"d_key": _CELLS, "d_value": _CELLS},
-        "additive": {"d_key": _CELLS},
-        "given": {"d_value": _CELLS, "d_bias": _OF_EDGES},
-    }
-    return results[score]
+    names = {"dot_product": ("d_key", "d_value"), "additive": ("d_key",), "given": ("d_value", "d_bias")}
+    return _dims(names[score], rows=_CELLS, segments=_GATHERED)
 
 
 def _by_name(operands_of: Callable[..., NamedDimensions], operands: Sequence[Any], score: Score) -> dict[str, Any]:

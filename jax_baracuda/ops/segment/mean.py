@@ -263,9 +263,8 @@ def divided_by_counts(
 
 def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, Array]]:
     if not plan:
-        flags = sum_params(params["num_segments"], params["indices_are_sorted"], params["deterministic"])
         op = SEGMENT_MEAN if params["accumulator"] is None else SEGMENT_MEAN_IN_FLOAT64
-        output, count = op(data, segment_ids, **flags)
+        output, count = op(data, segment_ids, **params.without("accumulator"))
     else:
         total = sum_by_plan(data, **plan, num_segments=params["num_segments"], is_wide=True)
         count = count_rows(plan["sorted_ids"], params["num_segments"], indices_are_sorted=True)

@@ -171,12 +171,6 @@ def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
     return reduce_in_pairs(jnp.multiply, 1, wide, ids, num_segments).astype(data.dtype)
 
 
-def _reference_residual(data: Array, ids: Array, num_segments: int) -> ExtendedProduct:
-    """The product as mantissa and exponent."""
-    wide = data.astype(accumulation_dtype(data.dtype))
-    return reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), product_of_one(wide), ids, num_segments)
-
-
 def has_exponent(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
@@ -184,7 +178,8 @@ def has_exponent(dtype: Any) -> bool:
 def _reference(data: Array, ids: Array, *, num_segments: int, has_residual: bool) -> tuple[Array, ...]:
     residual: Sequence[Array]
     if has_exponent(data.dtype):
-        residual = _reference_residual(data, ids, num_segments)
+        rows = product_of_one(data.astype(accumulation_dtype(data.dtype)))
+        residual = reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), rows, ids, num_segments)
         output = product_value(residual).astype(data.dtype)
     elif jnp.issubdtype(data.dtype, jnp.inexact):
         output = _product_in_pairs(data, ids, num_segments)

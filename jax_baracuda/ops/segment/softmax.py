@@ -18,13 +18,7 @@ from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.selection import Implementation, selectable
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
-from jax_baracuda.ops.segment.arguments import (
-    Mode,
-    OutSharding,
-    canonical_segments,
-    canonicalize,
-    check_like,
-)
+from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonical_segments, canonicalize, check_like
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import BY_SEGMENT, IDS, ROWS, sum_guarantee
 from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards

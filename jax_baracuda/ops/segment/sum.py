@@ -68,13 +68,7 @@ from jax_baracuda.ops.segment.edges import (
     sorted_first,
     with_longer_rows,
 )
-from jax_baracuda.ops.segment.graphs import (
-    flat_batch,
-    graph_axes,
-    merge_graphs,
-    renumbered,
-    sum_over_graphs,
-)
+from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
 from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart
 
@@ -611,8 +605,7 @@ def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) 
 def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
     if plan:
         return sum_by_plan(data, **plan, num_segments=params["num_segments"]), segment_ids
-    flags = sum_params(params["num_segments"], params["indices_are_sorted"], params["deterministic"])
-    return sum_op(params.get("accumulator"))(data, segment_ids, **flags)[0], segment_ids
+    return sum_op(params["accumulator"])(data, segment_ids, **params.without("accumulator"))[0], segment_ids
 
 
 def _backward(params: Params, segment_ids: Array, d_output: Array) -> dict[str, Array]:

@@ -14,14 +14,7 @@ from jax_baracuda._core.autodiff import KernelVjp, with_twin
 from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import (
-    Mode,
-    OutSharding,
-    Segments,
-    as_inexact,
-    canonical_segments,
-    canonicalize,
-)
+from jax_baracuda.ops.segment.arguments import Mode, OutSharding, Segments, as_inexact, canonical_segments, canonicalize
 from jax_baracuda.ops.segment.cells import per_row
 from jax_baracuda.ops.segment.ids import check_numbered, static_size
 from jax_baracuda.ops.segment.mean import SEGMENT_MEAN, segment_mean
