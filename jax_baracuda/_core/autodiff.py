@@ -15,7 +15,6 @@ import numpy as np
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
-from jax_baracuda._core.docstrings import extend_section
 from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.selection import SCOPE_NAME, Selection, current_selection, selecting
 from jax_baracuda._core.transposed import transposed
@@ -260,32 +259,3 @@ def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
 
     function_in_both_modes.__module__ = module  # where pickle looks for it
     return function_in_both_modes
-
-
-_TWIN = """\
-Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-:mod:`jax_baracuda.forward_mode`."""
-
-
-def with_twin(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes the docstring and the error of a public function without forward mode name its twin in ``forward_mode``.
-
-    The error does so where the function is called with tangents. If the function was traced into a program before, JAX
-    raises its own error when the program runs.
-    """
-    if "forward_mode" not in (function.__doc__ or ""):
-        extend_section(function, "Gradient", _TWIN)
-
-    @functools.wraps(function)
-    def function_with_twin(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
-                raise
-            raise TypeError(
-                f"{function.__name__}: JAX can't apply forward-mode autodiff (jvp, jacfwd, linearize) to a custom_vjp "
-                f"function; use jax_baracuda.forward_mode.{function.__name__}, to which both modes apply"
-            ) from error
-
-    return function_with_twin

@@ -10,20 +10,6 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def described_like(*models: Callable[..., Any]) -> Callable[[F], F]:
-    """Completes a docstring by the descriptions of arguments, and by the sections, that only the models have.
-
-    If several models have one, that of the first is taken.
-    """
-
-    def decorate(function: F) -> F:
-        for model in models:
-            add_descriptions(function, inspect.getdoc(model))
-        return function
-
-    return decorate
-
-
 def add_descriptions(function: Callable[..., Any], docstring: str | None) -> None:
     """Adds what a function's docstring lacks from another docstring: arguments of the function, and sections."""
     if function.__doc__ is None or docstring is None:  # Python may run without docstrings

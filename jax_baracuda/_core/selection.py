@@ -7,16 +7,14 @@ the primitives, and :mod:`.dispatch` chooses by it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Generic, Literal, ParamSpec, TypeVar, cast, get_args
+from collections.abc import Iterator
+from typing import Any, Final, Generic, Literal, ParamSpec, TypeVar, get_args
 
 import jax
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import check_choice
-from jax_baracuda._core.docstrings import add_descriptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,34 +116,6 @@ def selecting(selection: Selection) -> Iterator[None]:
         yield
     finally:
         selections.pop()
-
-
-_DESCRIPTION = """
-
-Args:
-  implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-    :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
-"""
-
-
-def selectable(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets the keyword argument `implementation` of a public function select the implementation of its ops.
-
-    Its docstring need not describe the argument.
-    """
-    add_descriptions(function, _DESCRIPTION)
-
-    @jax_versions.hiding_frames
-    @functools.wraps(function)
-    def selectable_function(*args: P.args, **kwargs: P.kwargs) -> R:
-        asked_for = kwargs.get("implementation")
-        if asked_for is None:
-            return function(*args, **kwargs)
-        check_choice(function.__name__, "implementation", asked_for, *IMPLEMENTATIONS, None)
-        with selecting(cast(Implementation, asked_for)):
-            return function(*args, **kwargs)
-
-    return selectable_function
 
 
 @jax_versions.hiding_frames

@@ -35,14 +35,14 @@ from jax_baracuda._core.arrays import (
     reshard_as,
     whole_number,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.batch import map_together
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
 Activation = Literal["silu", "swish"] | None
@@ -99,8 +99,7 @@ def causal_conv1d(
 ) -> Array | tuple[Array, Array]: ...
 
 
-@selectable
-@with_twin
+@public_function()
 def causal_conv1d(
     x: ArrayLike,
     weight: ArrayLike,
@@ -174,8 +173,7 @@ def causal_conv1d(
     return y, _states_of_segments(arrays, as_array(name, "segment_ids", segment_ids), num_segments, params)
 
 
-@selectable
-@described_like(causal_conv1d)
+@public_function(causal_conv1d, has_twin=False)
 def causal_conv1d_backward(
     d_output: ArrayLike,
     x: ArrayLike,

@@ -14,11 +14,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array, check_shape, in_range, index_array, reshard_as
-from jax_baracuda._core.autodiff import with_twin
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, not_redirected, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda.ops.causal_conv1d import (
     MAX_WIDTH,
     Activation,
@@ -43,9 +42,7 @@ from jax_baracuda.ops.causal_conv1d_update import (
 )
 
 
-@selectable
-@with_twin
-@described_like(causal_conv1d)
+@public_function(causal_conv1d)
 def causal_conv1d_ragged(
     x: ArrayLike,
     states: ArrayLike,

@@ -25,12 +25,12 @@ from jax_baracuda._core.arrays import (
     reshard_as,
     reshard_like,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import at_most, fused, on_cpu, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, not_redirected, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda.ops.causal_conv1d import (
     CAUSAL_CONV1D_BACKWARD,
     GRADIENT_OF_ONE_STEP,
@@ -56,9 +56,7 @@ from jax_baracuda.ops.causal_conv1d import (
 from jax_baracuda.ops.write_rows import is_last_of_slot
 
 
-@selectable
-@with_twin
-@described_like(causal_conv1d)
+@public_function(causal_conv1d)
 def causal_conv1d_update(
     x: ArrayLike,
     state: ArrayLike,

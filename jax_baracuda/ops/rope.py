@@ -36,21 +36,20 @@ from jax_baracuda._core.arrays import (
     static_type_error,
     whole_number,
 )
-from jax_baracuda._core.autodiff import vjp_of_linear, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.dispatch import KB, MB, Traits, at_least, at_most, fused, on_cpu, on_gpu, param
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
 
 
-@selectable
-@with_twin
+@public_function()
 def rope(
     x: ArrayLike,
     positions: ArrayLike | None = None,
@@ -137,8 +136,7 @@ def rope(
     return y
 
 
-@selectable
-@described_like(rope)
+@public_function(rope, has_twin=False)
 def rope_backward(
     d_output: ArrayLike,
     positions: ArrayLike | None = None,
@@ -177,9 +175,7 @@ def rope_backward(
     return dx
 
 
-@selectable
-@with_twin
-@described_like(rope)
+@public_function(rope)
 def rope_qk(
     q: ArrayLike,
     k: ArrayLike,
@@ -220,8 +216,7 @@ def rope_qk(
     return q, k
 
 
-@selectable
-@described_like(rope)
+@public_function(rope, has_twin=False)
 def rope_qk_backward(
     d_q_output: ArrayLike,
     d_k_output: ArrayLike,

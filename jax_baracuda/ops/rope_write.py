@@ -22,12 +22,12 @@ from jax_baracuda._core.arrays import (
     floating_array,
     index_array,
 )
-from jax_baracuda._core.autodiff import vjp_of_linear, with_twin
-from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.rope import (
     ADVICE_ON_SECTIONS,
     ATTRIBUTES_OF_ROTATION,
@@ -57,9 +57,7 @@ from jax_baracuda.ops.write_rows import (
 )
 
 
-@selectable
-@with_twin
-@described_like(rope)
+@public_function(rope)
 def rope_write(
     q: ArrayLike,
     k: ArrayLike,

@@ -29,17 +29,17 @@ from jax_baracuda._core.arrays import (
     of_bits,
     static_type_error,
 )
-from jax_baracuda._core.autodiff import vjp_of_linear, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, not_redirected, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 
-@selectable
-@with_twin
+@public_function()
 def write_rows(
     dests: ArrayLike | Sequence[ArrayLike],
     rows: ArrayLike | Sequence[ArrayLike],

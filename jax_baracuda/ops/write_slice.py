@@ -28,13 +28,13 @@ from jax_baracuda._core.arrays import (
     in_range,
     of_bits,
 )
-from jax_baracuda._core.autodiff import vjp_of_linear, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 WriteMode = Literal["clip", "drop"]
@@ -43,8 +43,7 @@ StartIndex = ArrayLike | tuple[int, int]
 StartIndices = Sequence[StartIndex] | Array | np.ndarray
 
 
-@selectable
-@with_twin
+@public_function()
 def write_slice(
     dest: ArrayLike,
     source: ArrayLike,
@@ -105,9 +104,7 @@ def write_slice(
     return result
 
 
-@selectable
-@with_twin
-@described_like(write_slice)
+@public_function(write_slice)
 def write_slices(
     dests: Sequence[ArrayLike],
     sources: Sequence[ArrayLike],

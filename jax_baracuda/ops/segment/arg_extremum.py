@@ -10,9 +10,9 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
 from jax_baracuda._core.dispatch import MB, at_most, mostly_empty_segments, on_gpu, uncontended, unsorted
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -30,8 +30,7 @@ from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
-@selectable
-@described_like(segment_max)
+@public_function(segment_max, has_twin=False)
 def segment_argmax(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -74,7 +73,7 @@ def segment_argmax(
     return _arg_extremum(canonicalize(segments, data, out_sharding), minimum=False)
 
 
-@selectable
+@public_function(has_twin=False)
 @minimum_of(
     segment_argmax,
     """

@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, check_choice, in_range
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import (
     MB,
     at_most,
@@ -31,11 +31,11 @@ from jax_baracuda._core.dispatch import (
     unordered,
     unsorted,
 )
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import EXACT, ROUNDED_ONCE, accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -115,9 +115,7 @@ def minimum_of(function_of_maximum: Callable[..., Any], example: str) -> Callabl
     return described
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -169,8 +167,7 @@ def segment_max(
     return _reduce(canonicalize(segments, data, out_sharding, bucket_size), tie_break, minimum=False)
 
 
-@selectable
-@with_twin
+@public_function()
 @minimum_of(
     segment_max,
     """
@@ -201,8 +198,7 @@ def segment_min(
     return _reduce(canonicalize(segments, data, out_sharding, bucket_size), tie_break, minimum=True)
 
 
-@selectable
-@described_like(segment_sum_backward, segment_sum)
+@public_function(segment_sum_backward, segment_sum, has_twin=False)
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -245,7 +241,7 @@ def segment_max_backward(
     return _backward(segments, data, d_output, tie_break, minimum=False)
 
 
-@selectable
+@public_function(has_twin=False)
 @minimum_of(
     segment_max_backward,
     """
@@ -271,8 +267,7 @@ def segment_min_backward(
     return _backward(segments, data, d_output, tie_break, minimum=True)
 
 
-@selectable
-@described_like(segment_max_backward)
+@public_function(segment_max_backward, has_twin=False)
 def unsorted_segment_max_backward(
     d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike, *, implementation: Implementation | None = None
 ) -> Array:

@@ -12,12 +12,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, floating_array, with_whole_dims
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_cpu, on_gpu
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges_between
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
@@ -26,8 +27,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import gathered_sum, sum_over_split_dim
 
 
-@selectable
-@with_twin
+@public_function()
 def gather_segment_dot(
     data: ArrayLike,
     segment_data: ArrayLike,

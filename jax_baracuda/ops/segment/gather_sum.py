@@ -10,11 +10,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array, with_whole_dims
-from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.batched_vjp import BatchedVjp
 from jax_baracuda.ops.segment.edges import transposed_edges
@@ -25,8 +24,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import count_rows, gathered_sum
 
 
-@selectable
-@with_twin
+@public_function()
 def gather_segment_sum(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -99,9 +97,7 @@ def gather_segment_sum(
     return _reduce(name, _gather_segment_sum, call, params, weights)
 
 
-@selectable
-@with_twin
-@described_like(gather_segment_sum)
+@public_function(gather_segment_sum)
 def gather_segment_mean(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,

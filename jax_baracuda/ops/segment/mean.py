@@ -13,13 +13,13 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Accumulator,
@@ -59,9 +59,7 @@ from jax_baracuda.ops.segment.sum import (
 )
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -113,8 +111,7 @@ def segment_mean(
     return call.reduce(_segment_mean, call.params(deterministic=deterministic, accumulator=accumulator))
 
 
-@selectable
-@described_like(segment_sum_backward, segment_sum)
+@public_function(segment_sum_backward, segment_sum, has_twin=False)
 def segment_mean_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,

@@ -13,12 +13,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import MB, at_most, fused, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -52,9 +52,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, segment_sum_backward, sum_params
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -117,8 +115,7 @@ def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
     return _segment_prod(Params(params, indices_are_sorted=True), data=rows, segment_ids=ids)
 
 
-@selectable
-@described_like(segment_sum_backward, segment_sum)
+@public_function(segment_sum_backward, segment_sum, has_twin=False)
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,

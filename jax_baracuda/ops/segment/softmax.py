@@ -11,12 +11,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import KB, MB, at_least, at_most, on_cpu, on_gpu, uncontended, unordered
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonical_segments, canonicalize, check_like
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
@@ -26,9 +26,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -82,8 +80,7 @@ def segment_softmax(
     return probabilities if plan is None else unpermuted(probabilities, plan.edge_order)
 
 
-@selectable
-@described_like(segment_sum)
+@public_function(segment_sum, has_twin=False)
 def segment_softmax_backward(
     d_output: ArrayLike,
     probabilities: ArrayLike,

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import (
     MB,
     Traits,
@@ -28,11 +28,11 @@ from jax_baracuda._core.dispatch import (
     unordered,
     unsorted,
 )
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Accumulator,
@@ -73,8 +73,7 @@ from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart
 
 
-@selectable
-@with_twin
+@public_function()
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -152,8 +151,7 @@ def segment_sum(
     return reduce_numbers(call, _segment_sum, params, jnp.sum if accumulator is None else None)
 
 
-@selectable
-@described_like(segment_sum)
+@public_function(segment_sum, has_twin=False)
 def segment_sum_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,

@@ -25,14 +25,8 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import (
-    Implementation,
-    Selection,
-    current_selection,
-    may_run_kernel,
-    selectable,
-    selecting,
-)
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, Selection, current_selection, may_run_kernel, selecting
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.arguments import Accumulator, canonical_accumulator
 from jax_baracuda.ops.segment.cells import sum_in_blocks
@@ -42,7 +36,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan, permuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_op, sum_over_shards
 
 
-@selectable
+@public_function(has_twin=False)
 def take_rows(
     data: ArrayLike,
     ids: ArrayLike | None = None,
