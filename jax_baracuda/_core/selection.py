@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, Final, Generic, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
 import jax
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import check_choice
 
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T")
 
 

@@ -146,11 +146,10 @@ def rope_write(
     write = checked_write(name, names, pools, slots, axis, layer)
     rotation, frequencies, _ = options.checked(name, "q", q.shape[2], np.dtype(accumulation_dtype(q.dtype)))
     positions = _checked_positions(name, positions, q.shape[0], rotation["sections"])
-    keys, values = write.pools
     if q.shape[0] == 0:
-        return q, keys.dest, values.dest
-    written = keys.dest, values.dest, keys.rows, values.rows, *write.others()
-    key_cache, value_cache, q = _rope_write(Params(write.params(), **rotation), *written, q, frequencies, positions)
+        return q, *(pool.dest for pool in write.pools)
+    operands = *write.operands(), q, frequencies, positions
+    key_cache, value_cache, q = _rope_write(Params(write.params(), **rotation), *operands)
     return q, key_cache, value_cache
 
 

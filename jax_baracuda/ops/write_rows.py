@@ -474,17 +474,16 @@ class CheckedWrite(NamedTuple):
             has_unique_slots=False,
         )
 
-    def others(self) -> list[Array]:
-        """The operands that are neither pools nor rows."""
-        return WriteOperands([], [], self.slots, self.layer, [pool.scale for pool in self.pools]).flat()
+    def operands(self) -> list[Array]:
+        dests, rows, scales = zip(*self.pools, strict=True)
+        return WriteOperands(dests, rows, self.slots, self.layer, scales).flat()
 
 
 def _write(call: CheckedWrite) -> list[Array]:
     call = call._replace(pools=[_for_kernel(pool) for pool in call.pools])
-    dests, rows = [pool.dest for pool in call.pools], [pool.rows for pool in call.pools]
     if call.slots.shape[0] == 0:
-        return dests
-    return _write_op(call.params(), *dests, *rows, *call.others())
+        return [pool.dest for pool in call.pools]
+    return _write_op(call.params(), *call.operands())
 
 
 def _for_kernel(pool: PoolWrite) -> PoolWrite:
@@ -580,7 +579,7 @@ def _checked_scale(name: str, own: PoolNames, dest: Array, rows: Array, scale: A
         raise TypeError(f"{name}: {own.rows} must be real to be scaled or written to {dest.dtype}, got {rows.dtype}")
     if scale is None:
         return None
-    scale = as_array(name, f"{own.scale}", scale)
+    scale = as_array(name, own.scale, scale)
     if not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
         raise TypeError(f"{name}: {own.scale} must have a real dtype, got {scale.dtype}")
     if scale.shape not in ((), rows.shape[1:2]):

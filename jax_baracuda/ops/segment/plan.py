@@ -232,6 +232,12 @@ def check_gathers(name: str, plan: SegmentPlan) -> None:
         raise ValueError(f"{name}: the plan has no gather_ids; pass gather_ids and num_rows to segment_plan")
 
 
+def check_size_of_plan(name: str, size: int, what: str, argument: str, array: Array) -> None:
+    """Checks that an array has as many rows as the plan has segments, or rows to gather."""
+    if size != array.shape[0]:
+        raise ValueError(f"{name}: the plan is for {size} {what}, got {argument}.shape = {array.shape}")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The order, as a separate op: XLA merges equal calls of it within a program.
 

@@ -32,7 +32,7 @@ from jax_baracuda.ops.segment.arguments import Accumulator, canonical_accumulato
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import of_split_segments, sum_guarantee
 from jax_baracuda.ops.segment.ids import check_numbered, clamped_ids, index_dtype, wrapped_ids
-from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan, permuted
+from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan, check_size_of_plan, permuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_op, sum_over_shards
 
 
@@ -126,8 +126,7 @@ def take_rows(
 
 def _take_by_plan(name: str, data: Array, plan: SegmentPlan, accumulator: Accumulator | None) -> Array:
     num_rows, num_edges = data.shape[0], plan.edge_order.shape[0]
-    if plan.num_segments != num_rows:
-        raise ValueError(f"{name}: the plan is for {plan.num_segments} segments, got data.shape = {data.shape}")
+    check_size_of_plan(name, plan.num_segments, "segments", "data", data)
     if num_rows == 0 and num_edges > 0:
         raise ValueError(f"{name}: data must have rows for {num_edges} edges to take, got shape {data.shape}")
     order = plan.edge_order, plan.segment_ids
