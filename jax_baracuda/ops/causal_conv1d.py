@@ -634,14 +634,14 @@ def optional_operands(*names: str) -> dict[str, str]:
 _OPTIONAL = ("bias", "initial_state", "same_sequence")
 """The optional operands of the convolution of a sequence and of its gradient."""
 
-OF_ALL: Any = {
+COMMON_FIELDS: Any = {
     "attributes": ("channels_last", "silu", "has_bias"),
     "dtypes": FLOATING_DTYPES,
     "guarantee": accumulated,
     "independent_dims": ("example", "channel"),
 }
-_of_sequences: Any = OF_ALL | {
-    "attributes": (*OF_ALL["attributes"], "has_initial_state", "has_same_sequence"),
+_SEQUENCE_FIELDS: Any = COMMON_FIELDS | {
+    "attributes": (*COMMON_FIELDS["attributes"], "has_initial_state", "has_same_sequence"),
     "plan_parameters": plan_parameters,
     "limit": limit_of_width,
     "replicated_dims": ("tap", "state"),
@@ -676,7 +676,7 @@ CAUSAL_CONV1D = Op(
         on_gpu("inputs stay in the L2 cache, where XLA's fusion is as fast", at_most(bytes=16 * MB)),
     ),
     shard_program=_shard_forward,
-    **_of_sequences,
+    **_SEQUENCE_FIELDS,
 )
 
 GRADIENT_OF_ONE_STEP = on_gpu("the gradient of a single step is elementwise", at_most(time=1))
@@ -701,7 +701,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
         on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
     ),
     shard_program=_shard_backward,
-    **_of_sequences | {"attributes": (*_of_sequences["attributes"], "has_d_final_state")},
+    **_SEQUENCE_FIELDS | {"attributes": (*_SEQUENCE_FIELDS["attributes"], "has_d_final_state")},
 )
 
 

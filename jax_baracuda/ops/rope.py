@@ -660,7 +660,7 @@ def _canonicalize(
             shape = "[B, H, S, D]" if heads_first else "[B, S, H, D]"
             advice = f"; {argument}[None] is a batch of one" if x.ndim == 3 else ""
             raise ValueError(
-                f"{name}: {argument} must have shape {shape} ({_named(heads_first)}), got {x.shape}{advice}"
+                f"{name}: {argument} must have shape {shape} ({_layout_argument(heads_first)}), got {x.shape}{advice}"
             )
     if layout is None and all(x.shape[1] == x.shape[2] != 1 for x in arrays.values()):
         shapes = " and ".join(f"{argument} of shape {x.shape}" for argument, x in arrays.items())
@@ -676,7 +676,7 @@ def _canonicalize(
             fits_other_layout = layout is None and all(x.shape[axis] == first.shape[axis] for axis in (0, 1, 3))
             raise ValueError(
                 f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads "
-                f"in dimension {3 - sequence_axis} ({_named(heads_first)}); got {x.shape}"
+                f"in dimension {3 - sequence_axis} ({_layout_argument(heads_first)}); got {x.shape}"
                 f"{_ADVICE_ON_LAYOUT if fits_other_layout else ''}"
             )
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
@@ -699,7 +699,7 @@ ADVICE_ON_SECTIONS = "; positions of three axes (M-RoPE) need sections"
 _ADVICE_ON_LAYOUT = '; for arrays [B, S, H, D] pass layout="BSHD"'
 
 
-def _named(heads_first: bool) -> str:
+def _layout_argument(heads_first: bool) -> str:
     return f"layout={'BHSD' if heads_first else 'BSHD'!r}"
 
 
@@ -811,7 +811,7 @@ def _checked_positions(
             advice = ADVICE_ON_SECTIONS
         raise ValueError(
             f"{name}: positions must have shape [{letter}S] = {shared} or [{letter}B, S] = {own} "
-            f"({_named(heads_first)}), got {positions.shape}{advice}"
+            f"({_layout_argument(heads_first)}), got {positions.shape}{advice}"
         )
     return jnp.expand_dims(positions, -2) if positions.shape == shared else positions
 

@@ -372,7 +372,7 @@ def _transpose_backward(
     return WRITE_ROWS(*cotangents, *others, **params)
 
 
-_common: dict[str, Any] = {
+_FIELDS: dict[str, Any] = {
     # Scaled numbers are rounded twice: in float32 and to the dtype of the pool.
     "guarantee": ROUNDED_ONCE,
     "replicated_dims": ("row",),
@@ -406,7 +406,7 @@ WRITE_ROWS = Op(
     transposes=lambda *, ranks, axis, has_layer: {
         (*pool_dimensions("dest", ranks, axis, has_layer), *row_dimensions("rows", ranks, axis)): transpose_write
     },
-    **_common,
+    **_FIELDS,
 )
 
 WRITE_ROWS_BACKWARD = Op(
@@ -430,7 +430,7 @@ WRITE_ROWS_BACKWARD = Op(
     transposes=lambda *, ranks, axis, has_layer: {
         tuple(pool_dimensions("d_output", ranks, axis, has_layer)): _transpose_backward
     },
-    **_common,
+    **_FIELDS,
 )
 
 

@@ -395,7 +395,7 @@ def _transpose_write(
     return placed(gradients, [*chosen, *(len(ranks) + i for i in chosen)], 2 * len(ranks))
 
 
-_common = {
+_FIELDS = {
     "guarantee": EXACT,
     "attributes": ("windows", "drop"),
     "plan_parameters": _plan_parameters,
@@ -426,7 +426,7 @@ WRITE_SLICE = Op(
     transposes=lambda *, ranks: {
         (*_dest_dimensions("dest", ranks), *_dest_dimensions("source", ranks)): _transpose_write
     },
-    **_common,
+    **_FIELDS,
 )
 
 WRITE_SLICE_BACKWARD = Op(
@@ -449,7 +449,7 @@ WRITE_SLICE_BACKWARD = Op(
     ),
     shard_program=_shard_extract,
     transposes=lambda *, ranks: {tuple(_dest_dimensions("d_output", ranks)): _transpose_extract},
-    **_common,
+    **_FIELDS,
 )
 
 

@@ -83,7 +83,7 @@ def limit_of_32_bits(*_: Any, sizes: Mapping[str, int]) -> str | None:
     return "it has 2^32 - 1 segments or more" if segments >= np.iinfo(np.uint32).max else None
 
 
-BY_SEGMENT: Any = {
+SEGMENT_FIELDS: Any = {
     "result_sizes": {"segment": "num_segments"},
     "plan_parameters": plan_parameters,
     "limit": limit_of_32_bits,
@@ -99,7 +99,7 @@ def reduction_op(
     **fields: Any,
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
-    defaults = BY_SEGMENT | {
+    defaults = SEGMENT_FIELDS | {
         "attributes": ("indices_are_sorted",),
         "reduction_dims": ("row",),
         "shard_program": of_split_segments(shard_program, ids_operand=1),

@@ -24,7 +24,7 @@ from jax_baracuda._core.functions import Params, resolved
 from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
-from jax_baracuda.ops.segment.definitions import BY_SEGMENT, limit_of_32_bits, sum_guarantee
+from jax_baracuda.ops.segment.definitions import SEGMENT_FIELDS, limit_of_32_bits, sum_guarantee
 from jax_baracuda.ops.segment.edges import (
     NEED_SORTED_EDGES,
     VECTOR_BYTES,
@@ -184,7 +184,7 @@ def _scored(
     return _ScoredEdges(score, values, logits, takes_part)
 
 
-def _in_order_of_numbers(of_edges: Array, edge_order: Array | None) -> Array:
+def _in_original_order(of_edges: Array, edge_order: Array | None) -> Array:
     return of_edges if edge_order is None else jnp.zeros_like(of_edges).at[edge_order].set(of_edges)
 
 
@@ -216,7 +216,7 @@ def _reference_by_segment(*operands: Array, num_segments: int, **params: Any) ->
 
     results = [summed(d_logits[..., None] * edges.score.by_query()).astype(operands[0].dtype)]
     if params["has_bias"]:
-        results.append(_in_order_of_numbers(d_logits, arrays["edge_order"]))
+        results.append(_in_original_order(d_logits, arrays["edge_order"]))
     if edges.score.is_additive:
         results.append(summed(d_logits[..., None] * edges.score.leaky_sums()))
     return results
@@ -243,7 +243,7 @@ def _reference_by_row(*operands: Array, num_segments: int, **params: Any) -> Seq
 
     d_values = probabilities[..., None] * d_outputs
     if edges.score is None:
-        return [summed(d_values), _in_order_of_numbers(d_logits, arrays["edge_order"])]
+        return [summed(d_values), _in_original_order(d_logits, arrays["edge_order"])]
     d_keys = d_logits[..., None] * edges.score.by_key()
     return [summed(d_keys + d_values)] if edges.score.is_additive else [summed(d_keys), summed(d_values)]
 
@@ -374,7 +374,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
             on_gpu(NEED_SORTED_EDGES, unsorted): sort_first,
             on_cpu(NEED_SORTED_EDGES, unsorted): sort_first,
         },
-        **BY_SEGMENT | {"limit": limit},
+        **SEGMENT_FIELDS | {"limit": limit},
         **fields,
     )
     return op

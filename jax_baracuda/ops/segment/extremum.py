@@ -57,11 +57,11 @@ from jax_baracuda.ops.segment.comparisons import (
     identity_of,
 )
 from jax_baracuda.ops.segment.definitions import (
-    BY_SEGMENT,
     CELLS,
     IDS,
     ORDERED_DTYPES,
     ROWS,
+    SEGMENT_FIELDS,
     gradient_op,
     index_of_first_row,
     limit_of_32_bits,
@@ -803,7 +803,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     reduction_dims=("edge",),
     shard_program=of_split_segments(functools.partial(_shard_reduce, "edge"), ids_operand=2),
     tangent=_tangent_of_edges,
-    **BY_SEGMENT,
+    **SEGMENT_FIELDS,
 )
 
 GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(

@@ -18,7 +18,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, in_range,
 from jax_baracuda._core.dispatch import Rule, at_least, on_gpu, sorts_apart
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
-from jax_baracuda.ops.segment.definitions import BY_SEGMENT, IDS, ROWS
+from jax_baracuda.ops.segment.definitions import IDS, ROWS, SEGMENT_FIELDS
 from jax_baracuda.ops.segment.ids import (
     canonical_edges,
     check_num_segments,
@@ -301,7 +301,7 @@ SEGMENT_ORDER = Op(
     attributes=("num_segments",),
     of_constants=_order_of_constants,
     replicated_dims=IDS,
-    **BY_SEGMENT,
+    **SEGMENT_FIELDS,
 )
 """``(segment_ids [N] of int32) -> (order [N], sorted_ids [N])``, a stable sort."""
 

@@ -20,7 +20,7 @@ from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonical_segments, canonicalize, check_like
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
-from jax_baracuda.ops.segment.definitions import BY_SEGMENT, IDS, ROWS, sum_guarantee
+from jax_baracuda.ops.segment.definitions import IDS, ROWS, SEGMENT_FIELDS, sum_guarantee
 from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
@@ -202,7 +202,7 @@ def _shard_backward(
 # gradients 0.66.
 _CPU_RULE = on_cpu("a single feature leaves the kernel nothing to vectorise", at_most(features=1))
 
-_COMMON: Any = BY_SEGMENT | {
+_FIELDS: Any = SEGMENT_FIELDS | {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
     "attributes": ("num_segments", "indices_are_sorted"),
@@ -226,7 +226,7 @@ SEGMENT_SOFTMAX = Op(
     tangent=lambda d_logits, operands, results, **params: SEGMENT_SOFTMAX_BACKWARD(
         *results, d_logits, operands[1], **params
     ),
-    **_COMMON,
+    **_FIELDS,
 )
 
 SEGMENT_SOFTMAX_BACKWARD = Op(
@@ -246,7 +246,7 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
             probabilities, *d_results, ids, **params
         ),
     },
-    **_COMMON,
+    **_FIELDS,
 )
 
 

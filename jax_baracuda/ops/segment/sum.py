@@ -47,9 +47,9 @@ from jax_baracuda.ops.segment.arguments import (
 from jax_baracuda.ops.segment.cells import gather_or_zeros, per_row, sum_in_float64, xla_sum
 from jax_baracuda.ops.segment.definitions import (
     BELOW_FLOAT64,
-    BY_SEGMENT,
     CELLS,
     IDS,
+    SEGMENT_FIELDS,
     WIDE_DTYPES,
     float64_guarantee,
     gradient_op,
@@ -507,7 +507,7 @@ GATHER_SEGMENT_SUM = Op(
         UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_SUM),
     },
     transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
-    **BY_SEGMENT,
+    **SEGMENT_FIELDS,
 )
 
 
@@ -583,7 +583,7 @@ def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int,
 
 
 def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministic: bool = False) -> dict[str, Any]:
-    """The params of the transpose of a gradient. Public gradients do not know how the segments were summed."""
+    """The params of a sum. The defaults are for public gradients, which do not know how the segments were summed."""
     return {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
 
 
