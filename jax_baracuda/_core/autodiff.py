@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,6 @@ from jax_baracuda._core.transposed import transposed
 
 if TYPE_CHECKING:
     from jax_baracuda._core.op import Op, Transpose
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _mode = threading.local()
 
@@ -61,7 +57,7 @@ class KernelVjp:
     Called as ``f(params, **arrays)`` with hashable static `params`; an array that a call omits is None.
 
     By default, ``jax.custom_vjp`` binds `forward` to `backward`. If both modes are asked for (see
-    :func:`in_both_modes`), ``jax.custom_jvp`` does. The tangent is then the transpose of `backward`: it runs kernels
+    :func:`both_modes`), ``jax.custom_jvp`` does. The tangent is then the transpose of `backward`: it runs kernels
     where the ops have `transposes`, else plain JAX. Its own transpose is `backward` again, with its kernels. If no
     array has a tangent space, the primitives are called directly.
     """
@@ -247,15 +243,3 @@ def both_modes() -> Iterator[None]:
         yield
     finally:
         _mode.is_both = previous
-
-
-def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
-    """The version of a public function for `module`, which also supports forward mode."""
-
-    @functools.wraps(function)
-    def function_in_both_modes(*args: P.args, **kwargs: P.kwargs) -> R:
-        with both_modes():
-            return function(*args, **kwargs)
-
-    function_in_both_modes.__module__ = module  # where pickle looks for it
-    return function_in_both_modes

@@ -1,16 +1,19 @@
-"""The decorator of the public functions of ops."""
+"""The decorator of the public functions of ops.
+
+Docstrings of related functions say only what differs from their models, and ``help`` shows all of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import check_choice
-from jax_baracuda._core.docstrings import add_descriptions, extend_section
 from jax_baracuda._core.selection import IMPLEMENTATIONS, selecting
 
 P = ParamSpec("P")
@@ -44,11 +47,8 @@ def public_function(*models: Callable[..., Any], has_twin: bool = True) -> Calla
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
-        for model in models:
-            add_descriptions(function, inspect.getdoc(model))
-        if has_twin and "forward_mode" not in (function.__doc__ or ""):
-            extend_section(function, "Gradient", _TWIN)
-        add_descriptions(function, _IMPLEMENTATION)
+        if function.__doc__ is not None:  # Python may run without docstrings
+            function.__doc__ = _completed(function, models, has_twin)
 
         @jax_versions.hiding_frames
         @functools.wraps(function)
@@ -69,3 +69,31 @@ def public_function(*models: Callable[..., Any], has_twin: bool = True) -> Calla
         return of_users
 
     return decorate
+
+
+def _completed(function: Callable[..., Any], models: Sequence[Callable[..., Any]], has_twin: bool) -> str:
+    """The docstring, with the sections and the descriptions of arguments that it lacks."""
+    sections = _sections(inspect.cleandoc(function.__doc__ or ""))
+    for model in models:
+        sections = _with_lacking(function, sections, _sections(inspect.getdoc(model) or ""))
+    if has_twin and "Gradient" in sections and not any("forward_mode" in text for text in sections.values()):
+        sections["Gradient"] += f"\n{_TWIN}"
+    return "\n\n".join(_with_lacking(function, sections, _sections(_IMPLEMENTATION)).values())
+
+
+def _sections(docstring: str) -> dict[str, str]:
+    """The sections by title. The title of the text before the first section is empty."""
+    first, *sections = re.split(r"\n\n(?=[A-Z][a-z ]*:\s)", docstring.rstrip())
+    return {"": first} | {section.partition(":")[0]: section for section in sections}
+
+
+def _with_lacking(function: Callable[..., Any], own: dict[str, str], others: dict[str, str]) -> dict[str, str]:
+    """The sections of a function, with those and with descriptions of its arguments that only others have."""
+    descriptions = _arguments(others.get("Args", "")) | _arguments(own.get("Args", ""))
+    described = (descriptions[name] for name in inspect.signature(function).parameters if name in descriptions)
+    return others | own | {"Args": "\n".join(["Args:", *described])}
+
+
+def _arguments(section: str) -> dict[str, str]:
+    """The descriptions in a section "Args", by the name of the argument."""
+    return {entry.partition(":")[0].strip(): entry.rstrip() for entry in re.split(r"\n(?=  \w)", section)[1:]}
