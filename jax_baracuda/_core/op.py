@@ -76,6 +76,8 @@ class Op:
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The params that callers may omit, and their values."""
     result_sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """{dimension that no operand has: the param with its size}. Or ``(**params)`` -> the sizes."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
@@ -183,7 +185,8 @@ class Op:
     def _present(
         self, operands: Sequence[jax.Array | None], params: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The operands that are not None, and the params that say which these are."""
+        """The operands that are not None, and the params, with defaults and those that say which operands these are."""
+        params = {**self.defaults, **params}
         if not self.optional:
             return list(operands), params
         given = dict(zip(self.operand_names(params), operands, strict=False))

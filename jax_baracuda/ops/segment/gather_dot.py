@@ -161,6 +161,7 @@ GATHER_SEGMENT_DOT = Op(
         **dict.fromkeys(("gather_ids", "segment_ids", "edge_order"), ("edge",)),
     },
     optional={"edge_order": "has_edge_order"},
+    defaults={"is_wide": False},
     results={"output": ("edge", "head")},
     result_dtypes=lambda d_output, *_, is_wide: [accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype],
     reference=_reference,
@@ -190,7 +191,7 @@ GATHER_SEGMENT_DOT = Op(
 
 def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     operands = {**arrays, "d_output": arrays["segment_data"]}
-    return GATHER_SEGMENT_DOT.of_arrays(operands, is_wide=False, deterministic=params["deterministic"])[0], arrays
+    return GATHER_SEGMENT_DOT.of_arrays(operands, deterministic=params["deterministic"])[0], arrays
 
 
 def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:

@@ -206,8 +206,7 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     data = residuals["data"]
 
     def gradient_of_weights(d_output: Array, *edges: Array | None) -> Array:
-        flags = {"is_wide": False, "deterministic": params["deterministic"]}
-        return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
+        return GATHER_SEGMENT_DOT(d_output, data, *edges, deterministic=params["deterministic"])[0]
 
     operands = d_output, gather_ids, segment_ids, residuals.get("edge_order")
     d_weights = map_over_batch(gradient_of_weights, mapped_dims(operands, num_joined), *operands)

@@ -54,7 +54,6 @@ from jax_baracuda.ops.segment.sum import (
     sum_by_plan,
     sum_op,
     sum_over_shards,
-    sum_params,
     wide_sums,
 )
 
@@ -229,7 +228,7 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
     guarantee=ROUNDED_ONCE,
     transposes={
         ("d_output",): lambda d_outputs, d_data, count, ids, *, accumulator=None, **params: (
-            _sum_over_counts(d_data[0], count, ids, accumulator, **sum_params(d_outputs[0].shape[0], **params)),
+            _sum_over_counts(d_data[0], count, ids, accumulator, num_segments=d_outputs[0].shape[0], **params),
         ),
     },
 )

@@ -49,7 +49,7 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, segment_sum_backward, sum_params
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, segment_sum_backward
 
 
 @public_function(segment_sum)
@@ -238,8 +238,9 @@ def _transpose_backward(
     """Sums each row's tangent times the product of the other rows: also the tangent of the product."""
     [d_output], [d_rows] = d_outputs, d_data
     [terms] = SEGMENT_PROD_TERMS(d_rows.astype(mantissa.dtype), mantissa, packed, data, ids)
-    params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=may_run_kernel())
-    return [x.astype(d_output.dtype) for x in SEGMENT_SUM(terms, ids, **params)]
+    flags = {"indices_are_sorted": indices_are_sorted, "deterministic": may_run_kernel()}
+    [total] = SEGMENT_SUM(terms, ids, num_segments=d_output.shape[0], **flags)
+    return [total.astype(d_output.dtype)]
 
 
 def _tangent(d_data: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any) -> list[Array]:

@@ -277,6 +277,7 @@ def _sum_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
         name,
         results={"output": CELLS},
         reference=functools.partial(_reference, accumulator),
+        defaults={"indices_are_sorted": False, "deterministic": False},
         attributes=("indices_are_sorted", "deterministic"),
         shard_program=functools.partial(_shard_program, accumulator),
         transposes={
@@ -342,7 +343,7 @@ SEGMENT_SUM_BACKWARD = gradient_op(
     guarantee=EXACT,
     transposes={
         ("d_output",): lambda d_outputs, d_data, ids, *, accumulator=None, **params: sum_op(accumulator)(
-            *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
+            *d_data, ids, num_segments=d_outputs[0].shape[0], **params
         ),
     },
 )
@@ -429,8 +430,8 @@ def _transpose_weights(
     gather_ids, segment_ids, edge_order = edges
     if not clips_gather_ids:
         segment_ids = jnp.where(in_range(gather_ids, data.shape[0]), segment_ids, -1)
-    flags = {"is_wide": False, "deterministic": deterministic}
-    return GATHER_SEGMENT_DOT(d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, edge_order, **flags)
+    operands = d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, edge_order
+    return GATHER_SEGMENT_DOT(*operands, deterministic=deterministic)
 
 
 def _are_narrow(traits: Traits) -> bool:
@@ -480,6 +481,7 @@ GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands_of_edges,
     optional={"weights": "has_weights", "edge_order": "has_edge_order"},
+    defaults={"indices_are_sorted": False, "deterministic": False, "clips_gather_ids": True, "is_wide": False},
     results=lambda *, has_weights: {"output": ("segment", "head", "feature") if has_weights else CELLS},
     result_dtypes=lambda data, *_, is_wide: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference_of_edges,
@@ -509,6 +511,8 @@ GATHER_SEGMENT_SUM = Op(
     transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
     **SEGMENT_FIELDS,
 )
+"""`clips_gather_ids`: whether gather ids out of range give the nearest row, else zeros. `is_wide`: whether the sums are
+not rounded, but stay in the accumulation dtype."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -545,31 +549,19 @@ def gathered_sum(
     weights: Array | None = None,
     edge_order: Array | None = None,
     *,
-    num_segments: int,
-    indices_are_sorted: bool = False,
-    deterministic: bool = False,
-    clips_gather_ids: bool = True,
-    is_wide: bool = False,
     num_graph_dims: int = 0,
+    **params: Any,
 ) -> Array:
     """Sums of gathered rows.
 
     Args:
       weights: ``[E, H]`` for data ``[N, H, D]``.
       edge_order: the number of each edge, by which it finds its weight.
-      clips_gather_ids: whether gather ids out of range give the nearest row; else zeros.
-      is_wide: whether the sums stay unrounded, in the accumulation dtype.
       num_graph_dims: the number of leading dimensions of all arrays that number the graphs of a batch, to sum over.
+      params: those of :data:`GATHER_SEGMENT_SUM`.
     """
-    return _gathered_sum(
-        num_graph_dims,
-        [data, gather_ids, segment_ids, weights, None if weights is None else edge_order],
-        num_segments=num_segments,
-        indices_are_sorted=indices_are_sorted,
-        deterministic=deterministic,
-        clips_gather_ids=clips_gather_ids,
-        is_wide=is_wide,
-    )
+    numbers = None if weights is None else edge_order
+    return _gathered_sum(num_graph_dims, [data, gather_ids, segment_ids, weights, numbers], **params)
 
 
 def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int, is_wide: bool = False) -> Array:
@@ -582,11 +574,6 @@ def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int,
 # Derivative rules.
 
 
-def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministic: bool = False) -> dict[str, Any]:
-    """The params of a sum. The defaults are for public gradients, which do not know how the segments were summed."""
-    return {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
-
-
 def gradient_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
     names = ("indices_are_sorted", "deterministic", "accumulator")
@@ -595,9 +582,8 @@ def gradient_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
     """The number of rows of each segment, ``[S]``."""
-    return SEGMENT_SUM(
-        jnp.ones(ids.shape, index_dtype(ids.shape[0])), ids, **sum_params(num_segments, indices_are_sorted)
-    )[0]
+    ones = jnp.ones(ids.shape, index_dtype(ids.shape[0]))
+    return SEGMENT_SUM(ones, ids, num_segments=num_segments, indices_are_sorted=indices_are_sorted)[0]
 
 
 def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
