@@ -74,8 +74,7 @@ def cached(function: Callable[P, R]) -> Callable[P, R]:
         from jax._src import util
 
         util.register_cache(cached_function, function.__name__)
-    of_cache: Callable[P, R] = cached_function
-    return of_cache
+    return cached_function
 
 
 def is_staging() -> bool:
@@ -224,8 +223,7 @@ def hiding_frames(function: Callable[P, R]) -> Callable[P, R]:
         from jax._src.traceback_util import api_boundary
     except ImportError:
         return function
-    hiding: Callable[P, R] = api_boundary(function)
-    return hiding
+    return api_boundary(function)
 
 
 def concrete_or_error(value: Any, context: str) -> Any:

@@ -170,8 +170,7 @@ class Op:
 
     def dtypes_of(self, target: str) -> frozenset[str]:
         """The dtypes that a native target, or an alias, supports."""
-        dtypes: frozenset[str] = resolved(self.dtypes, self.targets.get(target, {}))
-        return dtypes
+        return resolved(self.dtypes, self.targets.get(target, {}))
 
     def kernel(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for programs of other ops, and for redirected calls."""
@@ -308,5 +307,4 @@ def precision_guarantee(
     if isinstance(op.guarantee, Guarantee):
         return op.guarantee
     flags = {"deterministic": deterministic, "indices_are_sorted": indices_are_sorted}
-    guarantee: Guarantee = with_named(op.guarantee, flags)(dtype_name, platform)
-    return guarantee
+    return with_named(op.guarantee, flags)(dtype_name, platform)

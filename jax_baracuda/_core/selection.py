@@ -36,8 +36,7 @@ class ScopedValue(threading.local, Generic[T]):
 
     @property
     def value(self) -> T:
-        value: T = self._context.value
-        return value
+        return self._context.value
 
     def update(self) -> None:
         """Tells JAX the value, after `entered` has changed.

@@ -384,8 +384,7 @@ def _constant_table(
 
     @jax.jit
     def rope_table() -> tuple[Array, Array]:
-        table: tuple[Array, Array] = jax.lax.optimization_barrier((jnp.asarray(cos), jnp.asarray(sin)))
-        return table
+        return jax.lax.optimization_barrier((jnp.asarray(cos), jnp.asarray(sin)))
 
     return rope_table
 

@@ -83,8 +83,7 @@ class BatchedVjp:
         return call.bind(*jax_versions.unify_varying(*arrays.values()))[0]
 
     def batched_primal(self, batch: _Batch, **arrays: Array) -> Array:
-        result: Array = batch.map(self._primal, arrays)
-        return result
+        return batch.map(self._primal, arrays)
 
     def _batched_forward(self, batch: _Batch, **arrays: Array) -> tuple[Array, dict[str, Array]]:
         result, residuals = batch.map(self._forward, arrays)
