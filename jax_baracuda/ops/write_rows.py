@@ -365,13 +365,6 @@ def transpose_write(
     return placed(gradients, [*chosen, *(len(ranks) + i for i in chosen)], 2 * len(ranks))
 
 
-def _transpose_backward(
-    types: Sequence[Any], cotangents: Sequence[Array], *others: Array, row_dtypes: Any, **params: Any
-) -> Sequence[Array]:
-    """Writing rows is the transpose of its gradient."""
-    return WRITE_ROWS(*cotangents, *others, **params)
-
-
 _FIELDS: dict[str, Any] = {
     # Scaled numbers are rounded twice: in float32 and to the dtype of the pool.
     "guarantee": ROUNDED_ONCE,
@@ -428,7 +421,9 @@ WRITE_ROWS_BACKWARD = Op(
     dtypes=DIFFERENTIABLE_DTYPES,
     shard_program=_shard_backward,
     transposes=lambda *, ranks, axis, has_layer: {
-        tuple(pool_dimensions("d_output", ranks, axis, has_layer)): _transpose_backward
+        tuple(
+            pool_dimensions("d_output", ranks, axis, has_layer)
+        ): lambda _, cotangents, *others, row_dtypes, **params: WRITE_ROWS(*cotangents, *others, **params)
     },
     **_FIELDS,
 )

@@ -22,9 +22,9 @@ from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges_between
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, transposed_edges
+from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import gathered_sum, sum_over_split_dim
+from jax_baracuda.ops.segment.sum import gathered_sum, gathered_sum_by_row, sum_over_split_dim
 
 
 @public_function()
@@ -196,17 +196,7 @@ def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
 
 def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     """Weighted sums over the edges of each row and of each segment."""
-    *transposed, order = transposed_edges(residuals, params["num_segments"])
-    d_data = gathered_sum(
-        residuals["segment_data"],
-        *transposed,
-        d_output,
-        order,
-        num_segments=params["num_rows"],
-        indices_are_sorted=order is not None,
-        deterministic=params["deterministic"],
-        clips_gather_ids=False,
-    )
+    d_data = gathered_sum_by_row(params, residuals, residuals["segment_data"], d_output)
     d_segment_data = gathered_sum(
         residuals["data"],
         residuals["gather_ids"],

@@ -16,12 +16,11 @@ from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.batched_vjp import BatchedVjp
-from jax_baracuda.ops.segment.edges import transposed_edges
 from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import count_rows, gathered_sum
+from jax_baracuda.ops.segment.sum import count_rows, gathered_sum, gathered_sum_by_row
 
 
 @public_function()
@@ -189,18 +188,7 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     if params["is_mean"]:
         arrays = d_output, segment_ids
         d_output = map_over_batch(functools.partial(_divided, params), mapped_dims(arrays, num_joined), *arrays)
-    *transposed, order = transposed_edges(residuals, params["num_segments"])
-    d_data = gathered_sum(
-        d_output,
-        *transposed,
-        weights,
-        order,
-        num_segments=params["num_rows"],
-        indices_are_sorted=order is not None and num_joined == 0,  # plans of different batch elements cannot be merged
-        deterministic=params["deterministic"],
-        clips_gather_ids=False,
-        num_graph_dims=num_joined,
-    )
+    d_data = gathered_sum_by_row(params, residuals, d_output, weights, num_joined)
     if weights is None:
         return {"data": d_data}
     data = residuals["data"]

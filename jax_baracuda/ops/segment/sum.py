@@ -66,6 +66,7 @@ from jax_baracuda.ops.segment.edges import (
     replicated_dims,
     replicated_dims_of_cells,
     sorted_first,
+    transposed_edges,
     with_longer_rows,
 )
 from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
@@ -562,6 +563,21 @@ def gathered_sum(
     """
     numbers = None if weights is None else edge_order
     return _gathered_sum(num_graph_dims, [data, gather_ids, segment_ids, weights, numbers], **params)
+
+
+def gathered_sum_by_row(
+    params: Params, edges: Mapping[str, Array], cells: Array, weights: Array | None, num_graph_dims: int = 0
+) -> Array:
+    """The sums over the edges of each row, which gather cells of segments: gradients by the rows."""
+    *ids, order = transposed_edges(edges, params["num_segments"])
+    return gathered_sum(
+        *(cells, *ids, weights, order),
+        num_segments=params["num_rows"],
+        indices_are_sorted=order is not None and num_graph_dims == 0,  # plans of different graphs cannot be merged
+        deterministic=params["deterministic"],
+        clips_gather_ids=False,
+        num_graph_dims=num_graph_dims,
+    )
 
 
 def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int, is_wide: bool = False) -> Array:

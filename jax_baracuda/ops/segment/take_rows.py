@@ -319,12 +319,6 @@ def _shard_program(
     return (d_data.astype(d_output.dtype),)
 
 
-def _transpose(
-    _: Any, d_results: Sequence[Array], ids: Array, *, num_segments: int, ids_ndim: int, **params: Any
-) -> Sequence[Array]:
-    return (_gather(d_results[0], ids, fills=True, **params),)
-
-
 TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
     operands=lambda *, ids_ndim: {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)},
@@ -338,5 +332,9 @@ TAKE_ROWS_BACKWARD = Op(
     program=lambda d_output, ids, *, ids_ndim, accumulator=None, **params: sum_op(accumulator).kernel(
         *_flat(d_output, ids), **params
     ),
-    transposes={("d_output",): _transpose},
+    transposes={
+        ("d_output",): lambda _, d_results, ids, *, num_segments, ids_ndim, **params: (
+            _gather(d_results[0], ids, fills=True, **params),
+        ),
+    },
 )
