@@ -211,14 +211,11 @@ def _with_float0(of_inexact: Sequence[jax.Array], types: Sequence[Any]) -> list[
     ]
 
 
-def _like(cotangents: Any, types: Any) -> Any:
-    """Cotangents, cast and resharded to the types of their primals; both may be lists."""
-    if isinstance(types, list):
-        cotangents = [None] * len(types) if cotangents is None else cotangents
-        return [_like(cotangent, type_) for cotangent, type_ in zip(cotangents, types, strict=True)]
-    if cotangents is None or types is None:
+def _like(cotangent: Any, type_: Any) -> Any:
+    """A cotangent, cast and resharded to the type of its primal."""
+    if cotangent is None or type_ is None:
         return None
-    return reshard_like(cotangents.astype(types.dtype), types)
+    return reshard_like(cotangent.astype(type_.dtype), type_)
 
 
 def _instantiated(cotangent: Any) -> jax.Array:
