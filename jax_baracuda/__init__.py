@@ -17,11 +17,7 @@ from jax_baracuda.ops.rope_frequencies import rope_frequencies
 from jax_baracuda.ops.rope_write import rope_write
 from jax_baracuda.ops.segment.arg_extremum import segment_argmax, segment_argmin
 from jax_baracuda.ops.segment.arguments import TieBreak
-from jax_baracuda.ops.segment.attention import (
-    graph_additive_attention,
-    graph_dot_product_attention,
-    segment_attention,
-)
+from jax_baracuda.ops.segment.attention import graph_additive_attention, graph_dot_product_attention, segment_attention
 from jax_baracuda.ops.segment.extremum import (
     segment_max,
     segment_max_backward,

@@ -76,20 +76,12 @@ class RedirectReport:
     @property
     def redirected(self) -> collections.Counter[str]:
         """The number of calls by function for which a kernel runs."""
-        counts: collections.Counter[str] = collections.Counter()
-        for (name, implementation, _), count in self.calls.items():
-            if implementation == "kernel":
-                counts[name] += count
-        return counts
+        return collections.Counter(name for name, runs, _ in self.calls.elements() if runs == "kernel")
 
     @property
     def kept(self) -> collections.Counter[tuple[str, str]]:
         """The number of calls by function and reason for which plain JAX runs."""
-        counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        for (name, implementation, reason), count in self.calls.items():
-            if implementation != "kernel":
-                counts[name, reason] += count
-        return counts
+        return collections.Counter((name, reason) for name, runs, reason in self.calls.elements() if runs != "kernel")
 
     def __str__(self) -> str:
         ran = {"kernel": "a kernel", "xla": "plain JAX"}

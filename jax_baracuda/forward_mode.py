@@ -19,12 +19,13 @@ on first access.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax_baracuda
-from jax_baracuda._core.autodiff import in_both_modes
+from jax_baracuda._core.autodiff import both_modes
 
 if TYPE_CHECKING:  # type checkers and editors see the signatures and docstrings of the functions themselves
     from jax_baracuda import *  # noqa: F403
@@ -47,7 +48,14 @@ def __getattr__(name: str) -> Any:
         return names
     if name not in names:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    twin: Callable[..., Any] = in_both_modes(getattr(jax_baracuda, name), __name__)
+    function: Callable[..., Any] = getattr(jax_baracuda, name)
+
+    @functools.wraps(function)
+    def twin(*args: Any, **kwargs: Any) -> Any:
+        with both_modes():
+            return function(*args, **kwargs)
+
+    twin.__module__ = __name__  # where pickle looks for it
     # Stored, because pickle and the caches of compiled programs need the same function object each time.
     return globals().setdefault(name, twin)
 

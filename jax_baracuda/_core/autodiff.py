@@ -7,20 +7,20 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
-from jax_baracuda._core.docstrings import extend_section
+from jax_baracuda._core.functions import jvp_of_nonzero, resolved, with_named
 from jax_baracuda._core.selection import SCOPE_NAME, Selection, current_selection, selecting
-from jax_baracuda._core.transposed import transposed
 
-P = ParamSpec("P")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from jax_baracuda._core.op import Op, Transpose
 
 _mode = threading.local()
 
@@ -58,7 +58,7 @@ class KernelVjp:
     Called as ``f(params, **arrays)`` with hashable static `params`; an array that a call omits is None.
 
     By default, ``jax.custom_vjp`` binds `forward` to `backward`. If both modes are asked for (see
-    :func:`in_both_modes`), ``jax.custom_jvp`` does. The tangent is then the transpose of `backward`: it runs kernels
+    :func:`both_modes`), ``jax.custom_jvp`` does. The tangent is then the transpose of `backward`: it runs kernels
     where the ops have `transposes`, else plain JAX. Its own transpose is `backward` again, with its kernels. If no
     array has a tangent space, the primitives are called directly.
     """
@@ -161,13 +161,45 @@ class KernelVjp:
                 if use
             ]
 
-        pushed = transposed(
+        pushed = _transposed(
             pull_back,
             residual_leaves,
             [x for x, use in zip(of_leaves, is_differentiated, strict=True) if use],
             [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)],
         )
         return result, jax.tree.unflatten(result_structure, _with_float0(pushed, result_types))
+
+
+def vjp_of_linear(name: str, op: Op) -> Callable[..., list[jax.Array]]:
+    """Binds an op that is linear in all differentiable operands to its transpose.
+
+    Args:
+      name: the function's name in JAX's errors.
+      op: its `transposes` has one entry, for these operands.
+
+    Returns:
+      ``(params, *operands)`` -> the results of the op.
+    """
+
+    def transpose_of(params: Mapping[str, Any]) -> tuple[tuple[str, ...], Transpose]:
+        """The names of the linear operands, and the transpose."""
+        [(names, of_op)] = resolved(op.transposes, params).items()
+        return names, with_named(of_op, params)
+
+    def forward(params: Mapping[str, Any], **arrays: Any) -> tuple[list[jax.Array], Any]:
+        names, _ = transpose_of(params)
+        types = _Types(names, tuple(jax.typeof(arrays[name]) for name in names))
+        others = {name: x for name, x in arrays.items() if name not in names}
+        return op.of_arrays(arrays, **params), (types, others)
+
+    def backward(params: Mapping[str, Any], residuals: Any, cotangents: Sequence[jax.Array]) -> dict[str, Any]:
+        names, pull_back = transpose_of(params)
+        types, others = residuals
+        in_order = (others[name] for name in op.operand_names(params) if name in others)
+        return dict(zip(names, pull_back(types.of_leaves, cotangents, *in_order), strict=True))
+
+    vjp = KernelVjp(name, forward, backward)
+    return lambda params, *operands: vjp(params, **dict(zip(op.operand_names(params), operands, strict=True)))
 
 
 def _with_float0(of_inexact: Sequence[jax.Array], types: Sequence[Any]) -> list[Any]:
@@ -179,14 +211,11 @@ def _with_float0(of_inexact: Sequence[jax.Array], types: Sequence[Any]) -> list[
     ]
 
 
-def _like(cotangents: Any, types: Any) -> Any:
-    """Cotangents, cast and resharded to the types of their primals; both may be lists."""
-    if isinstance(types, list):
-        cotangents = [None] * len(types) if cotangents is None else cotangents
-        return [_like(cotangent, type_) for cotangent, type_ in zip(cotangents, types, strict=True)]
-    if cotangents is None or types is None:
+def _like(cotangent: Any, type_: Any) -> Any:
+    """A cotangent, cast and resharded to the type of its primal."""
+    if cotangent is None or type_ is None:
         return None
-    return reshard_like(cotangents.astype(types.dtype), types)
+    return reshard_like(cotangent.astype(type_.dtype), type_)
 
 
 def _instantiated(cotangent: Any) -> jax.Array:
@@ -214,42 +243,94 @@ def both_modes() -> Iterator[None]:
         _mode.is_both = previous
 
 
-def in_both_modes(function: Callable[P, R], module: str) -> Callable[P, R]:
-    """The version of a public function for `module`, which also supports forward mode."""
+# ----------------------------------------------------------------------------------------------------------------------
+# A primitive for a linear map that is given by its transpose. Transposing the primitive runs the given function.
 
-    @functools.wraps(function)
-    def function_in_both_modes(*args: P.args, **kwargs: P.kwargs) -> R:
-        with both_modes():
-            return function(*args, **kwargs)
-
-    function_in_both_modes.__module__ = module  # where pickle looks for it
-    return function_in_both_modes
+PullBack = Callable[..., Sequence[jax.Array]]
+"""``(*residuals, *cotangents) -> cotangents of the tangents``, linear in the cotangents."""
 
 
-_TWIN = """\
-Derivatives of any order exist. ``jax.jvp`` and ``jax.jacfwd`` of this function need its twin of the same name in
-:mod:`jax_baracuda.forward_mode`."""
+def _transposed(
+    pull_back: PullBack, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array], types: Sequence[Any]
+) -> list[jax.Array]:
+    """Applies the transpose of `pull_back`.
 
+    Reverse mode runs `pull_back` as it is, with its kernels. Forward mode runs its transpose.
 
-def with_twin(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes the docstring and the error of a public function without forward mode name its twin in ``forward_mode``.
-
-    The error does so where the function is called with tangents. If the function was traced into a program before, JAX
-    raises its own error when the program runs.
+    Args:
+      pull_back: must not close over arrays.
+      residuals: any arrays.
+      tangents: one for each cotangent that `pull_back` returns.
+      types: the types of the results, and of the cotangents that `pull_back` takes.
     """
-    if "forward_mode" not in (function.__doc__ or ""):
-        extend_section(function, "Gradient", _TWIN)
 
-    @functools.wraps(function)
-    def function_with_twin(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
-                raise
-            raise TypeError(
-                f"{function.__name__}: JAX can't apply forward-mode autodiff (jvp, jacfwd, linearize) to a custom_vjp "
-                f"function; use jax_baracuda.forward_mode.{function.__name__}, to which both modes apply"
-            ) from error
+    def push_forward(*operands: jax.Array) -> Sequence[jax.Array]:
+        own_residuals, own_tangents = operands[: len(residuals)], operands[len(residuals) :]
+        return jax.linear_transpose(lambda *ct: list(pull_back(*own_residuals, *ct)), *types)(list(own_tangents))
 
-    return function_with_twin
+    operands = [*residuals, *tangents]
+    jaxpr = jax.make_jaxpr(push_forward)(*operands)
+    return _transposed_p.bind(*operands, jaxpr=jaxpr, pull_back=pull_back, num_residuals=len(residuals))
+
+
+def _batch_transposed(
+    operands: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    jaxpr: Any,
+    pull_back: PullBack,
+    num_residuals: int,
+) -> tuple[list[jax.Array], list[int]]:
+    """Maps all tangents and cotangents, so that the two stay each other's transpose. Residuals may stay shared."""
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    residuals = operands[:num_residuals]
+    # With vmap, because it shards what it broadcasts like the batch.
+    tangents = jax.vmap(lambda *own: own[num_residuals:], tuple(axes), axis_size=size)(*operands)
+
+    def mapped(function: Callable[..., Any], num_linear: int) -> Callable[..., Any]:
+        return jax.vmap(function, (*axes[:num_residuals], *[0] * num_linear), axis_size=size)
+
+    batched = mapped(jax_versions.jaxpr_as_fun(jaxpr), len(tangents))
+    results = _transposed_p.bind(
+        *residuals,
+        *tangents,
+        jaxpr=jax.make_jaxpr(batched)(*residuals, *tangents),
+        pull_back=mapped(pull_back, len(jaxpr.out_avals)),
+        num_residuals=num_residuals,
+    )
+    return results, [0] * len(results)
+
+
+def _jvp_of_transposed(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, num_residuals: int, **params: Any
+) -> tuple[list[jax.Array], list[Any]]:
+    """Applies the map to the tangents of its linear operands. JAX differentiates it with respect to the residuals."""
+    bind = functools.partial(_transposed_p.bind, **params, num_residuals=num_residuals)
+    results = bind(*primals)
+    result_tangents = [jax_versions.zero_tangent(x) for x in results]
+    if any(not isinstance(x, ad.Zero) for x in tangents[num_residuals:]):
+        result_tangents = bind(*primals[:num_residuals], *map(ad.instantiate_zeros, tangents[num_residuals:]))
+    if any(not isinstance(x, ad.Zero) for x in tangents[:num_residuals]):
+
+        def of_residuals(*residuals: jax.Array) -> list[jax.Array]:
+            return jax_versions.jaxpr_as_fun(params["jaxpr"])(*residuals, *primals[num_residuals:])
+
+        _, by_residuals = jvp_of_nonzero(of_residuals, primals[:num_residuals], tangents[:num_residuals])
+        result_tangents = list(map(ad.add_tangents, result_tangents, by_residuals))
+    return results, result_tangents
+
+
+def _transpose_of_transposed(
+    cotangents: Sequence[Any], *operands: Any, pull_back: PullBack, num_residuals: int, **_: Any
+) -> Any:
+    pulled = pull_back(*operands[:num_residuals], *map(ad.instantiate_zeros, cotangents))
+    of_tangents = [
+        x if ad.is_undefined_primal(tangent) else None
+        for x, tangent in zip(pulled, operands[num_residuals:], strict=True)
+    ]
+    return [None] * num_residuals + of_tangents
+
+
+_transposed_p = jax_versions.program_primitive(
+    "baracuda_transposed", batch=_batch_transposed, jvp=_jvp_of_transposed, transpose=_transpose_of_transposed
+)

@@ -41,8 +41,7 @@ def derivative_op(kind: Kind, op: Op, num_operands: int, differentiated: Positio
         operands, linear = arrays[:num_operands], list(arrays[num_operands:])
 
         def of_operands(*operands: jax.Array) -> Sequence[jax.Array]:
-            results: Sequence[jax.Array] = with_named(op.reference, params)(*op.by_name(operands, params).values())
-            return results
+            return with_named(op.reference, params)(*op.by_name(operands, params).values())
 
         of_differentiated = with_fixed(of_operands, operands, differentiated)
 

@@ -62,7 +62,6 @@ def placed(values: Iterable[Any], positions: Iterable[int], size: int) -> list[A
 def jvp_of_nonzero(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """``jax.jvp`` with respect to the primals whose tangents are not symbolic zeros."""
     nonzero = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    results: tuple[Any, Any] = jax.jvp(
+    return jax.jvp(
         with_fixed(function, primals, nonzero), [primals[i] for i in nonzero], [tangents[i] for i in nonzero]
     )
-    return results

@@ -74,8 +74,7 @@ def cached(function: Callable[P, R]) -> Callable[P, R]:
         from jax._src import util
 
         util.register_cache(cached_function, function.__name__)
-    of_cache: Callable[P, R] = cached_function
-    return of_cache
+    return cached_function
 
 
 def is_staging() -> bool:
@@ -224,8 +223,7 @@ def hiding_frames(function: Callable[P, R]) -> Callable[P, R]:
         from jax._src.traceback_util import api_boundary
     except ImportError:
         return function
-    hiding: Callable[P, R] = api_boundary(function)
-    return hiding
+    return api_boundary(function)
 
 
 def concrete_or_error(value: Any, context: str) -> Any:
@@ -377,7 +375,10 @@ def zero_tangent(primal: jax.Array) -> Any:
 
 
 class Patch(NamedTuple):
-    """Replaces something of JAX for a while. Making one takes longer than applying it."""
+    """Replaces something of JAX for a while. Making one takes longer than applying it.
+
+    The functions that make one raise ImportError, AttributeError or KeyError if this JAX keeps the thing elsewhere.
+    """
 
     is_current: Callable[[], bool]
     """Whether JAX still has what the patch was made for, while it is not applied."""
@@ -408,22 +409,14 @@ def _patch_of_function(module: Any, name: str, wrap: Wrap) -> Patch:
 
 
 def patch_in_scatter(name: str, wrap: Wrap) -> Patch:
-    """Replaces the function of this name in the module of JAX with all scatters.
-
-    Raises:
-      ImportError, AttributeError: this JAX has no such function.
-    """
+    """Replaces the function of this name in the module of JAX with all scatters."""
     from jax._src.ops import scatter
 
     return _patch_of_function(scatter, name, wrap)
 
 
 def patch_of_transposed_gathers(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Patch:
-    """JAX transposes gathers inside ``context()``.
-
-    Raises:
-      ImportError, AttributeError, KeyError: this JAX keeps the rule elsewhere.
-    """
+    """JAX transposes gathers inside ``context()``."""
     from jax._src.interpreters import ad
 
     def wrap(_: Any, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -449,9 +442,6 @@ def patches_of_lowering(primitives: Sequence[Any], wrap: WrapLowering) -> list[P
 
     Meanwhile each call is lowered where it stands. Otherwise JAX lowers equal calls once, in a function that hides the
     origin of the operands. The rules also get to know the devices of the program.
-
-    Raises:
-      ImportError, AttributeError, KeyError: this JAX keeps the rules elsewhere.
     """
     from jax._src import dispatch
     from jax._src.interpreters import mlir
@@ -473,9 +463,6 @@ def patch_of_lowering_by_platform() -> Patch:
     """Lets JAX lower calls where they stand in programs for several platforms, too.
 
     There, JAX adds a list to the types of the results, which are a tuple if a call is lowered where it stands.
-
-    Raises:
-      ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.interpreters import mlir
 
@@ -529,9 +516,6 @@ def patch_of_lowering_inside(context: Callable[[], contextlib.AbstractContextMan
     """JAX lowers programs inside ``context()``, so that it applies to code traced during lowering.
 
     For example, JAX then traces how ``scan`` stacks its results. Such code must not be redirected.
-
-    Raises:
-      ImportError, AttributeError: this JAX has no such function.
     """
     from jax._src.interpreters import mlir
 

@@ -35,7 +35,7 @@ NamedDimensions = Mapping[str, Dimensions]
 """The dimensions of each operand or result, by name and in order."""
 Transpose = Callable[..., Sequence[jax.Array | None]]
 """``(avals of the linear operands, cotangents of the results, *other operands, **params)`` -> the cotangents of the
-linear operands, None for integers."""
+linear operands, None for those without."""
 Transposes = Mapping[tuple[str, ...], Transpose]
 
 
@@ -76,6 +76,8 @@ class Op:
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The params that callers may omit, and their values."""
     result_sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """{dimension that no operand has: the param with its size}. Or ``(**params)`` -> the sizes."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
@@ -160,7 +162,7 @@ class Op:
 
     def of_arrays(self, arrays: Mapping[str, jax.Array], **params: Any) -> list[jax.Array]:
         """The results for operands by name, among other arrays."""
-        return self(*(arrays.get(name) for name in self._names(params)), **params)
+        return self(*(arrays.get(name) for name in self.operand_names(params)), **params)
 
     def types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
         """The shapes and dtypes of the results for operands of these types."""
@@ -168,25 +170,25 @@ class Op:
 
     def dtypes_of(self, target: str) -> frozenset[str]:
         """The dtypes that a native target, or an alias, supports."""
-        dtypes: frozenset[str] = resolved(self.dtypes, self.targets.get(target, {}))
-        return dtypes
+        return resolved(self.dtypes, self.targets.get(target, {}))
 
     def kernel(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for programs of other ops, and for redirected calls."""
         present, params = self._present(operands, params)
         return self.kernel_primitive.bind(*present, **{"implementation": KERNEL_IF_ANY, **params})
 
-    def _names(self, params: Mapping[str, Any]) -> list[str]:
+    def operand_names(self, params: Mapping[str, Any]) -> list[str]:
         """The names of all operands, before it is known which of them a call has."""
         return list(resolved(self.operands, {**dict.fromkeys(self.optional.values(), False), **params}))
 
     def _present(
         self, operands: Sequence[jax.Array | None], params: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The operands that are not None, and the params that say which these are."""
+        """The operands that are not None, and the params, with defaults and those that say which operands these are."""
+        params = {**self.defaults, **params}
         if not self.optional:
             return list(operands), params
-        given = dict(zip(self._names(params), operands, strict=False))
+        given = dict(zip(self.operand_names(params), operands, strict=False))
         assert all(x is not None or name in self.optional for name, x in given.items()), self.name
         params |= {flag: given.get(name) is not None for name, flag in self.optional.items()}
         return [x for x in given.values() if x is not None], params
@@ -305,5 +307,4 @@ def precision_guarantee(
     if isinstance(op.guarantee, Guarantee):
         return op.guarantee
     flags = {"deterministic": deterministic, "indices_are_sorted": indices_are_sorted}
-    guarantee: Guarantee = with_named(op.guarantee, flags)(dtype_name, platform)
-    return guarantee
+    return with_named(op.guarantee, flags)(dtype_name, platform)

@@ -7,19 +7,15 @@ the primitives, and :mod:`.dispatch` chooses by it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Generic, Literal, ParamSpec, TypeVar, cast, get_args
+from collections.abc import Iterator
+from typing import Any, Final, Generic, Literal, TypeVar, get_args
 
 import jax
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import check_choice
-from jax_baracuda._core.docstrings import add_descriptions
 
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -40,8 +36,7 @@ class ScopedValue(threading.local, Generic[T]):
 
     @property
     def value(self) -> T:
-        value: T = self._context.value
-        return value
+        return self._context.value
 
     def update(self) -> None:
         """Tells JAX the value, after `entered` has changed.
@@ -118,34 +113,6 @@ def selecting(selection: Selection) -> Iterator[None]:
         yield
     finally:
         selections.pop()
-
-
-_DESCRIPTION = """
-
-Args:
-  implementation: "kernel" (an error if there is none) or "xla" (plain JAX). None: what the context
-    :func:`jax_baracuda.implementation` selects, by default whichever was measured to be faster.
-"""
-
-
-def selectable(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets the keyword argument `implementation` of a public function select the implementation of its ops.
-
-    Its docstring need not describe the argument.
-    """
-    add_descriptions(function, _DESCRIPTION)
-
-    @jax_versions.hiding_frames
-    @functools.wraps(function)
-    def selectable_function(*args: P.args, **kwargs: P.kwargs) -> R:
-        asked_for = kwargs.get("implementation")
-        if asked_for is None:
-            return function(*args, **kwargs)
-        check_choice(function.__name__, "implementation", asked_for, *IMPLEMENTATIONS, None)
-        with selecting(cast(Implementation, asked_for)):
-            return function(*args, **kwargs)
-
-    return selectable_function
 
 
 @jax_versions.hiding_frames

@@ -101,7 +101,8 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
         others = (x for name, x in call.op.by_name(operands, call.params).items() if name not in of_factor)
         transposed = _map_over_batch(call, transpose, *cotangents, *others)
         for i in linear:
-            results[i] = _sum_over_shared_batch(transposed[factor.index(i)], call.operands[i])
+            x = transposed[factor.index(i)]
+            results[i] = ad.Zero(call.operands[i]) if x is None else _sum_over_shared_batch(x, call.operands[i])
         return results
     inexact = tuple(i for i, x in enumerate(cotangents) if jnp.issubdtype(x.dtype, jnp.inexact))
     cotangents_of = derivative_op("cotangent", call.op, len(operands), tuple(linear), inexact).primitive

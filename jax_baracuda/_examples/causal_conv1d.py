@@ -158,21 +158,9 @@ def of_ragged_batch(function: Callable[..., Any], ends: Array, **others: Any) ->
     return function(cu_seqlens=jnp.concatenate([jnp.zeros(1, ends.dtype), whole]), **others)
 
 
-def update_of_pool(
-    function: Callable[..., Any],
-    x: Array,
-    pool: Array,
-    weight: Array,
-    bias: Array,
-    state_slots: Array,
-    **options: Any,
-) -> Any:
-    return function(x, pool, weight, bias, state_slots=state_slots, **options)
-
-
 def causal_conv1d_update_pool(
     x: Array,
-    pool: Array,
+    state: Array,
     weight: Array,
     bias: Array,
     *,
@@ -180,16 +168,17 @@ def causal_conv1d_update_pool(
     num_accepted: Array | None = None,
     **options: Any,
 ) -> tuple[Array, Array]:
-    """For slots that are all different."""
-    kept, is_slot = weight.shape[1] - 1, (state_slots >= 0) & (state_slots < pool.shape[0])
+    """For a pool of states, and slots that are all different."""
+    pool, kept = state, weight.shape[1] - 1
+    is_slot = (state_slots >= 0) & (state_slots < pool.shape[0])
     first = jnp.zeros_like(state_slots) if num_accepted is None else num_accepted - 1
     rows, entries = jnp.clip(state_slots, 0, pool.shape[0] - 1), first[:, None] + jnp.arange(kept)
     old = jnp.where(is_slot[:, None, None], jnp.swapaxes(pool[rows[:, None], :, entries], 1, 2), 0)
-    y, state = causal_conv1d_update(x, old, weight, bias, **options)
+    y, new = causal_conv1d_update(x, old, weight, bias, **options)
     if num_accepted is not None:
-        state = jnp.concatenate([old[:, :, 1:], jnp.swapaxes(x, 1, 2) if options.get("channels_last") else x], axis=2)
+        new = jnp.concatenate([old[:, :, 1:], jnp.swapaxes(x, 1, 2) if options.get("channels_last") else x], axis=2)
     slots = jnp.where(is_slot, state_slots, pool.shape[0])
-    return y, pool.at[slots, :, : state.shape[2]].set(state, mode="drop")
+    return y, pool.at[slots, :, : new.shape[2]].set(new, mode="drop")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -300,7 +289,7 @@ EXAMPLES = [
             causal_conv1d_update_pool,
             {
                 "x": x,
-                "pool": UPDATED_POOL,
+                "state": UPDATED_POOL,
                 **PARAMETERS,
                 "state_slots": Operand(("example",), distinct_slots, "int32"),
                 **more,
@@ -308,7 +297,6 @@ EXAMPLES = [
             {**POOLED, **timed},
             variant,
             options,
-            update_of_pool,
             tolerance=OF_POOLS,
         )
         for variant, x, more, options, timed in (

@@ -77,6 +77,13 @@ def by_name(function: Callable[..., Any], **arguments: Any) -> Any:
     return function(**arguments)
 
 
+def of_pairs(
+    function: Callable[..., Any], *, keys: Any, values: Any, new_keys: Any, new_values: Any, **others: Any
+) -> Any:
+    """The call of a function of lists."""
+    return function([keys, values], [new_keys, new_values], **others)
+
+
 @dataclasses.dataclass(frozen=True)
 class Example:
     """A call of a public function, and the same call in plain JAX.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes, by_name, distinct_slots
+from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes, by_name, distinct_slots, of_pairs
 
 
 def write_rows(dests: Any, rows: Any, slots: Array, axis: int = 0, layer: Array | None = None) -> Any:
@@ -23,18 +22,6 @@ def write_rows(dests: Any, rows: Any, slots: Array, axis: int = 0, layer: Array 
         return dests.at[layer, slots].set(rows, mode="drop")
     index = (*[slice(None)] * axis, slots)
     return dests.at[index].set(jnp.moveaxis(rows, 0, axis), mode="drop")
-
-
-def write_both(
-    function: Callable[..., list[Array]],
-    keys: Array,
-    values: Array,
-    new_keys: Array,
-    new_values: Array,
-    slots: Array,
-    **options: Any,
-) -> Sequence[Array]:
-    return function([keys, values], [new_keys, new_values], slots, **options)
 
 
 def number_of_layer(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:
@@ -67,7 +54,7 @@ EXAMPLES = [
     Example(jb.write_rows, write_rows, operands, sizes, variant, options, apply, mapped, tolerance=EXACT)
     for operands, sizes, variant, options, apply, mapped in (
         (ONE | SLOTS, SIZES, "", {}, by_name, None),
-        (BOTH | SLOTS, SIZES | PAGED, "keys and values", {}, write_both, None),
+        (BOTH | SLOTS, SIZES | PAGED, "keys and values", {}, of_pairs, None),
         (LAYERS | SLOTS | LAYER, SIZES, "a layer", {}, by_name, None),
         (HEADS_FIRST | SLOTS, SIZES, "heads first", {"axis": 1}, by_name, None),
         (ONE | SLOTS, SIZES, "slots an example", {}, by_name, "example"),

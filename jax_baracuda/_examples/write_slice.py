@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 import jax_baracuda as jb
-from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes
+from jax_baracuda._examples.example import EXACT, Example, Operand, Sizes, of_pairs
 
 
 def write_slice(dest: Array, source: Array, start_indices: Sequence[Any], mode: str = "clip") -> Array:
@@ -40,16 +40,8 @@ def write_part(function: Callable[..., Array], dest: Array, source: Array, start
     return function(dest, source, (1, start, 0), **options)
 
 
-def append_both(
-    function: Callable[..., list[Array]],
-    keys: Array,
-    values: Array,
-    new_keys: Array,
-    new_values: Array,
-    start: Array,
-    **options: Any,
-) -> list[Array]:
-    return function([keys, values], [new_keys, new_values], (0, start, 0), **options)
+def append_both(function: Callable[..., list[Array]], start: Array, **others: Any) -> Any:
+    return of_pairs(function, **others, start_indices=(0, start, 0))
 
 
 def inside(rng: np.random.Generator, shape: tuple[int, ...], sizes: Sizes) -> np.ndarray:

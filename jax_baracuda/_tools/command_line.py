@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,14 +56,6 @@ def output_file(text: str) -> Path:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder")
     return path
-
-
-def missing_packages(tool: str, modules: Sequence[str], extra: str) -> str | None:
-    """How to install the modules that are missing; None if none is."""
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if not missing:
-        return None
-    return f"{tool} needs {' and '.join(missing)}: pip install '.[{extra}]' in a clone of the repository"
 
 
 def exit_status(main: Callable[[], int]) -> int:

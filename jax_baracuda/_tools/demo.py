@@ -20,6 +20,7 @@ up in bfloat16, on GPUs by loops of compare-and-swap, and the kernel in float32.
 
 import argparse
 import functools
+import importlib.util
 import statistics
 import sys
 import time
@@ -34,7 +35,7 @@ import numpy as np
 from jax.example_libraries import optimizers
 
 import jax_baracuda
-from jax_baracuda._tools.command_line import CANNOT_RUN, integer_from, missing_packages, output_file, parser_of
+from jax_baracuda._tools.command_line import CANNOT_RUN, integer_from, output_file, parser_of
 from jax_baracuda._tools.platforms import default_devices
 from jax_baracuda._tools.progress import Progress
 
@@ -285,8 +286,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seed", type=integer_from(0), default=0, help="seed of the initial parameters and of the labelled nodes"
     )
     options = parser.parse_args(arguments)
-    if problem := missing_packages("The demo", ("sklearn", "matplotlib"), "demo"):
-        print(problem, file=sys.stderr)
+    if missing := [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]:
+        print(
+            f"The demo needs {' and '.join(missing)}: pip install '.[demo]' in a clone of the repository",
+            file=sys.stderr,
+        )
         return CANNOT_RUN
 
     print(

@@ -7,6 +7,9 @@ import importlib.metadata
 import itertools
 import os
 import platform as python_platform
+import runpy
+import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +25,6 @@ from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.calls import traced_calls
 from jax_baracuda._tools.command_line import parser_of
 from jax_baracuda._tools.platforms import BackendError, default_devices, devices_by_platform
-from jax_baracuda._tools.program_report import report_of
 from jax_baracuda._tools.table import format_table
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.of is not None:
         if not options.of or not Path(options.of[0]).is_file():
             parser.error(f"--of needs a file with a Python script, got {' '.join(options.of) or 'nothing'}")
-        return report_of(options.of[0], options.of[1:])
+        return _report_of(options.of[0], options.of[1:])
     # First what needs no device: it may show why JAX cannot start.
     print("\n\n".join(filter(None, (_versions(), _variables(), _modules()))), flush=True)
     try:
@@ -145,3 +147,42 @@ def _choices() -> str:
         f"{table}\n\nPicked for float32 calls of the sizes that race times; other calls may differ.\n"
         "If fused: where an elementwise operation or a gather, which XLA fuses, makes the\nfirst operand."
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ``--of``: what runs for the calls of a program that can be redirected.
+
+
+def _report_of(script: str, arguments: Sequence[str]) -> int:
+    """Runs a script with its calls redirected, and prints the report. Returns the exit status of the script."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as Python does for a script
+    context = jax_baracuda.redirect(indexed_updates=True, slice_updates=True)
+    status = 0
+    report = context.install()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        status = _status_of(end)
+    except Exception as error:
+        _print_error(error)
+        status = 1
+    finally:
+        context.uninstall()
+    print(f"\nInside redirect(indexed_updates=True, slice_updates=True), {os.path.basename(script)} ran:\n{report}")
+    return status
+
+
+def _print_error(error: Exception) -> None:
+    """Prints an error of the script as Python does for a script: without the frames that run it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        frames = frames.tb_next
+    traceback.print_exception(error.with_traceback(frames))
+
+
+def _status_of(end: SystemExit) -> int:
+    if isinstance(end.code, int | None):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1

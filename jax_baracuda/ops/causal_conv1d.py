@@ -35,14 +35,14 @@ from jax_baracuda._core.arrays import (
     reshard_as,
     whole_number,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.batch import map_together
 from jax_baracuda._core.dispatch import at_most, fused, launch_bound, on_cpu, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
 Activation = Literal["silu", "swish"] | None
@@ -99,8 +99,7 @@ def causal_conv1d(
 ) -> Array | tuple[Array, Array]: ...
 
 
-@selectable
-@with_twin
+@public_function()
 def causal_conv1d(
     x: ArrayLike,
     weight: ArrayLike,
@@ -174,8 +173,7 @@ def causal_conv1d(
     return y, _states_of_segments(arrays, as_array(name, "segment_ids", segment_ids), num_segments, params)
 
 
-@selectable
-@described_like(causal_conv1d)
+@public_function(causal_conv1d, has_twin=False)
 def causal_conv1d_backward(
     d_output: ArrayLike,
     x: ArrayLike,
@@ -552,12 +550,12 @@ def _shard_backward(
         dx, dweight, dbias, *d_states = kernel(x, weight, d_output, *optional)
     else:
         if d_final_state is not None:
-            is_last = jax.lax.axis_index(time_axes) == _num_shards(time_axes) - 1
+            is_last = jax.lax.axis_index(time_axes) == jax.lax.axis_size(time_axes) - 1
             d_final_state = jnp.where(is_last, d_final_state, 0)
         history = _history(x, weight, initial_state, time_axes, channels_last)
         operands = x, weight, d_output, bias, history, same_sequence, d_final_state
         dx, dweight, dbias, d_history = kernel(*operands)
-        to_previous = [(i + 1, i) for i in range(_num_shards(time_axes) - 1)]
+        to_previous = [(i + 1, i) for i in range(jax.lax.axis_size(time_axes) - 1)]
         from_next = jax.lax.ppermute(in_layout(d_history, channels_last), time_axes, to_previous)
         last = _last_inputs(dx, d_history.shape[-1], channels_last)
         # The barrier separates the sum from the update, which then runs in place; fused, XLA would copy the array.
@@ -575,10 +573,6 @@ def _needs_history(weight: Array, axes: ShardAxes) -> bool:
     return bool(axes.get("time")) and weight.shape[-1] > 1
 
 
-def _num_shards(axes: tuple[str, ...]) -> int:
-    return jax.lax.psum(1, axes)
-
-
 def _last_inputs(x: Array, count: int, channels_last: bool) -> Any:
     """The last `count` inputs of a signal, as a ``.at`` reference."""
     return x.at[:, -count:] if channels_last else x.at[..., -count:]
@@ -594,7 +588,7 @@ def _history(
 
 def _from_shard_before(values: Array, of_first: Array | None, time_axes: tuple[str, ...]) -> Array:
     """The values of the previous shard. The first shard gets `of_first`, or zeros for None."""
-    received = jax.lax.ppermute(values, time_axes, [(i, i + 1) for i in range(_num_shards(time_axes) - 1)])
+    received = jax.lax.ppermute(values, time_axes, [(i, i + 1) for i in range(jax.lax.axis_size(time_axes) - 1)])
     return received if of_first is None else jnp.where(jax.lax.axis_index(time_axes) == 0, of_first, received)
 
 
@@ -604,11 +598,6 @@ def _shard_same_sequence(kernel: ShardKernel, axes: ShardAxes, segment_ids: Arra
     before = _from_shard_before(segment_ids[:, 1 - width :], segment_ids[:, :1], time_axes)
     ids = jnp.concatenate([before, segment_ids], axis=1)
     return _reference_same_sequence(segment_ids, width=width, ids=ids)
-
-
-def _backward_dtypes(x: Any, *others: Any, has_initial_state: bool) -> list[Any]:
-    wide = accumulation_dtype(x.dtype)
-    return [x.dtype, wide, wide, *([x.dtype] if has_initial_state else [])]
 
 
 def plan_parameters(x: Any, weight: Any, *_: Any, channels_last: bool, silu: bool, **presence: bool) -> dict[str, int]:
@@ -645,14 +634,14 @@ def optional_operands(*names: str) -> dict[str, str]:
 _OPTIONAL = ("bias", "initial_state", "same_sequence")
 """The optional operands of the convolution of a sequence and of its gradient."""
 
-OF_ALL: Any = {
+COMMON_FIELDS: Any = {
     "attributes": ("channels_last", "silu", "has_bias"),
     "dtypes": FLOATING_DTYPES,
     "guarantee": accumulated,
     "independent_dims": ("example", "channel"),
 }
-_of_sequences: Any = OF_ALL | {
-    "attributes": (*OF_ALL["attributes"], "has_initial_state", "has_same_sequence"),
+_SEQUENCE_FIELDS: Any = COMMON_FIELDS | {
+    "attributes": (*COMMON_FIELDS["attributes"], "has_initial_state", "has_same_sequence"),
     "plan_parameters": plan_parameters,
     "limit": limit_of_width,
     "replicated_dims": ("tap", "state"),
@@ -687,7 +676,7 @@ CAUSAL_CONV1D = Op(
         on_gpu("launch-bound, and XLA fuses the state", launch_bound),
     ),
     shard_program=_shard_forward,
-    **_of_sequences,
+    **_SEQUENCE_FIELDS,
 )
 
 ROWS_OF_FEW_STEPS = on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8))
@@ -700,7 +689,11 @@ CAUSAL_CONV1D_BACKWARD = Op(
     results=lambda *, channels_last, has_initial_state: dimensions_of(
         ["dx", "dweight", "dbias", *["d_initial_state"] * has_initial_state], channels_last
     ),
-    result_dtypes=_backward_dtypes,
+    result_dtypes=lambda x, *_, has_initial_state: [
+        x.dtype,
+        *[accumulation_dtype(x.dtype)] * 2,
+        *[x.dtype] * has_initial_state,
+    ],
     reference=reference_backward,
     reduction_dims=("example", "time"),
     xla_rules=(
@@ -708,16 +701,12 @@ CAUSAL_CONV1D_BACKWARD = Op(
         ROWS_OF_FEW_STEPS,
     ),
     shard_program=_shard_backward,
-    **_of_sequences | {"attributes": (*_of_sequences["attributes"], "has_d_final_state")},
+    **_SEQUENCE_FIELDS | {"attributes": (*_SEQUENCE_FIELDS["attributes"], "has_d_final_state")},
 )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Derivative rules.
-
-
-def _call_op(op: Op, params: Params, arrays: Mapping[str, Array | None]) -> Sequence[Array]:
-    return op.of_arrays(arrays, channels_last=params["channels_last"], silu=params["silu"])
 
 
 def gradients_of(
@@ -729,12 +718,12 @@ def gradients_of(
     """
     d_final_state = None if d_final_state is None or d_final_state.shape[2] == 0 else d_final_state
     arrays = {**arrays, "d_output": d_output, "d_final_state": d_final_state}
-    gradients = _call_op(CAUSAL_CONV1D_BACKWARD, params, arrays)
+    gradients = CAUSAL_CONV1D_BACKWARD.of_arrays(arrays, **params.without("returns_state"))
     return dict(zip(("x", "weight", "bias", "initial_state"), gradients, strict=False))
 
 
 def _forward(params: Params, **arrays: Any) -> tuple[Array | tuple[Array, Array], dict[str, Any]]:
-    [y] = _call_op(CAUSAL_CONV1D, params, arrays)
+    [y] = CAUSAL_CONV1D.of_arrays(arrays, **params.without("returns_state"))
     if not params["returns_state"]:
         return y, arrays
     states = arrays["x"], arrays["initial_state"], arrays["same_sequence"]

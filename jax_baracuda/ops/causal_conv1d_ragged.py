@@ -14,11 +14,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array, check_shape, in_range, index_array, reshard_as
-from jax_baracuda._core.autodiff import with_twin
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, not_redirected, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda.ops.causal_conv1d import (
     MAX_WIDTH,
     Activation,
@@ -32,20 +31,18 @@ from jax_baracuda.ops.causal_conv1d import (
     with_dtype_of_x,
 )
 from jax_baracuda.ops.causal_conv1d_update import (
+    POOL_FIELDS,
     checked_pool,
-    of_pools,
-    of_pools_backward,
-    of_slots,
-    of_writers,
+    pool_gradient_fields,
+    states_of_slots,
     vjp_of_pools,
     with_added_states,
     with_states,
+    written_slots,
 )
 
 
-@selectable
-@with_twin
-@described_like(causal_conv1d)
+@public_function(causal_conv1d)
 def causal_conv1d_ragged(
     x: ArrayLike,
     states: ArrayLike,
@@ -110,7 +107,6 @@ def causal_conv1d_ragged(
         raise ValueError(f"{name}: x must have shape [T, C], the tokens of all sequences, got {x.shape}")
     given_x = f"[T, C] = {x.shape}"
     params, arrays = canonicalize(name, x[None], weight, bias, activation, True, None, None, given_x)
-    arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     states = with_dtype_of_x(name, "states", states, x)
     states = checked_pool(name, "states", states, arrays["x"], arrays["weight"], num_written=0)
     states = reshard_as(states, x, (None, 1, None))
@@ -178,7 +174,7 @@ def _layout(x: Array, states: Array, weight: Array, starts: Array, slots: Array,
     heads = jnp.where((readers[:, None] >= 0) & (heads < ends[:, None]), heads, length)
     tails = ends[:, None] - kept + jnp.arange(kept)[None]
     is_in_state = tails < begins[:, None]
-    writers = of_writers(states, slots, ends > begins)
+    writers = written_slots(states, slots, ends > begins)
     return _Layout(same_sequence, is_token, heads, begins, ends, tails, is_in_state, readers, writers)
 
 
@@ -200,7 +196,7 @@ def _reference_ragged(x: Array, states: Array, weight: Array, *others: Any, silu
     num_sequences, kept = layout.heads.shape
     [y] = reference_convolution(x, weight, bias, None, layout.same_sequence, channels_last=True, silu=silu)
     if kept > 0 and num_sequences > 0:
-        history = of_slots(states, layout.readers, _first_entries(num_sequences, kept))
+        history = states_of_slots(states, layout.readers, _first_entries(num_sequences, kept))
         heads = _tokens(x, layout.heads)
         [y_heads] = reference_convolution(heads, weight, bias, history, None, channels_last=True, silu=silu)
         with not_redirected():
@@ -232,12 +228,12 @@ def _backward(
     if kept == 0 or num_sequences == 0:
         return [dx, d_states, dweight, dbias]
     first = _first_entries(num_sequences, kept)
-    history = of_slots(states, layout.readers, first)
+    history = states_of_slots(states, layout.readers, first)
     of_heads = convolution_backward(
         _tokens(x, layout.heads), weight, _tokens(d_output, layout.heads), bias, history, None, None, **options
     )
     dx_heads, dweight_heads, dbias_heads, d_history = of_heads
-    d_new = of_slots(d_states, layout.writers, first)
+    d_new = states_of_slots(d_states, layout.writers, first)
     d_tails = jnp.where(layout.is_in_state[:, None], 0, d_new)
     with not_redirected():
         dx = dx.at[0, layout.heads].add(dx_heads, mode="drop")
@@ -269,7 +265,7 @@ def _dimensions(*names: str) -> NamedDimensions:
 
 
 _OPERANDS = ("x", "states", "weight", "starts", "slots", "has_state")
-_of_ragged: Any = of_pools | {
+_RAGGED_FIELDS: Any = POOL_FIELDS | {
     "attributes": ("silu", "has_bias"),
     "optional": optional_operands("bias"),
     "limit": _limit,
@@ -284,14 +280,14 @@ CAUSAL_CONV1D_RAGGED = Op(
     plan_parameters=lambda x, states, weight, *others, **params: plan_parameters(
         x, weight, channels_last=True, **params
     ),
-    **_of_ragged,
+    **_RAGGED_FIELDS,
 )
 
 CAUSAL_CONV1D_RAGGED_BACKWARD = Op(
     name="causal_conv1d_ragged_backward",
     operands=_dimensions(*_OPERANDS, "d_output", "d_states", "bias"),
     results=_dimensions("dx", "d_old_states", "dweight", "dbias"),
-    **_of_ragged | of_pools_backward(_backward, d_output_operand=len(_OPERANDS)),
+    **_RAGGED_FIELDS | pool_gradient_fields(_backward, d_output_operand=len(_OPERANDS)),
 )
 
 

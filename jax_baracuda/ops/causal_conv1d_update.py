@@ -25,16 +25,16 @@ from jax_baracuda._core.arrays import (
     reshard_as,
     reshard_like,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import fused, launch_bound, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, not_redirected, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda.ops.causal_conv1d import (
     CAUSAL_CONV1D_BACKWARD,
+    COMMON_FIELDS,
     GRADIENT_OF_ONE_STEP,
-    OF_ALL,
     ROWS_OF_FEW_STEPS,
     Activation,
     canonicalize,
@@ -57,9 +57,7 @@ from jax_baracuda.ops.causal_conv1d import (
 from jax_baracuda.ops.write_rows import is_last_of_slot
 
 
-@selectable
-@with_twin
-@described_like(causal_conv1d)
+@public_function(causal_conv1d)
 def causal_conv1d_update(
     x: ArrayLike,
     state: ArrayLike,
@@ -122,12 +120,11 @@ def causal_conv1d_update(
         raise ValueError(
             f"{name}: x must have shape [B, C] or {letters}, with or without state_slots, got {x.shape}{advice}"
         )
-    time = -2 if channels_last else -1
+    time = time_axis(channels_last)
     is_single = x.ndim == 2
     given_x = f"[B, C] = {x.shape}" if is_single else None
     x = jnp.expand_dims(x, time) if is_single else x
     params, arrays = canonicalize(name, x, weight, bias, activation, channels_last, None, None, given_x)
-    arrays = {array: arrays[array] for array in ("x", "weight", "bias")}
     state = with_dtype_of_x(name, "state", state, arrays["x"])
     if state_slots is None:
         if num_accepted is not None:
@@ -191,7 +188,7 @@ def _reference_update(
 # The states of a pool that sequences read and write.
 
 
-def of_slots(pool: Array, slots: Array, entries: Array) -> Array:
+def states_of_slots(pool: Array, slots: Array, entries: Array) -> Array:
     """Entries ``[N, K]`` of the rows of slots, as ``[N, C, K]``; zeros for slots outside of the pool."""
     if pool.shape[0] == 0:
         return jnp.zeros((slots.shape[0], pool.shape[1], entries.shape[1]), pool.dtype)
@@ -200,7 +197,7 @@ def of_slots(pool: Array, slots: Array, entries: Array) -> Array:
     return jnp.where(in_range(slots, pool.shape[0])[:, None, None], jnp.swapaxes(taken, 1, 2), 0)
 
 
-def of_writers(pool: Array, slots: Array, has_inputs: Array | None = None) -> Array:
+def written_slots(pool: Array, slots: Array, has_inputs: Array | None = None) -> Array:
     """The slots of the sequences that write their states: the last ones of their slots. The others have slot -1.
 
     `has_inputs` says which sequences are not empty. Default: all.
@@ -252,11 +249,11 @@ def _reference_pool_update(
     width, num_inputs = weight.shape[1], x.shape[time_axis(channels_last)]
     if 0 in x.shape:
         return jnp.zeros_like(x), states
-    history = of_slots(states, slots, _entries(states, width, x.shape[0], num_accepted))
+    history = states_of_slots(states, slots, _entries(states, width, x.shape[0], num_accepted))
     [y] = reference_convolution(x, weight, bias, history, None, channels_last=channels_last, silu=silu)
     inputs = jnp.concatenate([history, in_layout(x, channels_last)], axis=2)
     num_written = _num_written(width, num_inputs, num_accepted is not None)
-    return y, with_states(states, of_writers(states, slots), inputs[..., inputs.shape[2] - num_written :])
+    return y, with_states(states, written_slots(states, slots), inputs[..., inputs.shape[2] - num_written :])
 
 
 def _pool_update_backward(
@@ -273,11 +270,11 @@ def _pool_update_backward(
     d_output, d_states, bias, num_accepted = others
     width, num_inputs = weight.shape[1], x.shape[time_axis(channels_last)]
     entries = _entries(states, width, x.shape[0], num_accepted)
-    writers = of_writers(states, slots)
+    writers = written_slots(states, slots)
     num_written = _num_written(width, num_inputs, num_accepted is not None)
     first = jnp.broadcast_to(jnp.arange(num_written), (x.shape[0], num_written))
-    d_written = of_slots(d_states, writers, first)
-    history = of_slots(states, slots, entries) if width > 1 else None
+    d_written = states_of_slots(d_states, writers, first)
+    history = states_of_slots(states, slots, entries) if width > 1 else None
     dx, dweight, dbias, *d_history = convolution_backward(
         x, weight, d_output, bias, history, None, None, channels_last=channels_last, silu=silu
     )
@@ -309,7 +306,7 @@ CAUSAL_CONV1D_UPDATE = Op(
     ),
     replicated_dims=("time", "tap", "state"),
     in_place={1: 1},
-    **OF_ALL,
+    **COMMON_FIELDS,
 )
 
 
@@ -318,10 +315,10 @@ def _pool_operands(*more: str, channels_last: bool) -> NamedDimensions:
     return dimensions_of(names, channels_last, slots=("example",), num_accepted=("example",))
 
 
-of_pools: Any = OF_ALL | {"independent_dims": ("channel",), "in_place": {1: 1}}
+POOL_FIELDS: Any = COMMON_FIELDS | {"independent_dims": ("channel",), "in_place": {1: 1}}
 
 
-def of_pools_backward(backward: Callable[..., list[Array]], d_output_operand: int) -> dict[str, Any]:
+def pool_gradient_fields(backward: Callable[..., list[Array]], d_output_operand: int) -> dict[str, Any]:
     """The fields of a gradient with respect to x, states, weight and bias.
 
     Args:
@@ -354,7 +351,7 @@ def of_pools_backward(backward: Callable[..., list[Array]], d_output_operand: in
     }
 
 
-_of_pool_updates: Any = of_pools | {
+_POOL_UPDATE_FIELDS: Any = POOL_FIELDS | {
     "attributes": ("channels_last", "silu", "has_bias", "has_num_accepted"),
     "optional": optional_operands("bias", "num_accepted"),
     "limit": lambda x, states, weight, *others: limit_of_width(x, weight),
@@ -369,7 +366,7 @@ CAUSAL_CONV1D_UPDATE_POOL = Op(
     plan_parameters=lambda x, states, weight, *others, has_num_accepted, **params: (
         plan_parameters(x, weight, **params) | {"state_length": states.shape[2], "has_num_accepted": has_num_accepted}
     ),
-    **_of_pool_updates,
+    **_POOL_UPDATE_FIELDS,
 )
 
 CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
@@ -378,7 +375,7 @@ CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
     results=lambda *, channels_last: dimensions_of(["dx", "d_old_states", "dweight", "dbias"], channels_last),
     # Two busy cores, time of plain JAX / kernel: 0.2 to 0.5 in float32, 0.5 to 1.1 in bfloat16 (2 calls each).
     xla_rules=(GRADIENT_OF_ONE_STEP, ROWS_OF_FEW_STEPS),
-    **_of_pool_updates | of_pools_backward(_pool_update_backward, d_output_operand=4),
+    **_POOL_UPDATE_FIELDS | pool_gradient_fields(_pool_update_backward, d_output_operand=4),
 )
 
 # ----------------------------------------------------------------------------------------------------------------------

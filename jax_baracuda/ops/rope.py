@@ -36,7 +36,7 @@ from jax_baracuda._core.arrays import (
     static_type_error,
     whole_number,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.dispatch import (
     KB,
     MB,
@@ -50,19 +50,18 @@ from jax_baracuda._core.dispatch import (
     on_gpu,
     param,
 )
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
 
 HeadLayout = Literal["BHSD", "BSHD"]
 
 
-@selectable
-@with_twin
+@public_function()
 def rope(
     x: ArrayLike,
     positions: ArrayLike | None = None,
@@ -143,16 +142,13 @@ def rope(
       >>> print(jnp.allclose(jb.rope(x, jnp.arange(16)), y))
       True
     """
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
-    params, arrays = _canonicalize("rope", {"x": x}, positions, layout, options)
-    [y] = _rope(params, **arrays)
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
+    params, operands = _canonicalize("rope", {"x": x}, positions, layout, options)
+    [y] = _rope(params, *operands)
     return y
 
 
-@selectable
-@described_like(rope)
+@public_function(rope, has_twin=False)
 def rope_backward(
     d_output: ArrayLike,
     positions: ArrayLike | None = None,
@@ -185,17 +181,13 @@ def rope_backward(
       >>> print(jnp.array_equal(vjp(d_output)[0], jb.rope_backward(d_output)))
       True
     """
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
-    params, arrays = _canonicalize("rope_backward", {"d_output": d_output}, positions, layout, options)
-    [dx] = _call(Params(params, inverse=True), **arrays)
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
+    params, operands = _canonicalize("rope_backward", {"d_output": d_output}, positions, layout, options)
+    [dx] = ROPE(*operands, **params | {"inverse": True})
     return dx
 
 
-@selectable
-@with_twin
-@described_like(rope)
+@public_function(rope)
 def rope_qk(
     q: ArrayLike,
     k: ArrayLike,
@@ -230,16 +222,13 @@ def rope_qk(
       >>> print(q_rotated.shape, k_rotated.shape, jnp.array_equal(k_rotated, jb.rope(k, interleaved=False)))
       (2, 8, 16, 4) (2, 2, 16, 4) True
     """
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
-    params, arrays = _canonicalize("rope_qk", {"q": q, "k": k}, positions, layout, options)
-    q, k = _rope(params, **arrays)
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
+    params, operands = _canonicalize("rope_qk", {"q": q, "k": k}, positions, layout, options)
+    q, k = _rope(params, *operands)
     return q, k
 
 
-@selectable
-@described_like(rope)
+@public_function(rope, has_twin=False)
 def rope_qk_backward(
     d_q_output: ArrayLike,
     d_k_output: ArrayLike,
@@ -276,11 +265,9 @@ def rope_qk_backward(
       [True, True]
     """
     cotangents = {"d_q_output": d_q_output, "d_k_output": d_k_output}
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
-    params, arrays = _canonicalize("rope_qk_backward", cotangents, positions, layout, options)
-    dq, dk = _call(Params(params, inverse=True), **arrays)
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
+    params, operands = _canonicalize("rope_qk_backward", cotangents, positions, layout, options)
+    dq, dk = ROPE(*operands, **params | {"inverse": True})
     return dq, dk
 
 
@@ -409,8 +396,7 @@ def _constant_table(
 
     @jax.jit
     def rope_table() -> tuple[Array, Array]:
-        table: tuple[Array, Array] = jax.lax.optimization_barrier((jnp.asarray(cos), jnp.asarray(sin)))
-        return table
+        return jax.lax.optimization_barrier((jnp.asarray(cos), jnp.asarray(sin)))
 
     return rope_table
 
@@ -610,33 +596,15 @@ ROPE = Op(
     },
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
-
-
-def _call(params: Params, *, features: Sequence[Array], frequencies: Array, positions: Array | None) -> list[Array]:
-    return ROPE(*features, frequencies, positions, **params)
-
-
-def _forward(
-    params: Params, *, features: Sequence[Array], **others: Array | None
-) -> tuple[list[Array], dict[str, Array | None]]:
-    return _call(params, features=features, **others), others
-
-
-def _backward(params: Params, others: dict[str, Array | None], cotangents: list[Array]) -> dict[str, list[Array]]:
-    return {"features": _call(Params(params, inverse=True), features=cotangents, **others)}
-
-
-_rope = KernelVjp("rope", _forward, _backward)
+_rope = vjp_of_linear("rope", ROPE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Canonicalisation of arguments, shared by the whole family.
 
 
-class RotationOptions(NamedTuple):
-    """The keyword arguments that all rotations have."""
+class Rotation(NamedTuple):
+    """How to rotate: the keyword arguments of all rotations."""
 
     base: float
     interleaved: bool
@@ -690,9 +658,9 @@ def _canonicalize(
     rotated: Mapping[str, ArrayLike],
     positions: ArrayLike | None,
     layout: HeadLayout | None,
-    options: RotationOptions,
-) -> tuple[Params, dict[str, Any]]:
-    """The params, and the arrays by name: `features` (a list), `frequencies`, and `positions` or None.
+    options: Rotation,
+) -> tuple[Params, list[Array | None]]:
+    """The params and the operands of the op.
 
     Args:
       rotated: one or two arrays, by the argument names of the public function.
@@ -705,7 +673,7 @@ def _canonicalize(
             shape = "[B, H, S, D]" if heads_first else "[B, S, H, D]"
             advice = f"; {argument}[None] is a batch of one" if x.ndim == 3 else ""
             raise ValueError(
-                f"{name}: {argument} must have shape {shape} ({_named(heads_first)}), got {x.shape}{advice}"
+                f"{name}: {argument} must have shape {shape} ({_layout_argument(heads_first)}), got {x.shape}{advice}"
             )
     if layout is None and all(x.shape[1] == x.shape[2] != 1 for x in arrays.values()):
         shapes = " and ".join(f"{argument} of shape {x.shape}" for argument, x in arrays.items())
@@ -721,7 +689,7 @@ def _canonicalize(
             fits_other_layout = layout is None and all(x.shape[axis] == first.shape[axis] for axis in (0, 1, 3))
             raise ValueError(
                 f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads "
-                f"in dimension {3 - sequence_axis} ({_named(heads_first)}); got {x.shape}"
+                f"in dimension {3 - sequence_axis} ({_layout_argument(heads_first)}); got {x.shape}"
                 f"{_ADVICE_ON_LAYOUT if fits_other_layout else ''}"
             )
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
@@ -737,14 +705,14 @@ def _canonicalize(
     params = Params(
         num_arrays=len(arrays), inverse=False, heads_first=heads_first, constant_angles=constant_angles, **rotation
     )
-    return params, {"features": list(arrays.values()), "frequencies": frequencies, "positions": positions}
+    return params, [*arrays.values(), frequencies, positions]
 
 
 ADVICE_ON_SECTIONS = "; positions of three axes (M-RoPE) need sections"
 _ADVICE_ON_LAYOUT = '; for arrays [B, S, H, D] pass layout="BSHD"'
 
 
-def _named(heads_first: bool) -> str:
+def _layout_argument(heads_first: bool) -> str:
     return f"layout={'BHSD' if heads_first else 'BSHD'!r}"
 
 
@@ -856,7 +824,7 @@ def _checked_positions(
             advice = ADVICE_ON_SECTIONS
         raise ValueError(
             f"{name}: positions must have shape [{letter}S] = {shared} or [{letter}B, S] = {own} "
-            f"({_named(heads_first)}), got {positions.shape}{advice}"
+            f"({_layout_argument(heads_first)}), got {positions.shape}{advice}"
         )
     return jnp.expand_dims(positions, -2) if positions.shape == shared else positions
 

@@ -210,14 +210,6 @@ Frequencies = tuple[np.ndarray, float]
 """inv_freq and scale"""
 
 
-def _default(model: _Model) -> Frequencies:
-    return model.inv_freq(), 1.0
-
-
-def _linear(model: _Model) -> Frequencies:
-    return model.inv_freq() / model.number("factor"), 1.0
-
-
 def _dynamic(model: _Model) -> Frequencies:
     """Increases the base, so that the slowest pair turns no further in `seq_len` positions than it did in training."""
     factor, dim = model.number("factor"), model.rotary_dim
@@ -329,7 +321,7 @@ COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *NO_E
 
 OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
-DEFAULT = _Scheme(_default)
+DEFAULT = _Scheme(lambda model: (model.inv_freq(), 1.0))
 DYNAMIC_OF_ALPHA = _Scheme(_dynamic_of_alpha, required=("alpha",), optional=("factor", *OF_YARN))
 LONGROPE = _Scheme(
     _longrope,
@@ -340,7 +332,7 @@ LONGROPE = _Scheme(
 SCHEMES: dict[str, _Scheme] = {
     "default": DEFAULT,
     "mrope": DEFAULT,
-    "linear": _Scheme(_linear, required=("factor",)),
+    "linear": _Scheme(lambda model: (model.inv_freq() / model.number("factor"), 1.0), required=("factor",)),
     "dynamic": _Scheme(_dynamic, required=("factor",)),
     "xdrope": DYNAMIC_OF_ALPHA,
     "yarn": _Scheme(

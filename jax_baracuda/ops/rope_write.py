@@ -22,17 +22,17 @@ from jax_baracuda._core.arrays import (
     floating_array,
     index_array,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.rope import (
     ADVICE_ON_SECTIONS,
     ATTRIBUTES_OF_ROTATION,
     ROPE,
-    RotationOptions,
+    Rotation,
     integer_positions,
     positions_limit,
     reference_rotation,
@@ -52,15 +52,12 @@ from jax_baracuda.ops.write_rows import (
     reference_write,
     row_dimensions,
     shard_write,
-    transpose_of,
+    transpose_write,
     unique_first,
-    write_cotangents,
 )
 
 
-@selectable
-@with_twin
-@described_like(rope)
+@public_function(rope)
 def rope_write(
     q: ArrayLike,
     k: ArrayLike,
@@ -133,9 +130,7 @@ def rope_write(
       True 1.0 32.0
     """
     name = "rope_write"
-    options = RotationOptions(
-        base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale
-    )
+    options = Rotation(base, interleaved, rotary_dim, rotary_offset, sections, sections_interleaved, inv_freq, scale)
     rows = {argument: floating_array(name, argument, x) for argument, x in (("q", q), ("k", k), ("v", v))}
     _check_rows(name, rows)
     q = rows["q"]
@@ -151,17 +146,10 @@ def rope_write(
     write = checked_write(name, names, pools, slots, axis, layer)
     rotation, frequencies, _ = options.checked(name, "q", q.shape[2], np.dtype(accumulation_dtype(q.dtype)))
     positions = _checked_positions(name, positions, q.shape[0], rotation["sections"])
-    keys, values = write.pools
     if q.shape[0] == 0:
-        return q, keys.dest, values.dest
-    key_cache, value_cache, q = _rope_write(
-        Params(write.params(), **rotation),
-        caches=[keys.dest, values.dest],
-        k=keys.rows,
-        v=values.rows,
-        q=q,
-        others=[*write.others(), frequencies, positions],
-    )
+        return q, *(pool.dest for pool in write.pools)
+    operands = *write.operands(), q, frequencies, positions
+    key_cache, value_cache, q = _rope_write(Params(write.params(), **rotation), *operands)
     return q, key_cache, value_cache
 
 
@@ -170,29 +158,23 @@ def rope_write(
 
 
 _OF_TOKENS = {"heads_first": False, "constant_angles": None}
-"""The params of a rotation of tokens, which are the sequence of a single example."""
+"""The params of a rotation of tokens, which are the sequence of a single example. So are their positions."""
 
 
 def _reference(*operands: Array, **params: Any) -> list[Array]:
     own = WriteOperands.of(operands, params["has_layer"], params["scales"])
     [keys, values], [q, frequencies, positions] = own.rows, own.others
     rotate = with_named(reference_rotation, {**params, **_OF_TOKENS, "inverse": False})
-    q, keys = rotate(q[None], keys[None], frequencies, _of_one_example(positions))
+    q, keys = rotate(q[None], keys[None], frequencies, jnp.expand_dims(positions, -2))
     caches = with_named(reference_write, params)(*own._replace(rows=[keys[0], values]).flat())
     return [*caches, q[0]]
-
-
-def _of_one_example(positions: Array) -> Array:
-    """The positions of tokens as those of the only example of a rotation."""
-    return jnp.expand_dims(positions, -2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The op.
 
 
-def _queries(name: str) -> NamedDimensions:
-    return {name: ("row", "q_head", "feature")}
+_QUERIES = ("row", "q_head", "feature")
 
 
 def _linear_dimensions(ranks: Sequence[int], axis: int, has_layer: bool) -> NamedDimensions:
@@ -231,28 +213,23 @@ def _limit(*operands: Any, has_layer: bool, scales: Sequence[int], sections: tup
 WRITE_PARAMS = ("ranks", "axis", "has_layer", "scales", "has_unique_slots")
 
 
-def _cotangents(
-    cotangents: Sequence[Array], *others: Array, row_dtypes: tuple[str, ...], **params: Any
-) -> list[Array | None]:
+def _transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array | None]:
     """The cotangents of caches, keys, values and queries. None for those of integer caches."""
     d_caches, d_q = cotangents[:2], cotangents[2]
     *of_write, frequencies, positions = others
     write = {name: params.pop(name) for name in WRITE_PARAMS}
-    d_key_cache, d_value_cache, d_k, d_v = write_cotangents(d_caches, *of_write, row_dtypes=row_dtypes, **write)
+    d_key_cache, d_value_cache, d_k, d_v = transpose_write(types[:4], d_caches, *of_write, **write)
     features = [x[None] for x in (d_q, d_k) if x is not None]
     rotated = ROPE(
         *features,
         frequencies,
-        _of_one_example(positions),
+        jnp.expand_dims(positions, -2),
         num_arrays=len(features),
         inverse=True,
         **_OF_TOKENS,
         **params,
     )
     return [d_key_cache, d_value_cache, None if d_k is None else rotated[1][0], d_v, rotated[0][0]]
-
-
-_transpose = transpose_of(_cotangents)
 
 
 def _dtypes(*, scales: Sequence[int] | None = None) -> frozenset[str]:
@@ -265,13 +242,13 @@ ROPE_WRITE = Op(
     operands=lambda *, ranks, axis, has_layer, scales, sections: {
         **_linear_dimensions(ranks, axis, has_layer),
         **other_dimensions(ranks, axis, has_layer, scales),
-        **_queries("q"),
+        "q": _QUERIES,
         "frequencies": ("part", "pair"),
         "positions": (*(("section",) if len(sections) > 0 else ()), "row"),
     },
     results=lambda *, ranks, axis, has_layer: {
         **pool_dimensions("result", ranks, axis, has_layer),
-        **_queries("q_out"),
+        "q_out": _QUERIES,
     },
     result_dtypes=lambda *operands: [operands[0].dtype, operands[1].dtype, operands[-3].dtype],
     reference=_reference,
@@ -289,24 +266,7 @@ ROPE_WRITE = Op(
 )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
-
-
-def _forward(
-    params: Params, *, caches: Sequence[Array], k: Array, v: Array, q: Array, others: Sequence[Array]
-) -> tuple[list[Array], Sequence[Array]]:
-    *of_write, frequencies, positions = others
-    operands = *caches, k, v, *of_write, q, frequencies, positions
-    return ROPE_WRITE(*operands, **params.without("row_dtypes")), others
-
-
-def _backward(params: Params, others: Sequence[Array], cotangents: Sequence[Array]) -> dict[str, Any]:
-    d_key_cache, d_value_cache, d_k, d_v, d_q = _cotangents(cotangents, *others, **params)
-    return {"caches": [d_key_cache, d_value_cache], "k": d_k, "v": d_v, "q": d_q}
-
-
-_rope_write = KernelVjp("rope_write", _forward, _backward)
+_rope_write = vjp_of_linear("rope_write", ROPE_WRITE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -28,20 +28,20 @@ from jax_baracuda._core.arrays import (
     of_bits,
     reshard_like,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.batch import joint_size
 from jax_baracuda._core.dispatch import call_bound, fused, in_cache, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated
 from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
 Axes = tuple[int, ...]
 """Axes, counted from the end."""
 
 
-@selectable
-@with_twin
+@public_function()
 def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implementation | None = None) -> Array:
     """Selects elements of `a` where `cond` holds, and of `b` elsewhere: ``jax.numpy.where`` with three arguments.
 
@@ -91,7 +91,7 @@ def where(cond: ArrayLike, a: ArrayLike, b: ArrayLike, *, implementation: Implem
     return jax_versions.as_weak(selected) if is_weak else selected
 
 
-@selectable
+@public_function(has_twin=False)
 def where_backward(
     d_output: ArrayLike,
     cond: ArrayLike,

@@ -29,17 +29,17 @@ from jax_baracuda._core.arrays import (
     of_bits,
     static_type_error,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, not_redirected, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 
-@selectable
-@with_twin
+@public_function()
 def write_rows(
     dests: ArrayLike | Sequence[ArrayLike],
     rows: ArrayLike | Sequence[ArrayLike],
@@ -102,9 +102,7 @@ def write_rows(
     """
     name = "write_rows"
     is_one = not isinstance(dests, list | tuple)
-    all_dests, all_rows, all_scales = (
-        _of_one(name, dests, rows, scale) if is_one else _of_several(name, dests, rows, scale)
-    )
+    all_dests, all_rows, all_scales = _as_lists(name, is_one, dests, rows, scale)
     labels = [""] if is_one else [f"[{i}]" for i in range(len(all_dests))]
     names = [PoolNames(f"dests{label}", f"rows{label}", f"scale{label}") for label in labels]
     pools = [
@@ -338,18 +336,17 @@ def unique_first(op: Callable[[], Op]) -> dict[Rule, Callable[..., Sequence[Arra
     return {on_gpu(reason, param("has_unique_slots", False), at_least(row=1 << 17)): program}
 
 
-def write_cotangents(
+def transpose_write(
+    types: Sequence[Any],
     cotangents: Sequence[Array],
-    slots: Array,
     *others: Array,
     has_layer: bool,
     scales: tuple[int, ...],
     ranks: tuple[int, ...],
-    row_dtypes: tuple[str, ...],
     **params: Any,
 ) -> list[Array | None]:
-    """The cotangents of all pools, then of all rows. None for those of integer pools."""
-    own = WriteOperands.of([*cotangents, slots, *others], has_layer, scales, has_rows=False)
+    """The cotangents of all pools, then of all rows. None for integer pools and their rows."""
+    own = WriteOperands.of([*cotangents, *others], has_layer, scales, has_rows=False)
     chosen = [i for i, cotangent in enumerate(cotangents) if jnp.issubdtype(cotangent.dtype, jnp.inexact)]
     if not chosen:
         return [None] * (2 * len(cotangents))
@@ -362,35 +359,13 @@ def write_cotangents(
         has_layer=has_layer,
         scales=of_chosen(scales),
         ranks=of_chosen(ranks),
-        row_dtypes=of_chosen(row_dtypes),
+        row_dtypes=of_chosen([x.dtype.name for x in types[len(ranks) :]]),
         **params,
     )
     return placed(gradients, [*chosen, *(len(ranks) + i for i in chosen)], 2 * len(ranks))
 
 
-def transpose_of(cotangents_of: Callable[..., Sequence[Array | None]]) -> Callable[..., list[Array]]:
-    """The transpose of an op that writes rows. It also returns zeros for the rows of integer pools."""
-
-    def transpose(types: Sequence[Any], cotangents: Sequence[Array], *others: Array, **params: Any) -> list[Array]:
-        num = len(params["ranks"])
-        row_dtypes = tuple(x.dtype.name for x in types[num : 2 * num])
-        gradients = cotangents_of(cotangents, *others, row_dtypes=row_dtypes, **params)
-        return [jnp.zeros(x.shape, x.dtype) if g is None else g for x, g in zip(types, gradients, strict=True)]
-
-    return transpose
-
-
-_transpose_write = transpose_of(write_cotangents)
-
-
-def _transpose_backward(
-    types: Sequence[Any], cotangents: Sequence[Array], *others: Array, row_dtypes: Any, **params: Any
-) -> Sequence[Array]:
-    """Writing rows is the transpose of its gradient."""
-    return WRITE_ROWS(*cotangents, *others, **params)
-
-
-_common: dict[str, Any] = {
+_FIELDS: dict[str, Any] = {
     # Scaled numbers are rounded twice: in float32 and to the dtype of the pool.
     "guarantee": ROUNDED_ONCE,
     "replicated_dims": ("row",),
@@ -422,9 +397,9 @@ WRITE_ROWS = Op(
     ),
     shard_program=shard_write,
     transposes=lambda *, ranks, axis, has_layer: {
-        (*pool_dimensions("dest", ranks, axis, has_layer), *row_dimensions("rows", ranks, axis)): _transpose_write
+        (*pool_dimensions("dest", ranks, axis, has_layer), *row_dimensions("rows", ranks, axis)): transpose_write
     },
-    **_common,
+    **_FIELDS,
 )
 
 WRITE_ROWS_BACKWARD = Op(
@@ -446,29 +421,15 @@ WRITE_ROWS_BACKWARD = Op(
     dtypes=DIFFERENTIABLE_DTYPES,
     shard_program=_shard_backward,
     transposes=lambda *, ranks, axis, has_layer: {
-        tuple(pool_dimensions("d_output", ranks, axis, has_layer)): _transpose_backward
+        tuple(
+            pool_dimensions("d_output", ranks, axis, has_layer)
+        ): lambda _, cotangents, *others, row_dtypes, **params: WRITE_ROWS(*cotangents, *others, **params)
     },
-    **_common,
+    **_FIELDS,
 )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
-
-
-def _forward(
-    params: Params, *, dests: Sequence[Array], rows: Sequence[Array], others: list[Array]
-) -> tuple[list[Array], list[Array]]:
-    return WRITE_ROWS(*dests, *rows, *others, **params.without("row_dtypes")), others
-
-
-def _backward(params: Params, others: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
-    num = len(cotangents)
-    gradients = write_cotangents(cotangents, *others, **params)
-    return {"dests": gradients[:num], "rows": gradients[num:]}
-
-
-_write_op = KernelVjp("write_rows", _forward, _backward)
+_write_op = vjp_of_linear("write_rows", WRITE_ROWS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -498,7 +459,7 @@ class CheckedWrite(NamedTuple):
     layer: Array | None
 
     def params(self) -> Params:
-        """Those of the op, and the dtypes of the rows, which the gradient needs."""
+        """Those of the op."""
         scales = (pool.scale for pool in self.pools)
         return Params(
             ranks=tuple(pool.rows.ndim for pool in self.pools),
@@ -506,21 +467,18 @@ class CheckedWrite(NamedTuple):
             has_layer=self.layer is not None,
             scales=tuple(0 if x is None else PER_HEAD if x.ndim else ONE_SCALE for x in scales),
             has_unique_slots=False,
-            row_dtypes=tuple(pool.rows.dtype.name for pool in self.pools),
         )
 
-    def others(self) -> list[Array]:
-        """The operands that are neither pools nor rows."""
-        return WriteOperands([], [], self.slots, self.layer, [pool.scale for pool in self.pools]).flat()
+    def operands(self) -> list[Array]:
+        dests, rows, scales = zip(*self.pools, strict=True)
+        return WriteOperands(dests, rows, self.slots, self.layer, scales).flat()
 
 
 def _write(call: CheckedWrite) -> list[Array]:
     call = call._replace(pools=[_for_kernel(pool) for pool in call.pools])
-    dests, rows = [pool.dest for pool in call.pools], [pool.rows for pool in call.pools]
     if call.slots.shape[0] == 0:
-        return dests
-    results: list[Array] = _write_op(call.params(), dests=dests, rows=rows, others=call.others())
-    return results
+        return [pool.dest for pool in call.pools]
+    return _write_op(call.params(), *call.operands())
 
 
 def _for_kernel(pool: PoolWrite) -> PoolWrite:
@@ -531,11 +489,13 @@ def _for_kernel(pool: PoolWrite) -> PoolWrite:
     return PoolWrite(dest, _converted(_scaled(rows, scale), dest.dtype), None)
 
 
-_Arguments = tuple[Sequence[Any], Sequence[Any], Sequence[Any]]
-"""The pools, their rows and their scales."""
-
-
-def _of_one(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
+def _as_lists(name: str, is_one: bool, dests: Any, rows: Any, scale: Any) -> Sequence[Sequence[Any]]:
+    """The pools, their rows and their scales. `is_one`: whether there is one pool, which is no list."""
+    if not is_one:
+        scale = [None] * len(dests) if scale is None else scale
+        check_one_for_each(name, "rows", rows, dests)
+        check_one_for_each(name, "scale", scale, dests)
+        return dests, rows, scale
     for argument, value in (("rows", rows), ("scale", scale)):
         if isinstance(value, list | tuple):
             raise TypeError(
@@ -543,13 +503,6 @@ def _of_one(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
                 "dests is a list or tuple, too"
             )
     return [dests], [rows], [scale]
-
-
-def _of_several(name: str, dests: Any, rows: Any, scale: Any) -> _Arguments:
-    scale = [None] * len(dests) if scale is None else scale
-    check_one_for_each(name, "rows", rows, dests)
-    check_one_for_each(name, "scale", scale, dests)
-    return dests, rows, scale
 
 
 def checked_write(
@@ -621,7 +574,7 @@ def _checked_scale(name: str, own: PoolNames, dest: Array, rows: Array, scale: A
         raise TypeError(f"{name}: {own.rows} must be real to be scaled or written to {dest.dtype}, got {rows.dtype}")
     if scale is None:
         return None
-    scale = as_array(name, f"{own.scale}", scale)
+    scale = as_array(name, own.scale, scale)
     if not (jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)):
         raise TypeError(f"{name}: {own.scale} must have a real dtype, got {scale.dtype}")
     if scale.shape not in ((), rows.shape[1:2]):

@@ -28,13 +28,13 @@ from jax_baracuda._core.arrays import (
     in_range,
     of_bits,
 )
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.dispatch import KB, Traits, at_most, launch_bound, on_cpu, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
 WriteMode = Literal["clip", "drop"]
@@ -43,8 +43,7 @@ StartIndex = ArrayLike | tuple[int, int]
 StartIndices = Sequence[StartIndex] | Array | np.ndarray
 
 
-@selectable
-@with_twin
+@public_function()
 def write_slice(
     dest: ArrayLike,
     source: ArrayLike,
@@ -105,9 +104,7 @@ def write_slice(
     return result
 
 
-@selectable
-@with_twin
-@described_like(write_slice)
+@public_function(write_slice)
 def write_slices(
     dests: Sequence[ArrayLike],
     sources: Sequence[ArrayLike],
@@ -348,7 +345,7 @@ def _split_windows(
     split = [axes.get(_dimension(window.array, window.axis), ()) for window in windows]
     parts = [jax.lax.axis_index(names).astype(jnp.int32) for names in split if names]
     windows = tuple(
-        window._replace(num_shards=jax.lax.psum(1, names)) if names else window
+        window._replace(num_shards=jax.lax.axis_size(names)) if names else window
         for window, names in zip(windows, split, strict=True)
     )
     return windows, parts, split
@@ -377,16 +374,12 @@ def _shard_extract(
 # Extracting a window and leaving zeros is the transpose of writing it, and vice versa.
 
 
-def _transpose_write(_: Any, cotangents: Sequence[Array], *starts: Array, **params: Any) -> Sequence[Array | None]:
-    return _cotangents(cotangents, *starts, **params)
-
-
 def _transpose_extract(_: Any, cotangents: Sequence[Array], *starts: Array, **params: Any) -> Sequence[Array]:
     return WRITE_SLICE(*cotangents, *starts, **params)
 
 
-def _cotangents(
-    cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool
+def _transpose_write(
+    _: Any, cotangents: Sequence[Array], *starts: Array, ranks: Sequence[int], windows: Sequence[Window], drop: bool
 ) -> list[Array | None]:
     """The cotangents of all dests, then of all sources. None for integer arrays, which have no derivatives."""
     chosen = [i for i, cotangent in enumerate(cotangents) if jnp.issubdtype(cotangent.dtype, jnp.inexact)]
@@ -402,7 +395,7 @@ def _cotangents(
     return placed(gradients, [*chosen, *(len(ranks) + i for i in chosen)], 2 * len(ranks))
 
 
-_common = {
+_FIELDS = {
     "guarantee": EXACT,
     "attributes": ("windows", "drop"),
     "plan_parameters": _plan_parameters,
@@ -438,7 +431,7 @@ WRITE_SLICE = Op(
     transposes=lambda *, ranks: {
         (*_dest_dimensions("dest", ranks), *_dest_dimensions("source", ranks)): _transpose_write
     },
-    **_common,
+    **_FIELDS,
 )
 
 WRITE_SLICE_BACKWARD = Op(
@@ -461,27 +454,11 @@ WRITE_SLICE_BACKWARD = Op(
     ),
     shard_program=_shard_extract,
     transposes=lambda *, ranks: {tuple(_dest_dimensions("d_output", ranks)): _transpose_extract},
-    **_common,
+    **_FIELDS,
 )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules.
-
-
-def _forward(
-    params: Params, *, dests: Sequence[Array], sources: Sequence[Array], starts: list[Array]
-) -> tuple[list[Array], list[Array]]:
-    return WRITE_SLICE(*dests, *sources, *starts, **params), starts
-
-
-def _backward(params: Params, starts: list[Array], cotangents: list[Array]) -> dict[str, list[Array | None]]:
-    num = len(cotangents)
-    gradients = _cotangents(cotangents, *starts, **params)
-    return {"dests": gradients[:num], "sources": gradients[num:]}
-
-
-_write_op = KernelVjp("write_slice", _forward, _backward)
+_write_op = vjp_of_linear("write_slice", WRITE_SLICE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -514,12 +491,8 @@ def _write(updates: Sequence[_Update], mode: WriteMode) -> list[Array]:
     if chosen:
         ranks = tuple(updates[i].dest.ndim for i in chosen)
         params = Params(ranks=ranks, windows=tuple(windows), drop=mode == "drop")
-        written = _write_op(
-            params,
-            dests=[updates[i].dest for i in chosen],
-            sources=[updates[i].source for i in chosen],
-            starts=list(starts.values()),
-        )
+        dests, sources = [updates[i].dest for i in chosen], [updates[i].source for i in chosen]
+        written = _write_op(params, *dests, *sources, *starts.values())
         for i, result in zip(chosen, written, strict=True):
             results[i] = result
     return results

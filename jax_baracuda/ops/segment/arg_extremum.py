@@ -9,10 +9,9 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import accumulation_dtype, in_automatic_mode
-from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -24,19 +23,13 @@ from jax_baracuda.ops.segment.arguments import (
 )
 from jax_baracuda.ops.segment.cells import gather_segments, row_numbers, xla_min
 from jax_baracuda.ops.segment.comparisons import extrema_of_segments, extrema_over_shards, identity_of, same_value
-from jax_baracuda.ops.segment.definitions import (
-    CELLS,
-    WIDE_DTYPES,
-    index_of_first_row,
-    reduction_op,
-)
+from jax_baracuda.ops.segment.definitions import CELLS, WIDE_DTYPES, index_of_first_row, reduction_op
 from jax_baracuda.ops.segment.extremum import LAUNCH_BOUND_EXTREMUM, extremum_targets, minimum_of, segment_max
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
-@selectable
-@described_like(segment_max)
+@public_function(segment_max, has_twin=False)
 def segment_argmax(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -79,7 +72,7 @@ def segment_argmax(
     return _arg_extremum(canonicalize(segments, data, out_sharding), minimum=False)
 
 
-@selectable
+@public_function(has_twin=False)
 @minimum_of(
     segment_argmax,
     """
@@ -112,7 +105,9 @@ def _arg_extremum(call: SegmentCall, minimum: bool) -> Array:
     check_numbered(call.name, "rows", call.ids.shape[0])
     plan = call.plan
     call = call.with_data(with_wide_integers(jax.lax.stop_gradient(call.data))).sorted_by_plan()
-    rows = call.reduce(_winners, call.params(minimum=minimum))
+    rows = call.reduce(
+        lambda params, **arrays: SEGMENT_ARG_EXTREMUM.of_arrays(arrays, **params)[0], call.params(minimum=minimum)
+    )
     if plan is None:
         return rows
     # Within a segment, the plan's order ascends, so its first row is the lowest.
@@ -161,10 +156,6 @@ def _shard_program(kernel: ShardKernel, axes: ShardAxes, data: Array, ids: Array
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Op.
-
-
-def _winners(params: Params, *, data: Array, segment_ids: Array) -> Array:
-    return SEGMENT_ARG_EXTREMUM(data, segment_ids, **params)[0]
 
 
 SEGMENT_ARG_EXTREMUM = reduction_op(

@@ -30,7 +30,7 @@ from jax_baracuda._core.functions import Params
 from jax_baracuda._core.selection import may_run_kernel
 from jax_baracuda.ops.segment.ids import Mode as Mode
 from jax_baracuda.ops.segment.ids import canonical_edges, check_numbered, clamps, flat_ids, static_size
-from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan, permuted
+from jax_baracuda.ops.segment.plan import SegmentPlan, check_gathers, check_plan, check_size_of_plan, permuted
 
 TieBreak = Literal["split", "first"]
 Accumulator = Literal["float64"]
@@ -51,6 +51,9 @@ class Segments:
     plan: SegmentPlan | None
 
     def params(self, **options: Any) -> Params:
+        """The static arguments, of which `deterministic` is checked."""
+        if "deterministic" in options:
+            options["deterministic"] = flag(self.name, "deterministic", options["deterministic"])
         return Params(num_segments=self.num_segments, indices_are_sorted=self.indices_are_sorted, **options)
 
     def rows(self, data: Array) -> Array:
@@ -240,10 +243,7 @@ def canonical_cotangent(
         raise TypeError(f"{name}: d_output must have a floating dtype, got {d_output.dtype}")
     num_segments = d_output.shape[0] if plan is None else None
     segments = canonical_segments(name, segment_ids, num_segments, indices_are_sorted, mode, plan)
-    if segments.num_segments != d_output.shape[0]:
-        raise ValueError(
-            f"{name}: the plan is for {segments.num_segments} segments, got d_output.shape = {d_output.shape}"
-        )
+    check_size_of_plan(name, segments.num_segments, "segments", "d_output", d_output)
     return d_output, segments
 
 
@@ -337,8 +337,7 @@ def canonicalize_edges(
     check_plan(name, plan, gather_ids=gather_ids, segment_ids=segment_ids, num_segments=num_segments, mode=mode)
     if plan is not None:
         check_gathers(name, plan)
-        if plan.num_rows != num_rows:
-            raise ValueError(f"{name}: the plan is for {plan.num_rows} rows, got {data_name}.shape = {data.shape}")
+        check_size_of_plan(name, plan.num_rows, "rows", data_name, data)
         num_segments = plan.num_segments
         of_gradient = ("transposed_gather_ids", "transposed_segment_ids", "transposed_order")
         edges = {field: getattr(plan, field) for field in ("gather_ids", "segment_ids", "edge_order", *of_gradient)}
@@ -369,8 +368,5 @@ def canonicalize_edges_between(
     """Checks the rows, the edges, and that an array `segments` has a row for each segment."""
     num_segments = segments.shape[0] if plan is None else None
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan, data_name)
-    if call.num_segments != segments.shape[0]:
-        raise ValueError(
-            f"{name}: the plan is for {call.num_segments} segments, got {segments_name}.shape = {segments.shape}"
-        )
+    check_size_of_plan(name, call.num_segments, "segments", segments_name, segments)
     return call

@@ -12,18 +12,15 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import accumulation_dtype, as_array, floating_array, real_number
-from jax_baracuda._core.autodiff import with_twin
-from jax_baracuda._core.docstrings import described_like
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges, canonicalize_edges_between
 from jax_baracuda.ops.segment.edge_attention import attend, attention_params, padded_heads
 from jax_baracuda.ops.segment.gather_sum import by_heads, gather_segment_sum
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
-@selectable
-@with_twin
-@described_like(gather_segment_sum)
+@public_function(gather_segment_sum)
 def segment_attention(
     logits: ArrayLike,
     data: ArrayLike,
@@ -93,9 +90,7 @@ def segment_attention(
     return output.reshape(call.num_segments, *call.data.shape[1:])
 
 
-@selectable
-@with_twin
-@described_like(segment_attention, gather_segment_sum)
+@public_function(segment_attention, gather_segment_sum)
 def graph_dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -182,9 +177,7 @@ def graph_dot_product_attention(
     return attend(params, **arrays, **call.edges)[..., : value.shape[2]]
 
 
-@selectable
-@with_twin
-@described_like(graph_dot_product_attention, gather_segment_sum)
+@public_function(graph_dot_product_attention, gather_segment_sum)
 def graph_additive_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -83,8 +83,7 @@ class BatchedVjp:
         return call.bind(*jax_versions.unify_varying(*arrays.values()))[0]
 
     def batched_primal(self, batch: _Batch, **arrays: Array) -> Array:
-        result: Array = batch.map(self._primal, arrays)
-        return result
+        return batch.map(self._primal, arrays)
 
     def _batched_forward(self, batch: _Batch, **arrays: Array) -> tuple[Array, dict[str, Array]]:
         result, residuals = batch.map(self._forward, arrays)
@@ -137,22 +136,19 @@ class _BatchedCall:
     num_batch_dims: int = 0
 
     def bind(self, *arrays: Array) -> list[Array]:
-        jaxpr = jax.make_jaxpr(self.primal)(*map(jax.typeof, arrays))
+        jaxpr = jax.make_jaxpr(self.running(self.vjp.batched_primal))(*map(jax.typeof, arrays))
         return _call_p.bind(*arrays, call=self, jaxpr=jaxpr)
 
-    def primal(self, *arrays: Array) -> Array:
-        return self._run(self.vjp.batched_primal, arrays)
+    def running(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """``function(batch, **arrays)`` as a function of the arrays of the call."""
 
-    def differentiable(self, *arrays: Array) -> Array:
-        return self._run(self.vjp.kernel_vjp, arrays)
+        def run(*arrays: Array) -> Array:
+            mapped = mapped_dims(arrays, self.num_batch_dims)
+            mapped_names = (frozenset(itertools.compress(self.names, is_mapped)) for is_mapped in mapped)
+            with selecting(self.selection):
+                return function(_Batch(self.params, tuple(mapped_names)), **dict(zip(self.names, arrays, strict=True)))
 
-    def _run(self, function: Callable[..., Array], arrays: Sequence[Array]) -> Array:
-        mapped_names = (
-            frozenset(itertools.compress(self.names, is_mapped))
-            for is_mapped in mapped_dims(arrays, self.num_batch_dims)
-        )
-        with selecting(self.selection):
-            return function(_Batch(self.params, tuple(mapped_names)), **dict(zip(self.names, arrays, strict=True)))
+        return run
 
 
 def _batch_call(
@@ -165,7 +161,7 @@ def _batch_call(
 def _jvp_of_call(
     primals: Sequence[Array], tangents: Sequence[Any], *, call: _BatchedCall, jaxpr: Any
 ) -> tuple[list[Array], list[Array]]:
-    result, tangent = jvp_of_nonzero(call.differentiable, primals, tangents)
+    result, tangent = jvp_of_nonzero(call.running(call.vjp.kernel_vjp), primals, tangents)
     return [result], [tangent]
 
 

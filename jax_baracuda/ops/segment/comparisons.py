@@ -64,11 +64,6 @@ def _from_ordered(ordered: Array, dtype: Any) -> Array:
     return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ jnp.iinfo(ordered.dtype).max, ordered), dtype)
 
 
-def _wide_integers(x: Array) -> Array:
-    """Widens to 32 bits: collective libraries have no 16-bit integers and no booleans."""
-    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
-
-
 def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: bool) -> Array:
     """The extremum of each segment.
 
@@ -78,7 +73,9 @@ def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: boo
     if not _has_ordered_bits(data.dtype):
         return reduce(data, ids, num_segments)
     ordered = _ordered(data, nan_is_least=minimum)
-    cells = reduce(_wide_integers(ordered), ids, num_segments)
+    # Devices that share rows reduce these cells, and collective libraries have no 16-bit integers.
+    wide = ordered.astype(jnp.int32) if ordered.dtype.itemsize < 4 else ordered
+    cells = reduce(wide, ids, num_segments)
     infinity = _ordered(jnp.asarray(identity_of(data.dtype, minimum))).astype(cells.dtype)
     clipped = jnp.minimum(cells, infinity) if minimum else jnp.maximum(cells, infinity)
     return _from_ordered(clipped.astype(ordered.dtype), data.dtype)

@@ -86,6 +86,14 @@ def limit_of_32_bits(*_: Any, sizes: Mapping[str, int]) -> str | None:
     return "it has 2^32 - 1 segments or more" if segments >= np.iinfo(np.uint32).max else None
 
 
+SEGMENT_FIELDS: Any = {
+    "result_sizes": {"segment": "num_segments"},
+    "plan_parameters": plan_parameters,
+    "limit": limit_of_32_bits,
+}
+"""The fields of ops whose param `num_segments` is the number of segments."""
+
+
 def reduction_op(
     name: str,
     *,
@@ -94,13 +102,10 @@ def reduction_op(
     **fields: Any,
 ) -> Op:
     """An op of (data, segment_ids) whose results are cells. `shard_program`: for rows split over devices."""
-    defaults = {
-        "result_sizes": {"segment": "num_segments"},
+    defaults = SEGMENT_FIELDS | {
         "attributes": ("indices_are_sorted",),
-        "plan_parameters": plan_parameters,
         "reduction_dims": ("row",),
         "shard_program": of_split_segments(shard_program, ids_operand=1),
-        "limit": limit_of_32_bits,
     }
     return Op(name=name, operands={"data": ROWS, "segment_ids": IDS}, results=results, **(defaults | fields))
 
@@ -148,7 +153,7 @@ def merge_over_shards(
       merge: ``(*cells of all shards [shards, segments, ...]) -> cells [segments, ...]``.
       cells: the cells of this shard.
     """
-    num_shards, num_segments = jax.lax.psum(1, row_axes), cells[0].shape[0]
+    num_shards, num_segments = jax.lax.axis_size(row_axes), cells[0].shape[0]
     lacking = -num_segments % num_shards
 
     def part_of_all(x: Array) -> Array:
@@ -180,7 +185,7 @@ def of_split_segments(shard_program: ShardProgram, *, ids_operand: int) -> Shard
         if not segment_axes:
             return with_named(shard_program, params)(kernel, axes, *operands)
         num_segments = params["num_segments"]
-        num_own = num_segments // jax.lax.psum(1, segment_axes)
+        num_own = num_segments // jax.lax.axis_size(segment_axes)
         first = jax.lax.axis_index(segment_axes) * num_own
         # Of the other dimensions, only rows may be split by the same axes: cells have all others, too.
         other_axes = {axis for name, of in axes.items() if name != "segment" for axis in of}

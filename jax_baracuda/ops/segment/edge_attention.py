@@ -8,6 +8,7 @@ heads are biases, given logits and their gradients.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,10 +21,10 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_ra
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import Traits, few_numbers, on_cpu, on_gpu, uncontended, unordered, unsorted
 from jax_baracuda._core.functions import Params, resolved
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
-from jax_baracuda.ops.segment.definitions import limit_of_32_bits, plan_parameters, sum_guarantee
+from jax_baracuda.ops.segment.definitions import SEGMENT_FIELDS, limit_of_32_bits, sum_guarantee
 from jax_baracuda.ops.segment.edges import (
     NEED_SORTED_EDGES,
     VECTOR_BYTES,
@@ -40,63 +41,55 @@ Score = Literal["dot_product", "additive", "given"]
 # and the segments of the call are the rows of keys and values.
 
 _CELLS, _GATHERED = ("segment", "head", "feature"), ("gathered", "head", "feature")
-_OF_EDGES = ("edge", "head")
-
-
-_ENDS_OF_EDGES = {"gather_ids": ("edge",), "segment_ids": ("edge",)}
 _OPTIONAL = {"bias": "has_bias", "edge_order": "has_edge_order"}
+_SOFTMAX, _ENDS_OF_EDGES = ("maxima", "totals", "means"), ("gather_ids", "segment_ids")
 
 
-def _of_softmax(dims: tuple[str, ...]) -> NamedDimensions:
-    return dict.fromkeys(("maxima", "totals", "means"), dims[:2])
-
-
-def _last_operands(score: Score, dims_of_value: tuple[str, ...] | None) -> NamedDimensions:
-    """The last operands, which all ops share. `dims_of_value`: None where values are keys or come earlier."""
-    return {
-        **({} if dims_of_value is None else {"value": dims_of_value}),
-        "bias": _OF_EDGES,
-        **({"score_weights": ("head", "feature")} if score == "additive" else {}),
-        "edge_order": ("edge",),
+def _dims(names: Sequence[str], *, rows: Dimensions, segments: Dimensions) -> NamedDimensions:
+    """The dimensions of operands or results: `rows` of keys and values, and `segments` of queries."""
+    dims = {
+        **dict.fromkeys(("key", "value", "d_key", "d_value"), rows),
+        **dict.fromkeys(("query", "d_output", "d_query", "d_score_weights"), segments),
+        **dict.fromkeys(_SOFTMAX, segments[:2]),
+        **dict.fromkeys(("bias", "d_bias"), ("edge", "head")),
+        **dict.fromkeys((*_ENDS_OF_EDGES, "edge_order", "rows_of_edges"), ("edge",)),
+        "score_weights": ("head", "feature"),
     }
+    return {name: dims[name] for name in names}
 
 
 def _operands(*, score: Score) -> NamedDimensions:
-    last = _last_operands(score, _GATHERED if score == "dot_product" else None)
-    if score == "given":
-        return {"value": _GATHERED, **_ENDS_OF_EDGES, **last}
-    return {"key": _GATHERED, **_ENDS_OF_EDGES, "query": _CELLS, **last}
+    names = {
+        "dot_product": ("key", *_ENDS_OF_EDGES, "query", "value", "bias", "edge_order"),
+        "additive": ("key", *_ENDS_OF_EDGES, "query", "bias", "score_weights", "edge_order"),
+        "given": ("value", *_ENDS_OF_EDGES, "bias", "edge_order"),
+    }
+    return _dims(names[score], rows=_GATHERED, segments=_CELLS)
 
 
 def _operands_by_segment(*, score: Score) -> NamedDimensions:
-    last = _last_operands(score, _GATHERED if score == "dot_product" else None)
-    return {"key": _GATHERED, "query": _CELLS, "d_output": _CELLS, **_of_softmax(_CELLS), **_ENDS_OF_EDGES, **last}
+    last = {"dot_product": ("value", "bias"), "additive": ("bias", "score_weights")}
+    names = ("key", "query", "d_output", *_SOFTMAX, *_ENDS_OF_EDGES, *last[score], "edge_order")
+    return _dims(names, rows=_GATHERED, segments=_CELLS)
 
 
 def _operands_by_row(*, score: Score) -> NamedDimensions:
-    return {
-        "d_output": _GATHERED,
-        **_of_softmax(_GATHERED),
-        **_ENDS_OF_EDGES,
-        **({} if score == "given" else {"query": _GATHERED, "key": _CELLS}),
-        **_last_operands(score, None if score == "additive" else _CELLS),
-        **({"rows_of_edges": ("edge",)} if score == "given" else {}),
+    last = {
+        "dot_product": ("query", "key", "value", "bias", "edge_order"),
+        "additive": ("query", "key", "bias", "score_weights", "edge_order"),
+        "given": ("value", "bias", "edge_order", "rows_of_edges"),
     }
+    return _dims(("d_output", *_SOFTMAX, *_ENDS_OF_EDGES, *last[score]), rows=_CELLS, segments=_GATHERED)
 
 
 def _results_by_segment(*, score: Score, has_bias: bool) -> NamedDimensions:
-    return {
-        "d_query": _CELLS,
-        **({"d_bias": _OF_EDGES} if has_bias else {}),
-        **({"d_score_weights": _CELLS} if score == "additive" else {}),
-    }
+    names = ("d_query", *["d_bias"] * has_bias, *["d_score_weights"] * (score == "additive"))
+    return _dims(names, rows=_GATHERED, segments=_CELLS)
 
 
-_RESULTS_BY_ROW: dict[Score, NamedDimensions] = {
-    "dot_product": {"d_key": _CELLS, "d_value": _CELLS},
-    "additive": {"d_key": _CELLS},
-    "given": {"d_value": _CELLS, "d_bias": _OF_EDGES},
-}
+def _results_by_row(*, score: Score) -> NamedDimensions:
+    names = {"dot_product": ("d_key", "d_value"), "additive": ("d_key",), "given": ("d_value", "d_bias")}
+    return _dims(names[score], rows=_CELLS, segments=_GATHERED)
 
 
 def _by_name(operands_of: Callable[..., NamedDimensions], operands: Sequence[Any], score: Score) -> dict[str, Any]:
@@ -191,7 +184,7 @@ def _scored(
     return _ScoredEdges(score, values, logits, takes_part)
 
 
-def _in_order_of_numbers(of_edges: Array, edge_order: Array | None) -> Array:
+def _in_original_order(of_edges: Array, edge_order: Array | None) -> Array:
     return of_edges if edge_order is None else jnp.zeros_like(of_edges).at[edge_order].set(of_edges)
 
 
@@ -223,7 +216,7 @@ def _reference_by_segment(*operands: Array, num_segments: int, **params: Any) ->
 
     results = [summed(d_logits[..., None] * edges.score.by_query()).astype(operands[0].dtype)]
     if params["has_bias"]:
-        results.append(_in_order_of_numbers(d_logits, arrays["edge_order"]))
+        results.append(_in_original_order(d_logits, arrays["edge_order"]))
     if edges.score.is_additive:
         results.append(summed(d_logits[..., None] * edges.score.leaky_sums()))
     return results
@@ -250,7 +243,7 @@ def _reference_by_row(*operands: Array, num_segments: int, **params: Any) -> Seq
 
     d_values = probabilities[..., None] * d_outputs
     if edges.score is None:
-        return [summed(d_values), _in_order_of_numbers(d_logits, arrays["edge_order"])]
+        return [summed(d_values), _in_original_order(d_logits, arrays["edge_order"])]
     d_keys = d_logits[..., None] * edges.score.by_key()
     return [summed(d_keys + d_values)] if edges.score.is_additive else [summed(d_keys), summed(d_values)]
 
@@ -272,24 +265,16 @@ def _merge_over_shards(kernel: ShardKernel, axes: ShardAxes, *operands: Array) -
     return merged.astype(output.dtype), largest, total
 
 
-def _sum_over_shards(results: NamedDimensions, kernel: ShardKernel, axes: ShardAxes, operands: Any) -> Sequence[Array]:
+def _sum_over_shards(
+    results_of: Callable[..., NamedDimensions], kernel: ShardKernel, axes: ShardAxes, *operands: Array, **params: Any
+) -> Sequence[Array]:
     edge_axes = axes.get("edge", ())
 
     def summed(cells: Array) -> Array:
         return jax.lax.psum(cells.astype(accumulation_dtype(cells.dtype)), edge_axes).astype(cells.dtype)
 
-    pairs = zip(results, kernel(*operands), strict=True)
+    pairs = zip(resolved(results_of, params), kernel(*operands), strict=True)
     return [x if name == "d_bias" or not edge_axes else summed(x) for name, x in pairs]
-
-
-def _shard_by_segment(
-    kernel: ShardKernel, axes: ShardAxes, *operands: Array | None, score: Score, has_bias: bool
-) -> Sequence[Array]:
-    return _sum_over_shards(_results_by_segment(score=score, has_bias=has_bias), kernel, axes, operands)
-
-
-def _shard_by_row(kernel: ShardKernel, axes: ShardAxes, *operands: Array, score: Score) -> Sequence[Array]:
-    return _sum_over_shards(_RESULTS_BY_ROW[score], kernel, axes, operands)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -376,9 +361,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         # H200, time of plain JAX / kernel: 0.4 to 0.8 up to 16 MB, 0.7 to 1.25 for 33 MB, above 0.85 to 3 (90 calls).
         xla_rules=(on_gpu("XLA sorts no edges, and caches their messages", unordered, uncontended, few_numbers),),
         guarantee=sum_guarantee,
-        result_sizes={"segment": "num_segments"},
         attributes=("indices_are_sorted", "has_bias", "has_edge_order", "scale", "negative_slope"),
-        plan_parameters=plan_parameters,
         replicated_dims=lambda *, has_edge_order: (*replicated_dims(has_edge_order=has_edge_order), "feature"),
         reduction_dims=("edge",),
         alternatives={
@@ -386,7 +369,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
             on_gpu(NEED_SORTED_EDGES, unsorted): sort_first,
             on_cpu(NEED_SORTED_EDGES, unsorted): sort_first,
         },
-        limit=limit,
+        **SEGMENT_FIELDS | {"limit": limit},
         **fields,
     )
     return op
@@ -419,7 +402,7 @@ GRAPH_ATTENTION_BACKWARD_BY_SEGMENT = _attention_op(
         *[accumulation_dtype(key.dtype)] * (has_bias + (score == "additive")),
     ],
     reference=_reference_by_segment,
-    shard_program=_shard_by_segment,
+    shard_program=functools.partial(_sum_over_shards, _results_by_segment),
 )
 
 GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
@@ -430,12 +413,13 @@ GRAPH_ATTENTION_BACKWARD_BY_ROW = _attention_op(
         "graph_additive_attention_d_key": {"score": "additive"},
         "segment_attention_backward": {"score": "given"},
     },
-    results=lambda *, score: _RESULTS_BY_ROW[score],
+    results=_results_by_row,
     result_dtypes=lambda d_output, *_, score: [
-        accumulation_dtype(d_output.dtype) if name == "d_bias" else d_output.dtype for name in _RESULTS_BY_ROW[score]
+        accumulation_dtype(d_output.dtype) if name == "d_bias" else d_output.dtype
+        for name in _results_by_row(score=score)
     ],
     reference=_reference_by_row,
-    shard_program=_shard_by_row,
+    shard_program=functools.partial(_sum_over_shards, _results_by_row),
 )
 
 
@@ -484,7 +468,7 @@ def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -
     arrays |= edges
     num_rows = arrays["value" if params["score"] == "given" else "key"].shape[0]
     results = _call(GRAPH_ATTENTION_BACKWARD_BY_ROW, params, arrays, num_rows, is_sorted=order is not None)
-    d_arrays |= dict(zip(_RESULTS_BY_ROW[params["score"]], results, strict=True))
+    d_arrays |= dict(zip(_results_by_row(score=params["score"]), results, strict=True))
     if params["score"] == "additive":
         d_arrays["d_score_weights"] = d_arrays["d_score_weights"].sum(0)
     return {name.removeprefix("d_"): x for name, x in d_arrays.items()}

@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, check_choice, in_range
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import (
     at_most,
     call_bound,
@@ -35,11 +35,11 @@ from jax_baracuda._core.dispatch import (
     unordered,
     unsorted,
 )
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import EXACT, accumulated, divided
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -65,6 +65,7 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     ORDERED_DTYPES,
     ROWS,
+    SEGMENT_FIELDS,
     SINGLE_FEATURES,
     gradient_op,
     index_of_first_row,
@@ -119,9 +120,7 @@ def minimum_of(function_of_maximum: Callable[..., Any], example: str) -> Callabl
     return described
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_max(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -173,8 +172,7 @@ def segment_max(
     return _reduce(canonicalize(segments, data, out_sharding, bucket_size), tie_break, minimum=False)
 
 
-@selectable
-@with_twin
+@public_function()
 @minimum_of(
     segment_max,
     """
@@ -205,8 +203,7 @@ def segment_min(
     return _reduce(canonicalize(segments, data, out_sharding, bucket_size), tie_break, minimum=True)
 
 
-@selectable
-@described_like(segment_sum_backward, segment_sum)
+@public_function(segment_sum_backward, segment_sum, has_twin=False)
 def segment_max_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -249,7 +246,7 @@ def segment_max_backward(
     return _backward(segments, data, d_output, tie_break, minimum=False)
 
 
-@selectable
+@public_function(has_twin=False)
 @minimum_of(
     segment_max_backward,
     """
@@ -275,8 +272,7 @@ def segment_min_backward(
     return _backward(segments, data, d_output, tie_break, minimum=True)
 
 
-@selectable
-@described_like(segment_max_backward)
+@public_function(segment_max_backward, has_twin=False)
 def unsorted_segment_max_backward(
     d_output: ArrayLike, data: ArrayLike, segment_ids: ArrayLike, *, implementation: Implementation | None = None
 ) -> Array:
@@ -634,15 +630,10 @@ def _transpose_backward_of_edges(
 
 
 def _transpose_of_gathered_winners(
-    avals: Sequence[Any],
-    d_results: Sequence[Array],
-    winner: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    *data_and_output: Array | None,
-    minimum: bool,
+    avals: Sequence[Any], d_results: Sequence[Array], winner: Array, *others: Array | None, minimum: bool
 ) -> Sequence[Array]:
-    operands = d_results[0], winner, gather_ids, segment_ids, *NO_PLAN, *data_and_output
+    *ids, data, output = others
+    operands = d_results[0], winner, *ids, *NO_PLAN, data, output
     params = {"num_rows": avals[0].shape[0], "deterministic": may_run_kernel(), "minimum": minimum}
     return GATHER_SEGMENT_EXTREMUM_BACKWARD(*operands, **params)
 
@@ -805,7 +796,6 @@ GATHER_SEGMENT_EXTREMUM = Op(
     operands={"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES, "edge_order": _EDGES},
     optional={"edge_order": "has_edge_order"},
     results=_results,
-    result_sizes={"segment": "num_segments"},
     result_dtypes=_result_dtypes,
     reference=_reference_of_edges,
     xla_rules=(
@@ -821,12 +811,11 @@ GATHER_SEGMENT_EXTREMUM = Op(
     dtypes=FLOATING_DTYPES,
     guarantee=EXACT,
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins", "has_edge_order"] * has_winner),
-    plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(functools.partial(_shard_reduce, "edge"), ids_operand=2),
     tangent=_tangent_of_edges,
-    limit=limit_of_32_bits,
+    **SEGMENT_FIELDS,
 )
 
 GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(

@@ -12,22 +12,22 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, floating_array, with_whole_dims
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import at_most, fused, in_cache, on_gpu
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges_between
 from jax_baracuda.ops.segment.cells import gather_segments
 from jax_baracuda.ops.segment.definitions import SINGLE_FEATURES, limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims, transposed_edges
+from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import gathered_sum, sum_over_split_dim
+from jax_baracuda.ops.segment.sum import gathered_sum, gathered_sum_by_row, sum_over_split_dim
 
 
-@selectable
-@with_twin
+@public_function()
 def gather_segment_dot(
     data: ArrayLike,
     segment_data: ArrayLike,
@@ -134,35 +134,23 @@ def _reference(
 
 
 def _transpose(
-    avals: Sequence[Any],
-    d_outputs: Sequence[Array],
-    data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    *,
-    deterministic: bool,
+    avals: Sequence[Any], d_outputs: Sequence[Array], data: Array, *edges: Array | None, deterministic: bool
 ) -> Sequence[Array]:
     """The transpose with respect to the cells: the weighted sum."""
-    edges = gather_ids, segment_ids, d_outputs[0].astype(data.dtype), edge_order
-    return [gathered_sum(data, *edges, num_segments=avals[0].shape[0], deterministic=deterministic)]
+    *ids, order = edges
+    weighted = *ids, d_outputs[0].astype(data.dtype), order
+    return [gathered_sum(data, *weighted, num_segments=avals[0].shape[0], deterministic=deterministic)]
 
 
 def _transpose_data(
-    avals: Sequence[Any],
-    d_outputs: Sequence[Array],
-    cells: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    *,
-    deterministic: bool,
+    avals: Sequence[Any], d_outputs: Sequence[Array], cells: Array, *edges: Array | None, deterministic: bool
 ) -> Sequence[Array]:
     """The transpose with respect to the gathered rows: the weighted sum in the other direction."""
+    gather_ids, segment_ids, order = edges
     # No gradient goes through gather ids out of range.
-    edges = as_gather_ids(segment_ids, cells.shape[0]), gather_ids, d_outputs[0].astype(cells.dtype), edge_order
+    weighted = as_gather_ids(segment_ids, cells.shape[0]), gather_ids, d_outputs[0].astype(cells.dtype), order
     flags = {"deterministic": deterministic, "clips_gather_ids": False}
-    return [gathered_sum(cells, *edges, num_segments=avals[0].shape[0], **flags)]
+    return [gathered_sum(cells, *weighted, num_segments=avals[0].shape[0], **flags)]
 
 
 GATHER_SEGMENT_DOT = Op(
@@ -173,6 +161,7 @@ GATHER_SEGMENT_DOT = Op(
         **dict.fromkeys(("gather_ids", "segment_ids", "edge_order"), ("edge",)),
     },
     optional={"edge_order": "has_edge_order"},
+    defaults={"is_wide": False},
     results={"output": ("edge", "head")},
     result_dtypes=lambda d_output, *_, is_wide: [accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype],
     reference=_reference,
@@ -201,24 +190,13 @@ GATHER_SEGMENT_DOT = Op(
 
 
 def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
-    names = ("segment_data", "data", "gather_ids", "segment_ids", "edge_order")
-    flags = {"is_wide": False, "deterministic": params["deterministic"]}
-    return GATHER_SEGMENT_DOT(*map(arrays.get, names), **flags)[0], arrays
+    operands = {**arrays, "d_output": arrays["segment_data"]}
+    return GATHER_SEGMENT_DOT.of_arrays(operands, deterministic=params["deterministic"])[0], arrays
 
 
 def _backward(params: Params, residuals: Mapping[str, Array], d_output: Array) -> dict[str, Array]:
     """Weighted sums over the edges of each row and of each segment."""
-    *transposed, order = transposed_edges(residuals, params["num_segments"])
-    d_data = gathered_sum(
-        residuals["segment_data"],
-        *transposed,
-        d_output,
-        order,
-        num_segments=params["num_rows"],
-        indices_are_sorted=order is not None,
-        deterministic=params["deterministic"],
-        clips_gather_ids=False,
-    )
+    d_data = gathered_sum_by_row(params, residuals, residuals["segment_data"], d_output)
     d_segment_data = gathered_sum(
         residuals["data"],
         residuals["gather_ids"],

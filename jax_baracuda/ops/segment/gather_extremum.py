@@ -13,11 +13,10 @@ import jax
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import Mode, TieBreak, canonicalize_edges
 from jax_baracuda.ops.segment.batched_vjp import BatchedVjp
 from jax_baracuda.ops.segment.edges import as_gather_ids
@@ -36,9 +35,7 @@ from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan
 
 
-@selectable
-@with_twin
-@described_like(gather_segment_sum)
+@public_function(gather_segment_sum)
 def gather_segment_max(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -95,8 +92,7 @@ def gather_segment_max(
     return _gather_segment_max(params, data=call.data, **call.edges)
 
 
-@selectable
-@with_twin
+@public_function()
 @minimum_of(
     gather_segment_max,
     """
@@ -143,9 +139,7 @@ def _primal(params: Params, *, data: Array, gather_ids: Array, segment_ids: Arra
 def _forward(params: Params, **arrays: Array) -> tuple[Array, dict[str, Array]]:
     name = "gather_segment_min" if params["minimum"] else "gather_segment_max"
     check_numbered(name, "edges", arrays["segment_ids"].shape[0])
-    names = ("data", "gather_ids", "segment_ids", "edge_order")
-    operands = map(arrays.get, names)
-    output, winner = GATHER_SEGMENT_EXTREMUM(*operands, **_params_of_reduction(params), has_winner=True)
+    output, winner = GATHER_SEGMENT_EXTREMUM.of_arrays(arrays, **_params_of_reduction(params), has_winner=True)
     return output, {"winner": winner} if params["first_wins"] else {"winner": winner, "output": output}
 
 

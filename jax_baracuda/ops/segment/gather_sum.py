@@ -10,23 +10,20 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array, with_whole_dims
-from jax_baracuda._core.autodiff import with_twin
 from jax_baracuda._core.batch import map_over_batch, mapped_dims
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.batched_vjp import BatchedVjp
-from jax_baracuda.ops.segment.edges import transposed_edges
 from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import count_rows, gathered_sum
+from jax_baracuda.ops.segment.sum import count_rows, gathered_sum, gathered_sum_by_row
 
 
-@selectable
-@with_twin
+@public_function()
 def gather_segment_sum(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -99,9 +96,7 @@ def gather_segment_sum(
     return _reduce(name, _gather_segment_sum, call, params, weights)
 
 
-@selectable
-@with_twin
-@described_like(gather_segment_sum)
+@public_function(gather_segment_sum)
 def gather_segment_mean(
     data: ArrayLike,
     gather_ids: ArrayLike | None = None,
@@ -193,25 +188,13 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     if params["is_mean"]:
         arrays = d_output, segment_ids
         d_output = map_over_batch(functools.partial(_divided, params), mapped_dims(arrays, num_joined), *arrays)
-    *transposed, order = transposed_edges(residuals, params["num_segments"])
-    d_data = gathered_sum(
-        d_output,
-        *transposed,
-        weights,
-        order,
-        num_segments=params["num_rows"],
-        indices_are_sorted=order is not None and num_joined == 0,  # plans of different batch elements cannot be merged
-        deterministic=params["deterministic"],
-        clips_gather_ids=False,
-        num_graph_dims=num_joined,
-    )
+    d_data = gathered_sum_by_row(params, residuals, d_output, weights, num_joined)
     if weights is None:
         return {"data": d_data}
     data = residuals["data"]
 
     def gradient_of_weights(d_output: Array, *edges: Array | None) -> Array:
-        flags = {"is_wide": False, "deterministic": params["deterministic"]}
-        return GATHER_SEGMENT_DOT(d_output, data, *edges, **flags)[0]
+        return GATHER_SEGMENT_DOT(d_output, data, *edges, deterministic=params["deterministic"])[0]
 
     operands = d_output, gather_ids, segment_ids, residuals.get("edge_order")
     d_weights = map_over_batch(gradient_of_weights, mapped_dims(operands, num_joined), *operands)

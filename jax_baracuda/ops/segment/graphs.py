@@ -89,6 +89,7 @@ def _op_of_graphs(
         name=f"{op.name}_of_graphs",
         operands=operands,
         optional=op.optional,
+        defaults=op.defaults,
         results=op.results,
         result_sizes=op.result_sizes,
         result_dtypes=op.result_dtypes,

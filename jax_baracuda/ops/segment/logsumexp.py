@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import at_most, few_numbers, on_gpu, uncontended, unordered
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, as_inexact, canonical_segments, canonicalize
 from jax_baracuda.ops.segment.cells import gather_or_zeros, gather_segments, xla_max, xla_sum
@@ -36,9 +36,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_logsumexp(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -87,7 +85,7 @@ def segment_logsumexp(
     if jnp.issubdtype(call.data.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: data must have a real dtype, got {call.data.dtype}")
     call = call.with_data(as_inexact(call.data)).sorted_by_plan()
-    return call.reduce(_segment_logsumexp, call.params(deterministic=flag(name, "deterministic", deterministic)))
+    return call.reduce(_segment_logsumexp, call.params(deterministic=deterministic))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

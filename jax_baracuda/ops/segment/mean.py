@@ -12,14 +12,14 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import divided
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Accumulator,
@@ -54,14 +54,11 @@ from jax_baracuda.ops.segment.sum import (
     sum_by_plan,
     sum_op,
     sum_over_shards,
-    sum_params,
     wide_sums,
 )
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_mean(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -110,13 +107,10 @@ def segment_mean(
     call = call.with_data(as_inexact(call.data))
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
-    return call.reduce(
-        _segment_mean, call.params(deterministic=flag(name, "deterministic", deterministic), accumulator=accumulator)
-    )
+    return call.reduce(_segment_mean, call.params(deterministic=deterministic, accumulator=accumulator))
 
 
-@selectable
-@described_like(segment_sum_backward, segment_sum)
+@public_function(segment_sum_backward, segment_sum, has_twin=False)
 def segment_mean_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -234,7 +228,7 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
     guarantee=divided,
     transposes={
         ("d_output",): lambda d_outputs, d_data, count, ids, *, accumulator=None, **params: (
-            _sum_over_counts(d_data[0], count, ids, accumulator, **sum_params(d_outputs[0].shape[0], **params)),
+            _sum_over_counts(d_data[0], count, ids, accumulator, num_segments=d_outputs[0].shape[0], **params),
         ),
     },
 )
@@ -265,9 +259,8 @@ def divided_by_counts(
 
 def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, tuple[Array, Array]]:
     if not plan:
-        flags = sum_params(params["num_segments"], params["indices_are_sorted"], params["deterministic"])
         op = SEGMENT_MEAN if params["accumulator"] is None else SEGMENT_MEAN_IN_FLOAT64
-        output, count = op(data, segment_ids, **flags)
+        output, count = op(data, segment_ids, **params.without("accumulator"))
     else:
         total = sum_by_plan(data, **plan, num_segments=params["num_segments"], is_wide=True)
         count = count_rows(plan["sorted_ids"], params["num_segments"], indices_are_sorted=True)

@@ -18,7 +18,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, in_range,
 from jax_baracuda._core.dispatch import Rule, at_least, on_gpu, sorts_apart
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
-from jax_baracuda.ops.segment.definitions import IDS, ROWS, limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.definitions import IDS, ROWS, SEGMENT_FIELDS
 from jax_baracuda.ops.segment.ids import (
     canonical_edges,
     check_num_segments,
@@ -232,6 +232,12 @@ def check_gathers(name: str, plan: SegmentPlan) -> None:
         raise ValueError(f"{name}: the plan has no gather_ids; pass gather_ids and num_rows to segment_plan")
 
 
+def check_size_of_plan(name: str, size: int, what: str, argument: str, array: Array) -> None:
+    """Checks that an array has as many rows as the plan has segments, or rows to gather."""
+    if size != array.shape[0]:
+        raise ValueError(f"{name}: the plan is for {size} {what}, got {argument}.shape = {array.shape}")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The order, as a separate op: XLA merges equal calls of it within a program.
 
@@ -292,12 +298,10 @@ SEGMENT_ORDER = Op(
     reference=_reference,
     dtypes=frozenset({"int32"}),
     guarantee=EXACT,
-    result_sizes={"segment": "num_segments"},
     attributes=("num_segments",),
-    plan_parameters=plan_parameters,
     of_constants=_order_of_constants,
     replicated_dims=IDS,
-    limit=limit_of_32_bits,
+    **SEGMENT_FIELDS,
 )
 """``(segment_ids [N] of int32) -> (order [N], sorted_ids [N])``, a stable sort."""
 

@@ -13,12 +13,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import fused, in_cache, on_gpu
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Mode,
@@ -49,12 +49,10 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, segment_sum_backward, sum_params
+from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, segment_sum_backward
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_prod(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -117,8 +115,7 @@ def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
     return _segment_prod(Params(params, indices_are_sorted=True), data=rows, segment_ids=ids)
 
 
-@selectable
-@described_like(segment_sum_backward, segment_sum)
+@public_function(segment_sum_backward, segment_sum, has_twin=False)
 def segment_prod_backward(
     d_output: ArrayLike,
     data: ArrayLike,
@@ -171,12 +168,6 @@ def _product_in_pairs(data: Array, ids: Array, num_segments: int) -> Array:
     return reduce_in_pairs(jnp.multiply, 1, wide, ids, num_segments).astype(data.dtype)
 
 
-def _reference_residual(data: Array, ids: Array, num_segments: int) -> ExtendedProduct:
-    """The product as mantissa and exponent."""
-    wide = data.astype(accumulation_dtype(data.dtype))
-    return reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), product_of_one(wide), ids, num_segments)
-
-
 def has_exponent(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
@@ -184,7 +175,8 @@ def has_exponent(dtype: Any) -> bool:
 def _reference(data: Array, ids: Array, *, num_segments: int, has_residual: bool) -> tuple[Array, ...]:
     residual: Sequence[Array]
     if has_exponent(data.dtype):
-        residual = _reference_residual(data, ids, num_segments)
+        rows = product_of_one(data.astype(accumulation_dtype(data.dtype)))
+        residual = reduce_in_pairs(product_of_both, ExtendedProduct(1, 0), rows, ids, num_segments)
         output = product_value(residual).astype(data.dtype)
     elif jnp.issubdtype(data.dtype, jnp.inexact):
         output = _product_in_pairs(data, ids, num_segments)
@@ -246,8 +238,9 @@ def _transpose_backward(
     """Sums each row's tangent times the product of the other rows: also the tangent of the product."""
     [d_output], [d_rows] = d_outputs, d_data
     [terms] = SEGMENT_PROD_TERMS(d_rows.astype(mantissa.dtype), mantissa, packed, data, ids)
-    params = sum_params(d_output.shape[0], indices_are_sorted, deterministic=may_run_kernel())
-    return [x.astype(d_output.dtype) for x in SEGMENT_SUM(terms, ids, **params)]
+    flags = {"indices_are_sorted": indices_are_sorted, "deterministic": may_run_kernel()}
+    [total] = SEGMENT_SUM(terms, ids, num_segments=d_output.shape[0], **flags)
+    return [total.astype(d_output.dtype)]
 
 
 def _tangent(d_data: Array, operands: Sequence[Array], results: Sequence[Array], **params: Any) -> list[Array]:
@@ -262,10 +255,6 @@ def _tangent(d_data: Array, operands: Sequence[Array], results: Sequence[Array],
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Programs of one shard, for segments whose rows are split over devices. Devices exchange cells only.
-
-
-def _product_of_shards(mantissas: Array, packed: Array) -> ExtendedProduct:
-    return functools.reduce(product_of_both, map(ExtendedProduct, mantissas, packed))
 
 
 def _shard_program(
@@ -285,7 +274,7 @@ def _shard_program(
         return product_value(ExtendedProduct(*residual)).astype(data.dtype)
 
     def merge_residuals(*of_shards: Array) -> Sequence[Array]:
-        total = _product_of_shards(*of_shards)
+        total = functools.reduce(product_of_both, map(ExtendedProduct, *of_shards))
         return total if has_residual else [value(total)]
 
     # The total product may be in range even if one shard's product is not.

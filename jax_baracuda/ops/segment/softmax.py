@@ -10,38 +10,23 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, flag
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import in_cache, narrow, on_gpu, uncontended, unordered
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
-from jax_baracuda._core.selection import Implementation, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
-from jax_baracuda.ops.segment.arguments import (
-    Mode,
-    OutSharding,
-    canonical_segments,
-    canonicalize,
-    check_like,
-)
+from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonical_segments, canonicalize, check_like
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
-from jax_baracuda.ops.segment.definitions import (
-    IDS,
-    ROWS,
-    SINGLE_FEATURES,
-    limit_of_32_bits,
-    plan_parameters,
-    sum_guarantee,
-)
+from jax_baracuda.ops.segment.definitions import IDS, ROWS, SEGMENT_FIELDS, SINGLE_FEATURES, sum_guarantee
 from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
 
 
-@selectable
-@with_twin
-@described_like(segment_sum)
+@public_function(segment_sum)
 def segment_softmax(
     logits: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -91,12 +76,11 @@ def segment_softmax(
     def softmax(params: Params, **arrays: Array) -> Array:
         return segments.shaped_as_ids(_segment_softmax(params, **arrays))
 
-    probabilities = ordered.reduce(softmax, ordered.params(deterministic=flag(name, "deterministic", deterministic)))
+    probabilities = ordered.reduce(softmax, ordered.params(deterministic=deterministic))
     return probabilities if plan is None else unpermuted(probabilities, plan.edge_order)
 
 
-@selectable
-@described_like(segment_sum)
+@public_function(segment_sum, has_twin=False)
 def segment_softmax_backward(
     d_output: ArrayLike,
     probabilities: ArrayLike,
@@ -139,7 +123,7 @@ def segment_softmax_backward(
     check_like(name, "d_output", d_output, "probabilities", call.data, shape)
     check_like(name, "probabilities", call.data, "d_output", d_output, shape)
     ordered = call.sorted_by_plan()
-    params = ordered.params(deterministic=flag(name, "deterministic", deterministic))
+    params = ordered.params(deterministic=deterministic)
     rows = (x.rows(x.data) for x in (ordered, call.with_data(d_output).sorted_by_plan()))
     [d_rows] = SEGMENT_SOFTMAX_BACKWARD(*rows, ordered.ids, **params)
     return segments.shaped_as_ids(d_rows if plan is None else unpermuted(d_rows, plan.edge_order))
@@ -213,16 +197,10 @@ def _shard_backward(
 # ----------------------------------------------------------------------------------------------------------------------
 # Ops: one per native kernel.
 
-# H200, time of plain JAX / kernel, unsorted float32: 0.1 for 2,000 rows of 8, 0.3 for 10,000 of 64, 0.55 for 1M of 1,
-# 1.0 for 1.2M of 8; for 1M to 20M of 1 and 2, with 16 bits, too, 0.6 to 0.7. Two cores: 0.5 for single features,
-# gradients 0.66.
-_COMMON: dict[str, Any] = {
+_FIELDS: Any = SEGMENT_FIELDS | {
     "dtypes": FLOATING_DTYPES,
     "guarantee": sum_guarantee,
     "attributes": ("num_segments", "indices_are_sorted"),
-    "result_sizes": {"segment": "num_segments"},
-    "plan_parameters": plan_parameters,
-    "limit": limit_of_32_bits,
 }
 
 SEGMENT_SOFTMAX = Op(
@@ -230,6 +208,8 @@ SEGMENT_SOFTMAX = Op(
     operands={"logits": ROWS, "segment_ids": IDS},
     results={"probabilities": ROWS},
     reference=_reference,
+    # H200, time of plain JAX / kernel: 0.15 to 0.9 for rows of 4 and 8 up to 64 MB, 0.4 to 1.1 for rows of 33 and 64;
+    # 0.6 to 0.7 for 1M to 20M rows of 1 and 2 (50 loops). Two cores: 0.5 for single features, gradients 0.66.
     xla_rules=(
         on_gpu("XLA sorts no rows", unordered, uncontended, in_cache),
         on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, narrow),
@@ -240,7 +220,7 @@ SEGMENT_SOFTMAX = Op(
     tangent=lambda d_logits, operands, results, **params: SEGMENT_SOFTMAX_BACKWARD(
         *results, d_logits, operands[1], **params
     ),
-    **_COMMON,
+    **_FIELDS,
 )
 
 SEGMENT_SOFTMAX_BACKWARD = Op(
@@ -249,17 +229,14 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
     results={"d_logits": ROWS},
     reference=_reference_backward,
     # H200: 0.2 for rows of 1 to 3, 0.3 for 4, 0.4 to 0.8 for 8 to 64 (20,000 to 20M rows, 40 loops).
-    xla_rules=(
-        on_gpu("XLA sorts no rows", unordered, uncontended),
-        SINGLE_FEATURES,
-    ),
+    xla_rules=(on_gpu("XLA sorts no rows", unordered, uncontended), SINGLE_FEATURES),
     shard_program=_shard_backward,
     transposes={
         ("d_output",): lambda _, d_results, probabilities, ids, **params: SEGMENT_SOFTMAX_BACKWARD(
             probabilities, *d_results, ids, **params
         ),
     },
-    **_COMMON,
+    **_FIELDS,
 )
 
 

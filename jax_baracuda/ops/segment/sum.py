@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, flag, in_range
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import (
     MB,
     Traits,
@@ -33,11 +33,11 @@ from jax_baracuda._core.dispatch import (
     unordered,
     unsorted,
 )
-from jax_baracuda._core.docstrings import described_like
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import Implementation, may_run_kernel, selectable
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
     Accumulator,
@@ -54,12 +54,11 @@ from jax_baracuda.ops.segment.definitions import (
     BELOW_FLOAT64,
     CELLS,
     IDS,
+    SEGMENT_FIELDS,
     WIDE_DTYPES,
     float64_guarantee,
     gradient_op,
-    limit_of_32_bits,
     of_split_segments,
-    plan_parameters,
     reduction_op,
     sum_guarantee,
     sum_over_axes,
@@ -72,21 +71,15 @@ from jax_baracuda.ops.segment.edges import (
     replicated_dims,
     replicated_dims_of_cells,
     sorted_first,
+    transposed_edges,
     with_longer_rows,
 )
-from jax_baracuda.ops.segment.graphs import (
-    flat_batch,
-    graph_axes,
-    merge_graphs,
-    renumbered,
-    sum_over_graphs,
-)
+from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
 from jax_baracuda.ops.segment.ids import index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart
 
 
-@selectable
-@with_twin
+@public_function()
 def segment_sum(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -160,12 +153,11 @@ def segment_sum(
     call = canonicalize(segments, data, out_sharding, bucket_size)
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
-    params = call.params(deterministic=flag(name, "deterministic", deterministic), accumulator=accumulator)
+    params = call.params(deterministic=deterministic, accumulator=accumulator)
     return reduce_numbers(call, _segment_sum, params, jnp.sum if accumulator is None else None)
 
 
-@selectable
-@described_like(segment_sum)
+@public_function(segment_sum, has_twin=False)
 def segment_sum_backward(
     d_output: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -291,6 +283,7 @@ def _sum_op(name: str, accumulator: Accumulator | None, **fields: Any) -> Op:
         name,
         results={"output": CELLS},
         reference=functools.partial(_reference, accumulator),
+        defaults={"indices_are_sorted": False, "deterministic": False},
         attributes=("indices_are_sorted", "deterministic"),
         shard_program=functools.partial(_shard_program, accumulator),
         transposes={
@@ -356,7 +349,7 @@ SEGMENT_SUM_BACKWARD = gradient_op(
     guarantee=EXACT,
     transposes={
         ("d_output",): lambda d_outputs, d_data, ids, *, accumulator=None, **params: sum_op(accumulator)(
-            *d_data, ids, **sum_params(d_outputs[0].shape[0], **params)
+            *d_data, ids, num_segments=d_outputs[0].shape[0], **params
         ),
     },
 )
@@ -416,16 +409,13 @@ def _operands_of_edges(*, has_weights: bool) -> NamedDimensions:
 def _transpose_of_edges(
     avals: Sequence[Any],
     d_outputs: Sequence[Array],
-    gather_ids: Array,
-    segment_ids: Array,
-    weights: Array | None,
-    edge_order: Array | None,
-    *,
+    *operands: Array | None,
     num_segments: int,
     deterministic: bool,
 ) -> Sequence[Array]:
     """The same op in the other direction: edges gather segments and are summed by row."""
     [aval], [d_output] = avals, d_outputs
+    gather_ids, segment_ids, weights, edge_order = operands
     d_output = d_output if weights is None else d_output.astype(aval.dtype)  # weights have the dtype of the data
     edges = as_gather_ids(segment_ids, num_segments), gather_ids, weights, edge_order
     flags = {"clips_gather_ids": False, "deterministic": deterministic}
@@ -436,20 +426,18 @@ def _transpose_weights(
     _: Sequence[Any],
     d_outputs: Sequence[Array],
     data: Array,
-    gather_ids: Array,
-    segment_ids: Array,
-    edge_order: Array | None,
-    *,
+    *edges: Array | None,
     clips_gather_ids: bool,
     deterministic: bool,
 ) -> Sequence[Array]:
     """The transpose with respect to the weights: products of the ends of each edge."""
     from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT  # that module imports this one
 
+    gather_ids, segment_ids, edge_order = edges
     if not clips_gather_ids:
         segment_ids = jnp.where(in_range(gather_ids, data.shape[0]), segment_ids, -1)
-    flags = {"is_wide": False, "deterministic": deterministic}
-    return GATHER_SEGMENT_DOT(d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, edge_order, **flags)
+    operands = d_outputs[0].astype(data.dtype), data, gather_ids, segment_ids, edge_order
+    return GATHER_SEGMENT_DOT(*operands, deterministic=deterministic)
 
 
 def _are_narrow(traits: Traits) -> bool:
@@ -498,14 +486,13 @@ GATHER_SEGMENT_SUM = Op(
     name="gather_segment_sum",
     operands=_operands_of_edges,
     optional={"weights": "has_weights", "edge_order": "has_edge_order"},
+    defaults={"indices_are_sorted": False, "deterministic": False, "clips_gather_ids": True, "is_wide": False},
     results=lambda *, has_weights: {"output": ("segment", "head", "feature") if has_weights else CELLS},
-    result_sizes={"segment": "num_segments"},
     result_dtypes=lambda data, *_, is_wide: [accumulation_dtype(data.dtype) if is_wide else data.dtype],
     reference=_reference_of_edges,
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     attributes=("indices_are_sorted", "clips_gather_ids", "is_wide", "has_weights", "has_edge_order"),
-    plan_parameters=plan_parameters,
     replicated_dims=replicated_dims_of_cells,
     reduction_dims=("edge",),
     shard_program=of_split_segments(functools.partial(sum_over_split_dim, "edge"), ids_operand=2),
@@ -526,9 +513,11 @@ GATHER_SEGMENT_SUM = Op(
         on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
         UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_SUM),
     },
-    limit=limit_of_32_bits,
     transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
+    **SEGMENT_FIELDS,
 )
+"""`clips_gather_ids`: whether gather ids out of range give the nearest row, else zeros. `is_wide`: whether the sums are
+not rounded, but stay in the accumulation dtype."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -565,30 +554,33 @@ def gathered_sum(
     weights: Array | None = None,
     edge_order: Array | None = None,
     *,
-    num_segments: int,
-    indices_are_sorted: bool = False,
-    deterministic: bool = False,
-    clips_gather_ids: bool = True,
-    is_wide: bool = False,
     num_graph_dims: int = 0,
+    **params: Any,
 ) -> Array:
     """Sums of gathered rows.
 
     Args:
       weights: ``[E, H]`` for data ``[N, H, D]``.
       edge_order: the number of each edge, by which it finds its weight.
-      clips_gather_ids: whether gather ids out of range give the nearest row; else zeros.
-      is_wide: whether the sums stay unrounded, in the accumulation dtype.
       num_graph_dims: the number of leading dimensions of all arrays that number the graphs of a batch, to sum over.
+      params: those of :data:`GATHER_SEGMENT_SUM`.
     """
-    return _gathered_sum(
-        num_graph_dims,
-        [data, gather_ids, segment_ids, weights, None if weights is None else edge_order],
-        num_segments=num_segments,
-        indices_are_sorted=indices_are_sorted,
-        deterministic=deterministic,
-        clips_gather_ids=clips_gather_ids,
-        is_wide=is_wide,
+    numbers = None if weights is None else edge_order
+    return _gathered_sum(num_graph_dims, [data, gather_ids, segment_ids, weights, numbers], **params)
+
+
+def gathered_sum_by_row(
+    params: Params, edges: Mapping[str, Array], cells: Array, weights: Array | None, num_graph_dims: int = 0
+) -> Array:
+    """The sums over the edges of each row, which gather cells of segments: gradients by the rows."""
+    *ids, order = transposed_edges(edges, params["num_segments"])
+    return gathered_sum(
+        *(cells, *ids, weights, order),
+        num_segments=params["num_rows"],
+        indices_are_sorted=order is not None and num_graph_dims == 0,  # plans of different graphs cannot be merged
+        deterministic=params["deterministic"],
+        clips_gather_ids=False,
+        num_graph_dims=num_graph_dims,
     )
 
 
@@ -602,11 +594,6 @@ def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int,
 # Derivative rules.
 
 
-def sum_params(num_segments: int, indices_are_sorted: bool = False, deterministic: bool = False) -> dict[str, Any]:
-    """The params of the transpose of a gradient. Public gradients do not know how the segments were summed."""
-    return {"num_segments": num_segments, "indices_are_sorted": indices_are_sorted, "deterministic": deterministic}
-
-
 def gradient_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
     names = ("indices_are_sorted", "deterministic", "accumulator")
@@ -615,16 +602,14 @@ def gradient_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
     """The number of rows of each segment, ``[S]``."""
-    return SEGMENT_SUM(
-        jnp.ones(ids.shape, index_dtype(ids.shape[0])), ids, **sum_params(num_segments, indices_are_sorted)
-    )[0]
+    ones = jnp.ones(ids.shape, index_dtype(ids.shape[0]))
+    return SEGMENT_SUM(ones, ids, num_segments=num_segments, indices_are_sorted=indices_are_sorted)[0]
 
 
 def _forward(params: Params, *, data: Array, segment_ids: Array, **plan: Array) -> tuple[Array, Array]:
     if plan:
         return sum_by_plan(data, **plan, num_segments=params["num_segments"]), segment_ids
-    flags = sum_params(params["num_segments"], params["indices_are_sorted"], params["deterministic"])
-    return sum_op(params.get("accumulator"))(data, segment_ids, **flags)[0], segment_ids
+    return sum_op(params["accumulator"])(data, segment_ids, **params.without("accumulator"))[0], segment_ids
 
 
 def _backward(params: Params, segment_ids: Array, d_output: Array) -> dict[str, Array]:

@@ -24,25 +24,19 @@ from jax_baracuda._core.arrays import (
     reshard_like,
 )
 from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
-from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.selection import (
-    Implementation,
-    Selection,
-    current_selection,
-    may_run_kernel,
-    selectable,
-    selecting,
-)
+from jax_baracuda._core.op import Op
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation, Selection, current_selection, may_run_kernel, selecting
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
 from jax_baracuda.ops.segment.arguments import Accumulator, canonical_accumulator
 from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import of_split_segments, sum_guarantee
 from jax_baracuda.ops.segment.ids import check_numbered, clamped_ids, index_dtype, wrapped_ids
-from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan, permuted
+from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan, check_size_of_plan, permuted
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_op, sum_over_shards
 
 
-@selectable
+@public_function(has_twin=False)
 def take_rows(
     data: ArrayLike,
     ids: ArrayLike | None = None,
@@ -132,8 +126,7 @@ def take_rows(
 
 def _take_by_plan(name: str, data: Array, plan: SegmentPlan, accumulator: Accumulator | None) -> Array:
     num_rows, num_edges = data.shape[0], plan.edge_order.shape[0]
-    if plan.num_segments != num_rows:
-        raise ValueError(f"{name}: the plan is for {plan.num_segments} segments, got data.shape = {data.shape}")
+    check_size_of_plan(name, plan.num_segments, "segments", "data", data)
     if num_rows == 0 and num_edges > 0:
         raise ValueError(f"{name}: data must have rows for {num_edges} edges to take, got shape {data.shape}")
     order = plan.edge_order, plan.segment_ids
@@ -296,10 +289,6 @@ def _row_dims(ids_ndim: int) -> tuple[str, ...]:
     return tuple(f"row{i}" for i in range(ids_ndim))
 
 
-def _operands(*, ids_ndim: int) -> NamedDimensions:
-    return {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)}
-
-
 def _reference(
     d_output: Array, ids: Array, *, num_segments: int, ids_ndim: int, accumulator: Accumulator | None = None
 ) -> Sequence[Array]:
@@ -330,15 +319,9 @@ def _shard_program(
     return (d_data.astype(d_output.dtype),)
 
 
-def _transpose(
-    _: Any, d_results: Sequence[Array], ids: Array, *, num_segments: int, ids_ndim: int, **params: Any
-) -> Sequence[Array]:
-    return (_gather(d_results[0], ids, fills=True, **params),)
-
-
 TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
-    operands=_operands,
+    operands=lambda *, ids_ndim: {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)},
     results={"d_data": ("segment", "...")},
     result_sizes={"segment": "num_segments"},
     reference=_reference,
@@ -349,5 +332,9 @@ TAKE_ROWS_BACKWARD = Op(
     program=lambda d_output, ids, *, ids_ndim, accumulator=None, **params: sum_op(accumulator).kernel(
         *_flat(d_output, ids), **params
     ),
-    transposes={("d_output",): _transpose},
+    transposes={
+        ("d_output",): lambda _, d_results, ids, *, num_segments, ids_ndim, **params: (
+            _gather(d_results[0], ids, fills=True, **params),
+        ),
+    },
 )

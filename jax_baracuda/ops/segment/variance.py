@@ -9,19 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, flag, in_range, reshard_as
-from jax_baracuda._core.autodiff import KernelVjp, with_twin
-from jax_baracuda._core.docstrings import described_like
+from jax_baracuda._core.arrays import accumulation_dtype, in_range, reshard_as
+from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.selection import Implementation, selectable
-from jax_baracuda.ops.segment.arguments import (
-    Mode,
-    OutSharding,
-    Segments,
-    as_inexact,
-    canonical_segments,
-    canonicalize,
-)
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.selection import Implementation
+from jax_baracuda.ops.segment.arguments import Mode, OutSharding, Segments, as_inexact, canonical_segments, canonicalize
 from jax_baracuda.ops.segment.cells import per_row
 from jax_baracuda.ops.segment.ids import check_numbered, static_size
 from jax_baracuda.ops.segment.mean import SEGMENT_MEAN, segment_mean
@@ -29,9 +22,7 @@ from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, gradient_params, segment_sum
 
 
-@selectable
-@with_twin
-@described_like(segment_mean, segment_sum)
+@public_function(segment_mean, segment_sum)
 def segment_var(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -80,9 +71,7 @@ def segment_var(
     return _reduce(lambda variance: variance, segments, data, out_sharding, deterministic, ddof)
 
 
-@selectable
-@with_twin
-@described_like(segment_var, segment_mean, segment_sum)
+@public_function(segment_var, segment_mean, segment_sum)
 def segment_std(
     data: ArrayLike,
     segment_ids: ArrayLike | None = None,
@@ -137,9 +126,7 @@ def _reduce(
     def reduction(params: Params, **arrays: Array) -> Array:
         return of_variance(_wide_variance(params, **arrays)).astype(jnp.finfo(call.data.dtype).dtype)
 
-    return call.reduce(
-        reduction, call.params(deterministic=flag(segments.name, "deterministic", deterministic), ddof=ddof)
-    )
+    return call.reduce(reduction, call.params(deterministic=deterministic, ddof=ddof))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
