@@ -66,7 +66,7 @@ struct Arguments {
   uint32_t inverted;
   T* other;
   ComputeType<T>* sums[2];  // [parts, outer, inner]
-  int64_t results_of_part;  // the results of one part are so many numbers apart from those of the next
+  int64_t results_of_part;  // the distance between the results of neighbouring parts, in numbers
 };
 
 template <typename T, int kVec, bool kBothSummed>
@@ -240,7 +240,7 @@ CudaStatus LaunchSumsOf(const SplitCall& call, const SumTiling& tiling, cudaStre
   if (!has_parts) return {};
   int lanes = 1;
   const int max_lanes = kThreads / static_cast<int>(std::min<int64_t>(all_results, kNumbersOfSector));
-  while (lanes < max_lanes && lanes * Tuning::kPartsOfLane < tiling.parts) lanes *= 2;
+  while (2 * lanes <= max_lanes && lanes * Tuning::kPartsOfLane < tiling.parts) lanes *= 2;
   AddParts<C><<<GridSize(CeilDivide(all_results, kThreads / lanes)), kThreads, 0, stream>>>(
       parts, tiling.parts, results, all_results, lanes, first_sums, second_sums);
   return JB_LAUNCH_STATUS(AddParts);

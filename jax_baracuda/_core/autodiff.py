@@ -188,15 +188,18 @@ def vjp_of_linear(name: str, op: Op) -> Callable[..., list[jax.Array]]:
 
     def forward(params: Mapping[str, Any], **arrays: Any) -> tuple[list[jax.Array], Any]:
         names, _ = transpose_of(params)
-        types = _Types(names, tuple(jax.typeof(arrays[name]) for name in names))
+        leaves, structure = jax.tree.flatten({name: arrays[name] for name in names})
+        types = _Types.of(structure, leaves, [True] * len(leaves))
         others = {name: x for name, x in arrays.items() if name not in names}
         return op.of_arrays(arrays, **params), (types, others)
 
     def backward(params: Mapping[str, Any], residuals: Any, cotangents: Sequence[jax.Array]) -> dict[str, Any]:
         names, pull_back = transpose_of(params)
         types, others = residuals
+        types_by_name = types.by_name()
         in_order = (others[name] for name in op.operand_names(params) if name in others)
-        return dict(zip(names, pull_back(types.of_leaves, cotangents, *in_order), strict=True))
+        pulled = pull_back([types_by_name[name] for name in names], cotangents, *in_order)
+        return dict(zip(names, pulled, strict=True))
 
     vjp = KernelVjp(name, forward, backward)
     return lambda params, *operands: vjp(params, **dict(zip(op.operand_names(params), operands, strict=True)))

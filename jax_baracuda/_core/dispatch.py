@@ -18,7 +18,7 @@ from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
 if TYPE_CHECKING:
     from jax_baracuda._core.op import Op
 
-KB, MB = 1 << 10, 1 << 20
+KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +190,12 @@ def in_cache(traits: Traits) -> bool:
     return traits.measures["bytes"] <= 64 * MB
 
 
+FEW_NUMBERS = 1 << 22
+
+
 def few_numbers(traits: Traits) -> bool:
     """All rows, or those that edges gather, have at most 4M numbers, which GPUs reduce faster than they sort ids."""
-    return traits.measures["rows"] * traits.measures["features"] <= 1 << 22
+    return traits.measures["rows"] * traits.measures["features"] <= FEW_NUMBERS
 
 
 def single_feature(traits: Traits) -> bool:

@@ -34,8 +34,8 @@ EXACT = Guarantee("none", "exact", deterministic=True, bit_stable_on_same_hardwa
 ROUNDED_ONCE = dataclasses.replace(EXACT, math_precision="rounded once")
 
 
-def divided(dtype: str, platform: str) -> Guarantee:
-    """For ops that divide, and that plain JAX serves on GPUs. There, XLA multiplies by an approximate reciprocal."""
+def quotients(dtype: str, platform: str) -> Guarantee:
+    """For ops that divide, and that plain JAX serves on GPUs, where XLA's division of 32 bits is approximate."""
     is_approximate = platform == "cuda" and dtype != "float64"
     return dataclasses.replace(EXACT, math_precision="within 2 ulp") if is_approximate else ROUNDED_ONCE
 

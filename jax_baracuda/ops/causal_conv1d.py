@@ -662,9 +662,9 @@ SAME_SEQUENCE = Op(
     shard_program=_shard_same_sequence,
 )
 
-# H100, time of plain JAX / kernel: 0.85 up to 16 MB, 0.9 between elementwise operations (13 loops each); gradients 0.3
-# for single steps, 0.9 up to 1 MB (32 loops); updates between elementwise operations 0.76 (7 loops). H200: gradients of
-# single steps with a pool 0.3 to 0.9 (30 loops). Two cores: gradients of up to 8 steps 0.4.
+# Time of plain JAX / kernel: 0.9 between elementwise operations (H100, 13 loops); 0.75 to 0.85 up to 4 MB, 0.7 to 3.9
+# from 5 to 21 MB (H200, 12 loops). Gradients: 0.3 for single steps (H100), with a pool 0.3 to 0.9 (H200, 30 loops),
+# others of up to 4 MB 0.95 to 2.8 (H200, 6 loops). Two cores: gradients of up to 8 steps 0.4.
 CAUSAL_CONV1D = Op(
     name="causal_conv1d",
     operands=_operands("x", "weight", *_OPTIONAL),
@@ -673,13 +673,12 @@ CAUSAL_CONV1D = Op(
     reference=reference_convolution,
     xla_rules=(
         on_gpu("XLA fuses the convolution with its neighbours", fused),
-        on_gpu("launch-bound, and XLA fuses the state", launch_bound),
+        on_gpu("launch-bound", launch_bound),
     ),
     shard_program=_shard_forward,
     **_SEQUENCE_FIELDS,
 )
 
-ROWS_OF_FEW_STEPS = on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8))
 GRADIENT_OF_ONE_STEP = on_gpu("the gradient of a single step is elementwise", at_most(time=1))
 
 CAUSAL_CONV1D_BACKWARD = Op(
@@ -698,7 +697,7 @@ CAUSAL_CONV1D_BACKWARD = Op(
     reduction_dims=("example", "time"),
     xla_rules=(
         GRADIENT_OF_ONE_STEP,
-        ROWS_OF_FEW_STEPS,
+        on_cpu("rows are shorter than the vectors of the kernel", at_most(time=8)),
     ),
     shard_program=_shard_backward,
     **_SEQUENCE_FIELDS | {"attributes": (*_SEQUENCE_FIELDS["attributes"], "has_d_final_state")},

@@ -29,7 +29,7 @@ from jax_baracuda._core.arrays import (
     of_bits,
 )
 from jax_baracuda._core.autodiff import vjp_of_linear
-from jax_baracuda._core.dispatch import KB, Traits, at_most, launch_bound, on_cpu, on_gpu
+from jax_baracuda._core.dispatch import KB, at_least, at_most, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions, Op
@@ -405,8 +405,7 @@ _FIELDS = {
 }
 
 
-def _has_whole_bytes(traits: Traits) -> bool:
-    return traits.measures["element_bits"] >= 8
+_WHOLE_BYTES = at_least(element_bits=8)
 
 
 # H100, time of plain JAX / kernel: 0.83 to 1.28 (20 loops); in programs XLA fuses the write with what computes the
@@ -424,8 +423,8 @@ WRITE_SLICE = Op(
     dtypes=DTYPES,
     aliases=("write_slices",),
     xla_rules=(
-        on_gpu("XLA writes a slice in place, in any layout of the array", _has_whole_bytes),
-        on_cpu("XLA's update takes less time than the call of a kernel", _has_whole_bytes),
+        on_gpu("XLA writes a slice in place, in any layout of the array", _WHOLE_BYTES),
+        on_cpu("XLA's update takes less time than the call of a kernel", _WHOLE_BYTES),
     ),
     shard_program=_shard_write,
     transposes=lambda *, ranks: {

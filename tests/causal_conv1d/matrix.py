@@ -242,7 +242,7 @@ def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     signal = ("example", "channel") if is_single else _signal(options)
     operands = {
         "x": Operand("x", signal, finite_numbers),
-        "pool": Operand("pool", ("slot", "channel", "entry"), finite_numbers),
+        "state": Operand("state", ("slot", "channel", "entry"), finite_numbers),
         **_weights(dtype, options),
         "state_slots": Operand("state_slots", ("example",), slots(sizes["slot"]), dtype="int32"),
     }
@@ -255,8 +255,8 @@ def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         y, pool = pool_reference(activation, {**others, "x": x})
         return y[:, :, 0] if is_single else _swapped(y, options["channels_last"]), pool
 
-    def apply(function: Callable[..., Any], pool: Any, **others: Any) -> Any:
-        return function(state=pool, **others, **passed(options, "activation", "channels_last"))
+    def apply(function: Callable[..., Any], **others: Any) -> Any:
+        return function(**others, **passed(options, "activation", "channels_last"))
 
     return _problem(
         options,
@@ -390,7 +390,7 @@ def _with_states(pool: Any, slots: Any, is_written: Any, states: Any) -> Any:
 
 def pool_reference(activation: Callable[..., Any], arrays: Mapping[str, Any]) -> tuple[Any, Any]:
     """y and the new pool of inputs x ``[B, C, T]``."""
-    x, pool, own_slots, weight = (arrays[name] for name in ("x", "pool", "state_slots", "weight"))
+    x, pool, own_slots, weight = (arrays[name] for name in ("x", "state", "state_slots", "weight"))
     kept, num_inputs, has_accepted = weight.shape[1] - 1, x.shape[2], "num_accepted" in arrays
     first = jnp.zeros(x.shape[0], jnp.int32)
     if has_accepted:

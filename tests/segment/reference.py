@@ -139,8 +139,6 @@ class Reduction:
 def _extremum(kind: str) -> Reduction:
     value, gradient = getattr(cases, f"reference_{kind}"), getattr(cases, f"reference_{kind}_gradient")
 
-    expected = {"split": cases.expected_quotients, "first": Expected}
-
     def call_backward(d: Any, data: Any, ids: Any, segments: int, *, tie_break: str, **options: Any) -> jax.Array:
         backward = getattr(jax_baracuda, f"segment_{kind}_backward")
         return backward(d, data, ids, tie_break=tie_break, **options)
@@ -150,9 +148,7 @@ def _extremum(kind: str) -> Reduction:
         dtypes=KERNEL_DTYPES,
         make_data=extremum_data,
         value=lambda data, ids, segments: Expected(value(data, ids, segments), data.dtype),
-        gradient=lambda d, data, ids, segments, tie_break: expected[tie_break](
-            gradient(d, data, ids, tie_break), d.dtype
-        ),
+        gradient=lambda d, data, ids, segments, tie_break: Expected(gradient(d, data, ids, tie_break), d.dtype),
         options=({"tie_break": "split"}, {"tie_break": "first"}),
         kernels=(f"segment_{kind}_with_winner", f"segment_{kind}_backward"),
         call_backward=call_backward,

@@ -48,18 +48,20 @@ def test_subnormal_numbers(rng: np.random.Generator, extremum: Reduction, dtype:
         for options in extremum.options:
             output, d_data = extremum.pullback(data, ids, 7, cotangent, **options, implementation=implementation)
             extremum.value(data, ids, 7).check(output)
-            extremum.gradient(cotangent, data, ids, 7, **options).check(d_data)
+            expected = extremum.gradient(cotangent, data, ids, 7, **options)
+            expected = cases.divided_by_xla(expected) if implementation == "xla" else expected
+            expected.check(d_data)
             d_data = extremum.call_backward(cotangent, data, ids, 7, **options, implementation=implementation)
-            extremum.gradient(cotangent, data, ids, 7, **options).check(d_data, "public gradient")
+            expected.check(d_data, "public gradient")
             shares = cases.shares(flip(extremum, data), ids, 7, options["tie_break"])
             pushed = jax.jvp(
                 lambda x, o=options: extremum.in_forward_mode(x, ids, 7, **o, implementation=implementation),
                 (data,),
                 (tangent,),
             )[1]
-            expected = np.tensordot(is_member, shares * tangent.astype(np.float64), 1)
+            exact = np.tensordot(is_member, shares * tangent.astype(np.float64), 1)
             rounding = 4 * float(jnp.finfo(dtype).eps)
-            np.testing.assert_allclose(np.asarray(pushed, np.float64), expected, rounding, rounding)
+            np.testing.assert_allclose(np.asarray(pushed, np.float64), exact, rounding, rounding)
         place = ARGMAX if extremum is MAX else ARGMIN
         place.value(data, ids, 7).check(place(data, ids, 7, implementation=implementation), "place")
 

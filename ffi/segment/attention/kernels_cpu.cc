@@ -501,7 +501,7 @@ class AttentionPass {
       next += RoundUp(count, kLine);
       return array;
     };
-    const auto load_states = [&](int64_t count) {
+    const auto place_states = [&](int64_t count) {
       return SegmentStates<C>{take(count * features_), take(count * features_), take(count * num_heads_),
                               take(count * num_heads_)};
     };
@@ -509,9 +509,9 @@ class AttentionPass {
     probabilities_ = take(block_edges_ * num_heads_);
     score_weights_ = take(features_);
     for (C*& rows : widened_) rows = take(kHoldsRows<T> ? block_edges_ * features_ : 0);
-    of_runs_ = load_states(block_edges_);
-    carry_ = load_states(1);
-    empty_ = load_states(1);
+    of_runs_ = place_states(block_edges_);
+    carry_ = place_states(1);
+    empty_ = place_states(1);
     return next - memory;
   }
 

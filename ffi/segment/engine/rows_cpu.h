@@ -188,7 +188,7 @@ struct FoldTarget {
   int64_t segment_begin;
   uint64_t num_segments;         // all segments of the problem, or of the elements that are reduced together
   int64_t feature_begin, width;  // the features of the cells
-  bool cells_are_far;            // too large for a near cache, so that prefetching a random cell pays
+  bool cells_exceed_cache;       // too large for a near cache, so that prefetching a random cell pays
   bool has_runs;                 // whether neighbouring rows may well belong to one segment
   bool rows_are_scattered;
 };
@@ -374,7 +374,7 @@ JB_INLINE void ForEachMember(const RowBlock& block, const FoldTarget& target, in
   const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
   const int64_t first = block.first_segment - target.segment_begin;
   for (int64_t i = 0; i < block.count; ++i) {
-    if (target.cells_are_far && i + kScanPrefetchDistance < block.known) {
+    if (target.cells_exceed_cache && i + kScanPrefetchDistance < block.known) {
       const int64_t upcoming = block.ids[i + kScanPrefetchDistance];
       if (static_cast<uint64_t>(upcoming) < target.num_segments) {
         PrefetchCells<Reduction>(cells + (first + upcoming) * width, width);

@@ -170,5 +170,5 @@ def row_numbers(rows: Array) -> Array:
 
 
 def over_counts(total: Array, counts: Array) -> Array:
-    """Totals divided by the row counts ``[S]``, rounded once. Totals without rows stay 0."""
+    """Totals divided by the row counts ``[S]``. Totals without rows stay 0."""
     return divided(total, per_row(jnp.maximum(counts, 1), total).astype(total.dtype))

@@ -30,7 +30,7 @@ IDS = ("row",)
 CELLS = ("segment", "...")
 COUNTS = ("segment",)
 
-SINGLE_FEATURES = on_cpu("a single feature leaves the kernel nothing to vectorise", single_feature)
+NOTHING_TO_VECTORISE = on_cpu("a single feature leaves the kernel nothing to vectorise", single_feature)
 
 
 def product_guarantee(dtype: str, platform: str) -> Guarantee:

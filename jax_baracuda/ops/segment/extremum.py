@@ -36,7 +36,7 @@ from jax_baracuda._core.dispatch import (
     unsorted,
 )
 from jax_baracuda._core.functions import Params, with_named
-from jax_baracuda._core.guarantees import EXACT, accumulated, divided
+from jax_baracuda._core.guarantees import EXACT, accumulated, quotients
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation, may_run_kernel
@@ -63,10 +63,10 @@ from jax_baracuda.ops.segment.comparisons import (
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
     IDS,
+    NOTHING_TO_VECTORISE,
     ORDERED_DTYPES,
     ROWS,
     SEGMENT_FIELDS,
-    SINGLE_FEATURES,
     gradient_op,
     index_of_first_row,
     limit_of_32_bits,
@@ -670,7 +670,7 @@ _OF_TIES = dict.fromkeys(("data", "output"), "shares_ties")
 """The optional operands of gradients, by which these find tied rows."""
 
 LAUNCH_BOUND_EXTREMUM = on_gpu(
-    "launch-bound: XLA takes one launch", unsorted, uncontended, launch_bound, at_most(features=16)
+    "launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, at_most(features=16)
 )
 
 # H200, time of plain JAX / kernel: 0.45 to 1.1 for rows of 1 to 16 numbers up to 4 MB, with the gradient 0.3 to 1.0;
@@ -709,7 +709,7 @@ SEGMENT_EXTREMUM_BACKWARD = gradient_op(
     reference=_reference_backward,
     # H100, time of plain JAX / kernel: 0.54, between elementwise operations 0.45 (60 loops each).
     xla_rules=(on_gpu("gathers and comparisons, which XLA fuses"),),
-    guarantee=divided,
+    guarantee=quotients,
     aliases=("unsorted_segment_max_backward",),
     shard_program=_shard_backward,
     transposes={
@@ -826,12 +826,10 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     results={"d_data": _GATHERED},
     result_sizes={"gathered": "num_rows"},
     reference=_reference_backward_of_edges,
-    # Time of plain JAX / kernel: up to 64 MB 0.5 (H100, 24 loops); rows of 1 and 2: 0.6 to 0.9 (H200). Two cores: 0.33
-    # for single features.
+    # Time of plain JAX / kernel: up to 64 MB 0.5 (H100, 24 loops). Two cores: 0.33 for single features.
     xla_rules=(
         on_gpu("XLA sorts no edges", unordered, in_cache),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, narrow),
-        SINGLE_FEATURES,
+        NOTHING_TO_VECTORISE,
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, param("has_plan", False)): _backward_of_sorted,

@@ -21,7 +21,7 @@ from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges_between
 from jax_baracuda.ops.segment.cells import gather_segments
-from jax_baracuda.ops.segment.definitions import SINGLE_FEATURES, limit_of_32_bits, plan_parameters
+from jax_baracuda.ops.segment.definitions import NOTHING_TO_VECTORISE, limit_of_32_bits, plan_parameters
 from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
 from jax_baracuda.ops.segment.plan import SegmentPlan
 from jax_baracuda.ops.segment.sum import gathered_sum, gathered_sum_by_row, sum_over_split_dim
@@ -171,7 +171,7 @@ GATHER_SEGMENT_DOT = Op(
         on_gpu("one thread adds up few products, and XLA fuses that with what follows", at_most(feature=8)),
         on_gpu("XLA fuses what makes the rows, too", fused),
         on_gpu("gathers from the L2 cache, fused into the sum over features", in_cache),
-        SINGLE_FEATURES,
+        NOTHING_TO_VECTORISE,
     ),
     dtypes=FLOATING_DTYPES,
     guarantee=accumulated,

@@ -16,7 +16,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.guarantees import divided
+from jax_baracuda._core.guarantees import quotients
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
@@ -225,7 +225,7 @@ SEGMENT_MEAN_BACKWARD = gradient_op(
     operands={"d_output": CELLS, "count": COUNTS, "segment_ids": IDS},
     reference=_reference_backward,
     xla_rules=(on_gpu("a gather, which XLA fuses with its neighbours"), on_cpu("a gather")),
-    guarantee=divided,
+    guarantee=quotients,
     transposes={
         ("d_output",): lambda d_outputs, d_data, count, ids, *, accumulator=None, **params: (
             _sum_over_counts(d_data[0], count, ids, accumulator, num_segments=d_outputs[0].shape[0], **params),

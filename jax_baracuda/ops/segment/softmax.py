@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import in_cache, narrow, on_gpu, uncontended, unordered
+from jax_baracuda._core.dispatch import at_most, in_cache, narrow, on_gpu, uncontended, unordered
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.public import public_function
@@ -20,7 +20,7 @@ from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonical_segments, canonicalize, check_like
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
-from jax_baracuda.ops.segment.definitions import IDS, ROWS, SEGMENT_FIELDS, SINGLE_FEATURES, sum_guarantee
+from jax_baracuda.ops.segment.definitions import IDS, NOTHING_TO_VECTORISE, ROWS, SEGMENT_FIELDS, sum_guarantee
 from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
 from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
@@ -213,7 +213,7 @@ SEGMENT_SOFTMAX = Op(
     xla_rules=(
         on_gpu("XLA sorts no rows", unordered, uncontended, in_cache),
         on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, narrow),
-        SINGLE_FEATURES,
+        NOTHING_TO_VECTORISE,
     ),
     shard_program=_shard_program,
     # The Jacobian is symmetric, so the backward op also maps tangents.
@@ -229,7 +229,7 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
     results={"d_logits": ROWS},
     reference=_reference_backward,
     # H200: 0.2 for rows of 1 to 3, 0.3 for 4, 0.4 to 0.8 for 8 to 64 (20,000 to 20M rows, 40 loops).
-    xla_rules=(on_gpu("XLA sorts no rows", unordered, uncontended), SINGLE_FEATURES),
+    xla_rules=(on_gpu("XLA sorts no rows", unordered, uncontended, at_most(features=64)), NOTHING_TO_VECTORISE),
     shard_program=_shard_backward,
     transposes={
         ("d_output",): lambda _, d_results, probabilities, ids, **params: SEGMENT_SOFTMAX_BACKWARD(

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import (
+    GB,
     MB,
     Traits,
     at_least,
@@ -255,7 +256,7 @@ def _are_added_by_xla(traits: Traits) -> bool:
     compute them twice.
     """
     features = traits.measures["features"]
-    return (features == 1 or features >= 16) and traits.measures["bytes"] <= 1 << 30
+    return (features == 1 or features >= 16) and traits.measures["bytes"] <= GB
 
 
 # Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes for one sum: 0.25 to 1.0 for
@@ -440,7 +441,7 @@ def _transpose_weights(
     return GATHER_SEGMENT_DOT(*operands, deterministic=deterministic)
 
 
-def _are_narrow(traits: Traits) -> bool:
+def _are_short(traits: Traits) -> bool:
     """Whether sorted edges are faster in two steps: a gather by XLA, then a segment sum.
 
     The fused kernel walks the edges of a tile one by one, which takes as long for narrow rows as for wide ones.
@@ -450,7 +451,7 @@ def _are_narrow(traits: Traits) -> bool:
     num_edges, features, row_bytes = (traits.measures[name] for name in ("edge", "features", "row_bytes"))
     if traits.params["is_wide"]:  # the gathered rows are written in the accumulation dtype
         row_bytes = max(row_bytes, 4 * features)
-    fit_vectors = features & (features - 1) == 0
+    fit_vectors = features & (features - 1) == 0 and num_edges * row_bytes <= GB
     return min(row_bytes, num_edges) > 0 and (
         (row_bytes <= 64 and num_edges <= 1 << 14) or (row_bytes <= 16 and fit_vectors)
     )
@@ -510,7 +511,7 @@ GATHER_SEGMENT_SUM = Op(
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
             lambda: GATHER_SEGMENT_SUM, lambda arrays, params: arrays["weights"] is not None
         ),
-        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_narrow): _gather_first,
+        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_short): _gather_first,
         UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_SUM),
     },
     transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
@@ -575,7 +576,10 @@ def gathered_sum_by_row(
     """The sums over the edges of each row, which gather cells of segments: gradients by the rows."""
     *ids, order = transposed_edges(edges, params["num_segments"])
     return gathered_sum(
-        *(cells, *ids, weights, order),
+        cells,
+        *ids,
+        weights,
+        order,
         num_segments=params["num_rows"],
         indices_are_sorted=order is not None and num_graph_dims == 0,  # plans of different graphs cannot be merged
         deterministic=params["deterministic"],
