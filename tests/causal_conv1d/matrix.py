@@ -307,7 +307,7 @@ def _update_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 def _update_has(operand: str, slots: str | None) -> bool:
     if operand == "num_accepted":
         return slots == "accepted"
-    return operand not in ("state", "pool", "state_slots") or (operand == "state") == (slots is ABSENT)
+    return operand != "state_slots" or slots is not ABSENT
 
 
 def _with_pool(sizes: Sizes) -> Sizes:

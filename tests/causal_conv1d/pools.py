@@ -25,7 +25,7 @@ def updated(
 ) -> tuple[Any, Any]:
     """y ``[B, T, C]`` and the new states, for ``x [B, T, C]``."""
     accepted = {} if num_accepted is None else {"num_accepted": jnp.asarray(num_accepted)}
-    arrays = {**given, "x": jnp.swapaxes(given["x"], 1, 2), "pool": given["states"], "state_slots": jnp.asarray(slots)}
+    arrays = {**given, "x": jnp.swapaxes(given["x"], 1, 2), "state": given["states"], "state_slots": jnp.asarray(slots)}
     y, states = matrix.pool_reference(ACTIVATIONS[activation], {**arrays, **accepted})
     return jnp.swapaxes(y, 1, 2), states
 
