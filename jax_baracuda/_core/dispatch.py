@@ -190,12 +190,9 @@ def in_cache(traits: Traits) -> bool:
     return traits.measures["bytes"] <= 64 * MB
 
 
-FEW_NUMBERS = 1 << 22
-
-
 def few_numbers(traits: Traits) -> bool:
     """All rows, or those that edges gather, have at most 4M numbers, which GPUs reduce faster than they sort ids."""
-    return traits.measures["rows"] * traits.measures["features"] <= FEW_NUMBERS
+    return traits.measures["rows"] * traits.measures["features"] <= 1 << 22
 
 
 def single_feature(traits: Traits) -> bool:

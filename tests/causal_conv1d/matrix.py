@@ -255,14 +255,11 @@ def _pool_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         y, pool = pool_reference(activation, {**others, "x": x})
         return y[:, :, 0] if is_single else _swapped(y, options["channels_last"]), pool
 
-    def apply(function: Callable[..., Any], **others: Any) -> Any:
-        return function(**others, **passed(options, "activation", "channels_last"))
-
     return _problem(
         options,
         operands,
         run,
-        apply=apply,
+        apply=by_name(options, "activation", "channels_last"),
         results=(signal, ("slot", "channel", "entry")),
         gradient_roundings=2,
         terms=sizes["tap"] * max(1, sizes["example"] * sizes["time"]),

@@ -688,7 +688,7 @@ SEGMENT_EXTREMUM = reduction_op(
         LAUNCH_BOUND_EXTREMUM,
         # Two busy cores, time of plain JAX / kernel: 0.4 to 0.8 (8 loops); with winners, for the gradient, 0.9 to 1.4.
         on_cpu(
-            "a single feature leaves the kernel nothing to vectorise",
+            NOTHING_TO_VECTORISE.reason,
             unsorted,
             param("has_winner", False),
             call_bound,
