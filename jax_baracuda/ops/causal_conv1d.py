@@ -679,7 +679,8 @@ CAUSAL_CONV1D = Op(
     **_SEQUENCE_FIELDS,
 )
 
-GRADIENT_OF_ONE_STEP = on_gpu("the gradient of a single step is elementwise", at_most(time=1))
+ONE_STEP = at_most(time=1)
+GRADIENT_OF_ONE_STEP = on_gpu("the gradient of a single step is elementwise", ONE_STEP)
 
 CAUSAL_CONV1D_BACKWARD = Op(
     name="causal_conv1d_backward",

@@ -26,7 +26,7 @@ from jax_baracuda._core.arrays import (
     reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import at_most, fused, launch_bound, on_cpu, on_gpu
+from jax_baracuda._core.dispatch import fused, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.public import public_function
@@ -35,6 +35,7 @@ from jax_baracuda.ops.causal_conv1d import (
     CAUSAL_CONV1D_BACKWARD,
     COMMON_FIELDS,
     GRADIENT_OF_ONE_STEP,
+    ONE_STEP,
     Activation,
     canonicalize,
     causal_conv1d,
@@ -375,7 +376,7 @@ CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
     operands=lambda *, channels_last: _pool_operands("d_output", "d_states", channels_last=channels_last),
     results=lambda *, channels_last: dimensions_of(["dx", "d_old_states", "dweight", "dbias"], channels_last),
     # Two busy cores, time of plain JAX / kernel: 0.2 to 0.5 in float32, 0.5 to 1.1 in bfloat16 (2 calls each).
-    xla_rules=(GRADIENT_OF_ONE_STEP, on_cpu("rows are shorter than the vectors of the kernel", at_most(time=1))),
+    xla_rules=(GRADIENT_OF_ONE_STEP, on_cpu("rows are shorter than the vectors of the kernel", ONE_STEP)),
     **_POOL_UPDATE_FIELDS | pool_gradient_fields(_pool_update_backward, d_output_operand=4),
 )
 

@@ -30,6 +30,7 @@ from jax_baracuda._core.dispatch import (
     on_cpu,
     on_gpu,
     param,
+    short_rows,
     single_feature,
     uncontended,
     unordered,
@@ -669,9 +670,7 @@ def _result_dtypes(data: Any, ids: Any, *_: Any, has_winner: bool) -> list[Any]:
 _OF_TIES = dict.fromkeys(("data", "output"), "shares_ties")
 """The optional operands of gradients, by which these find tied rows."""
 
-LAUNCH_BOUND_EXTREMUM = on_gpu(
-    "launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, at_most(features=16)
-)
+LAUNCH_BOUND_EXTREMUM = on_gpu("launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, short_rows)
 
 # H200, time of plain JAX / kernel: 0.45 to 1.1 for rows of 1 to 16 numbers up to 4 MB, with the gradient 0.3 to 1.0;
 # above, and for wider rows, 0.8 to 3.5 and 1.3 to 3.0 (60 calls each).

@@ -29,6 +29,7 @@ from jax_baracuda._core.dispatch import (
     on_cpu,
     on_gpu,
     param,
+    short_rows,
     single_feature,
     uncontended,
     unordered,
@@ -345,7 +346,7 @@ SEGMENT_SUM_BACKWARD = gradient_op(
     reference=_reference_backward,
     xla_rules=(
         on_gpu("a gather, which XLA fuses with its neighbours"),
-        on_cpu("a gather of narrow rows", at_most(features=16)),
+        on_cpu("a gather of short rows", short_rows),
     ),
     guarantee=EXACT,
     transposes={
@@ -441,7 +442,7 @@ def _transpose_weights(
     return GATHER_SEGMENT_DOT(*operands, deterministic=deterministic)
 
 
-def _are_short(traits: Traits) -> bool:
+def _suit_two_steps(traits: Traits) -> bool:
     """Whether sorted edges are faster in two steps: a gather by XLA, then a segment sum.
 
     The fused kernel walks the edges of a tile one by one, which takes as long for narrow rows as for wide ones.
@@ -505,13 +506,13 @@ GATHER_SEGMENT_SUM = Op(
             _sums_fit_cache,
             at_most(rows=1 << 18),
         ),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
+        on_gpu("XLA sorts no edges, and short rows leave lanes idle", unordered, uncontended, short_rows),
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
             lambda: GATHER_SEGMENT_SUM, lambda arrays, params: arrays["weights"] is not None
         ),
-        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _are_short): _gather_first,
+        on_gpu("narrow rows leave lanes idle", param("has_weights", False), _suit_two_steps): _gather_first,
         UNALIGNED_ROWS: with_longer_rows(lambda: GATHER_SEGMENT_SUM),
     },
     transposes={("data",): _transpose_of_edges, ("weights",): _transpose_weights},
