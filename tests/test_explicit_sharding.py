@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from segment.reference import DIFFERENTIABLE, Reduction
 from support import cases, programs, recorded
 from support.meshes import MESH_SHAPE, make_mesh
 
@@ -129,15 +128,6 @@ def test_second_derivatives(rng: np.random.Generator, example: Example, axis_typ
 
     arrays = list(operands.values())
     assert_split_results_agree(gradients, arrays, [random_spec(rng, x.shape) for x in arrays], axis_type)
-
-
-@each_axis_type
-@pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=str)
-def test_gradient_of_broadcast_data(rng: np.random.Generator, reduction: Reduction, axis_type: AxisType) -> None:
-    """One row for all ids, whose gradient is a sum over devices."""
-    row, ids = rng.normal(size=(1, 6)).astype(np.float32), rng.integers(-1, 9, 16).astype(np.int32)
-    gradient = jax.grad(lambda row, ids: sum_of_squares(reduction(row, ids, 8)))
-    assert_split_results_agree(gradient, [row, ids], [P(None, "y"), P("x")], axis_type)
 
 
 WITH_PLAN = [x for x in NOT_MAPPED if recorded.takes_plan(x) and "indices_are_sorted" not in x.options]

@@ -937,21 +937,6 @@ def test_functions_applied_to_rows_are_left_to_jax() -> None:
     np.testing.assert_array_equal(actual, [[0, 2], [2, 3], [8, 10], [6, 7]])
 
 
-def test_complex_numbers_are_left_to_jax(rng: np.random.Generator) -> None:
-    data, ids = problem(rng)
-    rows = data[:NUM_SEGMENTS] + 1j
-    with EVERYTHING() as report:
-        sums = jax.jit(lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS))(data + 1j)
-        gradient = jax.jit(jax.grad(lambda x: jnp.abs(x[ids % NUM_SEGMENTS]).sum()))(rows)
-    assert not report.redirected
-    is_member = (ids >= 0) & (ids < NUM_SEGMENTS)
-    expected = np.zeros((NUM_SEGMENTS, 3), complex)
-    np.add.at(expected, ids[is_member], data[is_member] + 1j)
-    np.testing.assert_allclose(sums, expected, rtol=1e-5)
-    counts = np.bincount(ids % NUM_SEGMENTS, minlength=NUM_SEGMENTS)[:, None]
-    np.testing.assert_allclose(gradient, counts * np.conj(rows) / np.abs(rows), rtol=1e-5)
-
-
 def test_programs_for_several_platforms(rng: np.random.Generator) -> None:
     data, ids = problem(rng)
     checks = jax_baracuda.DISABLE_JAX_EXPORT_CHECKS
