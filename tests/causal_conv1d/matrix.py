@@ -14,18 +14,20 @@ from support.matrix.calls import (
     FLOATING,
     Call,
     Constraint,
+    Draw,
     Operand,
     Options,
     Problem,
+    Sizes,
+    ascending,
     by_name,
     declare,
     finite_numbers,
+    integers,
     passed,
 )
 
 from jax_baracuda._core.arrays import reshard_as
-
-Sizes = Mapping[str, Any]
 
 
 def _majorant_silu(z: Any) -> Any:
@@ -342,22 +344,14 @@ declare(
 # Pools of states.
 
 
-def ends_of_sequences(length: int) -> Callable[..., np.ndarray]:
+def ends_of_sequences(length: int) -> Draw:
     """The ends of sequences that follow each other, some of them empty. Some tokens may be padding."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return np.sort(rng.integers(0, length + 1, shape), axis=-1).astype(dtype)
-
-    return draw
+    return ascending(integers(0, length))
 
 
-def slots(size: int) -> Callable[..., np.ndarray]:
+def slots(size: int) -> Draw:
     """Random slots, some of them equal or outside of the pool."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return rng.integers(0 if dtype.kind == "u" else -2, size + 3, shape).astype(dtype)
-
-    return draw
+    return integers(-2, size + 2)
 
 
 def flags(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,13 +15,12 @@ from support.matrix.calls import (
     Operand,
     Options,
     Problem,
+    Sizes,
     declare,
     integers,
     numbers,
     passed,
 )
-
-Sizes = Mapping[str, Any]
 
 BASE = 10000.0
 

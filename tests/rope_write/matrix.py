@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rope.matrix import rotated
@@ -14,6 +14,7 @@ from support.matrix.calls import (
     Operand,
     Options,
     Problem,
+    Sizes,
     declare,
     integers,
     numbers,
@@ -21,8 +22,6 @@ from support.matrix.calls import (
 )
 from write_rows.matrix import reference as written
 from write_rows.matrix import slots
-
-Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
     "small": {"section": 2, "layer": 2, "slot": 12, "token": 8, "q_head": 4, "head": 2, "feature": 8},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,13 +14,12 @@ from support.matrix.calls import (
     Operand,
     Options,
     Problem,
+    Sizes,
     by_name,
     declare,
     numbers,
     special,
 )
-
-Sizes = Mapping[str, Any]
 
 ALL = ("head", "query", "key")
 SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {

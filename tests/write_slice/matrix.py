@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ from support.matrix.calls import (
     Operand,
     Options,
     Problem,
+    Sizes,
     declare,
+    integers_and_limits,
     numbers,
     passed,
     special,
 )
 from support.matrix.generator import DERIVATIVES, SHARD_MAPS
-
-Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
     "small": {"example": 4, "part": 2, "time": 16, "new": 4, "feature": 8, "head": 2},
@@ -40,19 +40,6 @@ LARGE_SIZES: dict[str, Sizes] = {
     "short of blocks": {"example": 16, "part": 15, "time": 64, "new": 35, "feature": 128, "head": 64},
 }
 DTYPES = (*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m3fn", "int4")
-
-
-def starts(dtype: str, size: int, new: int) -> Callable[..., np.ndarray]:
-    """Random starts. About half are out of range, and some are the limits of the dtype."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], d: np.dtype) -> np.ndarray:
-        info = np.iinfo(d)
-        choices = [*range(-new - 2, size + 3), *range(0, size - new + 1), int(info.min), int(info.max)]
-        choices = [x for x in choices if info.min <= x <= info.max]
-        picked = np.array(choices, object)[rng.integers(0, len(choices), shape)]
-        return np.asarray(picked, object).astype(np.int64 if info.min < 0 else np.uint64).astype(d)
-
-    return draw
 
 
 def reference_write(dest: Any, source: Any, start: Sequence[Any], drop: bool) -> Any:
@@ -94,7 +81,9 @@ def _start_indices(options: Options, sizes: Sizes, dims: tuple[str, ...], start:
 def _start_operand(options: Options, sizes: Sizes) -> tuple[Operand, ...]:
     if options["start"] in ("pair", "integer", "negative"):
         return ()
-    return (Operand("start", (), starts(options["start"], sizes["time"], sizes["new"]), dtype=options["start"]),)
+    # About half of the starts are out of range.
+    around, inside = range(-sizes["new"] - 2, sizes["time"] + 3), range(sizes["time"] - sizes["new"] + 1)
+    return (Operand("start", (), integers_and_limits(around, inside), dtype=options["start"]),)
 
 
 def _write_slice_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
