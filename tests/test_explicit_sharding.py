@@ -56,12 +56,6 @@ def of_split_sizes(example: Example) -> Example:
     return dataclasses.replace(example, sizes={"small": sizes})
 
 
-def sum_of_squares(results: Any) -> jax.Array:
-    """Extrema of empty segments are infinite."""
-    floating = (x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating))
-    return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2) for x in floating)
-
-
 def random_spec(rng: np.random.Generator, shape: tuple[int, ...]) -> P:
     entries: list[Any] = [None] * len(shape)
     parts = [1] * len(shape)
@@ -122,8 +116,8 @@ def test_second_derivatives(rng: np.random.Generator, example: Example, axis_typ
 
     def gradients(*arrays: jax.Array) -> Any:
         given = dict(zip(operands, arrays, strict=True))
-        first = jax.grad(lambda chosen: sum_of_squares(example.call("small")(**{**given, **chosen})))
-        second = jax.grad(lambda chosen: sum_of_squares(first(chosen)))
+        first = jax.grad(lambda chosen: programs.sum_of_squares(example.call("small")(**{**given, **chosen})))
+        second = jax.grad(lambda chosen: programs.sum_of_squares(first(chosen)))
         return second({name: given[name] for name in names})
 
     arrays = list(operands.values())
@@ -146,7 +140,7 @@ def test_plans_of_split_ids(rng: np.random.Generator, example: Example) -> None:
             return recorded.by_plan(example, {**given, **chosen}, plan)
 
         chosen = {name: given[name] for name in names}
-        return call(chosen), jax.grad(lambda chosen: sum_of_squares(call(chosen)))(chosen) if names else ()
+        return call(chosen), jax.grad(lambda chosen: programs.sum_of_squares(call(chosen)))(chosen) if names else ()
 
     def of_split_ids(*arrays: jax.Array) -> Any:
         given = dict(zip(operands, arrays, strict=True))
@@ -190,7 +184,7 @@ def test_rows_whose_dimensions_are_merged(rng: np.random.Generator, dims: int) -
     def call(data: jax.Array, weights: jax.Array) -> jax.Array:
         return jax_baracuda.gather_segment_sum(data, ids, ids, 8, weights=weights)
 
-    gradient = jax.grad(lambda *arrays: sum_of_squares(call(*arrays)), (0, 1))
+    gradient = jax.grad(lambda *arrays: programs.sum_of_squares(call(*arrays)), (0, 1))
     for split in (P(None, "x"), P(None, None, "x"), P(None, None, None, "x")):
         for implementation in ("kernel", "xla"):
             with jax_baracuda.implementation(implementation):

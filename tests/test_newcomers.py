@@ -64,24 +64,11 @@ def test_a_plan_by_position(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GATHERED)
-def test_ids_as_a_plan(name: str) -> None:
-    with pytest.raises(TypeError, match=f"^{name}: plan must be a SegmentPlan, got ndarray; segment_plan makes one"):
-        GATHERED[name](plan=IDS)
-
-
-@pytest.mark.parametrize("name", GATHERED)
 @pytest.mark.parametrize("shapes", [((6, 1), (6,)), ((6,), (6, 1)), ((6, 1), (1, 6)), ((1, 6), (1, 6)), ((1,), (6,))])
 def test_ids_that_would_broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     senders, receivers = (np.resize(IDS, shape) for shape in shapes)
     with pytest.raises(ValueError, match=f"^{name}: gather_ids and segment_ids must have one shape"):
         GATHERED[name](senders, receivers)
-
-
-def test_a_list_as_data() -> None:
-    with pytest.raises(TypeError, match="^segment_sum: data must be an array, got list; jnp.asarray makes one"):
-        jb.segment_sum([[1.0, 2.0]], IDS[:1], 1)
-    with pytest.raises(TypeError, match="^rope: x must be an array, got tuple; jnp.asarray makes one"):
-        jb.rope((1.0, 2.0))
 
 
 @pytest.mark.parametrize("name", ["rope_qk", "rope_qk_backward"])

@@ -21,30 +21,8 @@ import jax_baracuda
 from jax_baracuda import SegmentPlan, gather_segment_sum, implementation, segment_plan
 from jax_baracuda._examples.segment import gathered_sum
 
-# (nodes, edges, segments, row_shape, weight_dims)
+# (nodes, edges, segments, row_shape)
 GRAPHS = (
-    (1, 1, 1, (), None),
-    (5, 0, 4, (3,), None),
-    (6, 20, 0, (2,), None),
-    (7, 30, 3, (0,), None),
-    (50, 400, 41, (), 0),
-    (50, 400, 41, (3,), 0),
-    (50, 4000, 900, (3, 5), 1),
-    (300, 9000, 700, (8,), None),
-    (300, 9000, 700, (4, 16), 1),
-    (300, 9000, 700, (4, 16), 0),
-    (300, 9000, 5, (2, 3, 4), 2),
-    (300, 9000, 5, (64,), 1),
-    (700, 5000, 600, (33,), 1),
-    (300, 40_000, 900, (4, 32), 2),
-    (200, 30_000, 3, (128,), None),
-    (2000, 30_000, 40_000, (33,), 0),
-    (700, 5000, 600, (7, 20), 1),
-    (40, 3000, 50, (1100,), None),
-)
-
-
-GRAPHS_WITHOUT_WEIGHTS = (
     (1, 1, 1, ()),
     (5, 0, 4, (3,)),
     (6, 20, 0, (2,)),
@@ -59,19 +37,29 @@ GRAPHS_WITHOUT_WEIGHTS = (
     (2000, 30_000, 40_000, (33,)),
     (40, 3000, 50, (1100,)),
 )
+# (nodes, edges, segments, row_shape, weight_dims)
+GRAPHS_WITH_WEIGHTS = (
+    (50, 400, 41, (), 0),
+    (50, 400, 41, (3,), 0),
+    (50, 4000, 900, (3, 5), 1),
+    (300, 9000, 700, (4, 16), 1),
+    (300, 9000, 700, (4, 16), 0),
+    (300, 9000, 5, (2, 3, 4), 2),
+    (300, 9000, 5, (64,), 1),
+    (700, 5000, 600, (33,), 1),
+    (300, 40_000, 900, (4, 32), 2),
+    (2000, 30_000, 40_000, (33,), 0),
+    (700, 5000, 600, (7, 20), 1),
+)
 CALLS: list[tuple[str, tuple[Any, ...], dict[str, str]]] = [
-    *(("sum", sizes, {}) for sizes in GRAPHS),
-    *(("mean", sizes, {}) for sizes in GRAPHS_WITHOUT_WEIGHTS),
+    *(("sum", sizes, {}) for sizes in (*GRAPHS, *GRAPHS_WITH_WEIGHTS)),
+    *(("mean", sizes, {}) for sizes in GRAPHS),
     *(
         (kind, sizes, {"tie_break": tie_break})
         for kind, tie_break in (("max", "split"), ("max", "first"), ("min", "split"))
-        for sizes in GRAPHS_WITHOUT_WEIGHTS
+        for sizes in GRAPHS
     ),
-    *(
-        ("dot", sizes, {})
-        for sizes in (*GRAPHS_WITHOUT_WEIGHTS, (1, 1, 1, (1,)), (700, 5000, 600, (1, 33)))
-        if sizes[3]
-    ),
+    *(("dot", sizes, {}) for sizes in (*GRAPHS, (1, 1, 1, (1,)), (700, 5000, 600, (1, 33))) if sizes[3]),
 ]
 
 

@@ -116,6 +116,17 @@ def tiny_programs(rng: np.random.Generator) -> list[Program]:
     return [program_of(rng, example) for example in all_examples()]
 
 
+def sum_of_squares(results: Any) -> jax.Array:
+    """Of the finite floating numbers: extrema of empty segments are infinite."""
+    floating = (x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating))
+    return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0.0) ** 2) for x in floating)
+
+
+def temp_bytes(function: Callable[..., Any], *operands: Any) -> int:
+    """The memory that the compiled program needs beside operands and results."""
+    return jax.jit(function).lower(*operands).compile().memory_analysis().temp_size_in_bytes
+
+
 def copies_of(array: Any, text: str) -> list[str]:
     """The sizes of arrays, as large as this one or larger, that a compiled program copies or transposes."""
     sizes = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
