@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -102,23 +101,14 @@ def add_call(batch: Batch, rng: np.random.Generator, problem: Convolution, chann
 
 
 def test_reference_itself(rng: np.random.Generator) -> None:
-    """The NumPy reference agrees with np.convolve, and sequences do not depend on those that they are packed with. Its
-    outputs and gradients agree with the reference of the matrix."""
+    """The NumPy reference agrees with np.convolve. Its outputs and gradients agree with the reference of the matrix,
+    also for packed sequences."""
     problem = make_convolution(rng, (2, 3, 20), 4, "float64", activation=None)
     x, weight, bias = problem.arrays.values()
     y, _ = convolutions.reference(problem)
     for example, channel in np.ndindex(2, 3):
         expected = np.convolve(x[example, channel], weight[channel, ::-1])[:20] + bias[channel]
         np.testing.assert_allclose(y[example, channel].astype(np.float64), expected, rtol=1e-12, atol=1e-12)
-    starts = [0, 1, 3, 10, 13, 14, 20]
-    packed, state = convolutions.reference(
-        dataclasses.replace(problem, segment_ids=np.searchsorted(starts, [np.arange(20)] * 2, "right"))
-    )
-    for start, end in itertools.pairwise(starts):
-        alone = dataclasses.replace(problem, arrays=problem.arrays | {"x": x[:, :, start:end]})
-        np.testing.assert_array_equal(packed[:, :, start:end], convolutions.reference(alone)[0])
-        if end == 20:
-            np.testing.assert_array_equal(state, convolutions.reference(alone)[1])
 
     def of_matrix(problem: Convolution, arrays: dict[str, Any]) -> Any:
         activation = jax.nn.silu if problem.activation else lambda z: z

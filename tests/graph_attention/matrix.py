@@ -22,7 +22,6 @@ from segment.matrix import (
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
     Operand,
     Options,
@@ -256,23 +255,21 @@ for _name, _own_options in (
     ("graph_additive_attention", {"negative_slope": (ABSENT, 0.0, -1.5)}),
 ):
     declare(
-        Call(
-            name=_name,
-            dtypes=FLOATING,
-            sizes=SIZES,
-            large_sizes=LARGE_SIZES,
-            options={
-                "bias": (ABSENT, "edge", "edge and head"),
-                "values": ("finite", "special"),
-                **_own_options,
-                "indices_are_sorted": (ABSENT, True),
-                "mode": (ABSENT, "clip", "drop"),
-                "plan": (ABSENT, True),
-                "ids_dtype": COMMON["ids_dtype"],
-                "gather_dtype": COMMON["ids_dtype"],
-            },
-            strategy_options=({}, {"plan": True}, {"bias": "edge and head"}),
-            problem=functools.partial(_problem, _name == "graph_additive_attention"),
-            constraints=CONSTRAINTS,
-        )
+        name=_name,
+        dtypes=FLOATING,
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options={
+            "bias": (ABSENT, "edge", "edge and head"),
+            "values": ("finite", "special"),
+            **_own_options,
+            "indices_are_sorted": (ABSENT, True),
+            "mode": (ABSENT, "clip", "drop"),
+            "plan": (ABSENT, True),
+            "ids_dtype": COMMON["ids_dtype"],
+            "gather_dtype": COMMON["ids_dtype"],
+        },
+        strategy_options=({}, {"plan": True}, {"bias": "edge and head"}),
+        problem=functools.partial(_problem, _name == "graph_additive_attention"),
+        constraints=CONSTRAINTS,
     )

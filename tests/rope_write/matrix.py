@@ -10,7 +10,6 @@ from rope.matrix import rotated
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Operand,
     Options,
     Problem,
@@ -98,13 +97,11 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="rope_write",
-        dtypes=FLOATING,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options=OPTIONS,
-        problem=_problem,
-        has_carry=True,
-    )
+    name="rope_write",
+    dtypes=FLOATING,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options=OPTIONS,
+    problem=_problem,
+    has_carry=True,
 )

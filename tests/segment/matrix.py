@@ -14,7 +14,6 @@ from support.cases import identity, is_floating
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
     Draw,
     Operand,
@@ -599,16 +598,14 @@ def declare_reduction(
     kernels = ({}, of_dtype, *in_float64)
     strategies = [{"indices_are_sorted": flag, **more} for flag in (ABSENT, True) for more in kernels]
     declare(
-        Call(
-            name=name,
-            dtypes=dtypes,
-            sizes=SIZES,
-            large_sizes=LARGE_SIZES,
-            options={**COMMON, **options},
-            strategy_options=(*strategies, {"plan": "of rows"}),
-            problem=problem,
-            constraints=(*COMMON_CONSTRAINTS, *(BUCKET_CONSTRAINTS if "bucket_size" in options else ()), *constraints),
-        )
+        name=name,
+        dtypes=dtypes,
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options={**COMMON, **options},
+        strategy_options=(*strategies, {"plan": "of rows"}),
+        problem=problem,
+        constraints=(*COMMON_CONSTRAINTS, *(BUCKET_CONSTRAINTS if "bucket_size" in options else ()), *constraints),
     )
 
 
@@ -743,15 +740,13 @@ def _declare_gradient(
         )
 
     declare(
-        Call(
-            name=name,
-            dtypes=FLOATING,
-            sizes=SIZES,
-            large_sizes=LARGE_SIZES,
-            options=options,
-            problem=problem,
-            constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
-        )
+        name=name,
+        dtypes=FLOATING,
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options=options,
+        problem=problem,
+        constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
     )
 
 
@@ -835,21 +830,19 @@ def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Pro
 
 
 declare(
-    Call(
-        name="segment_softmax_backward",
-        dtypes=FLOATING,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={
-            "num_segments": ("given", ABSENT),
-            "indices_are_sorted": (ABSENT, True),
-            **IDS_OPTIONS,
-            "deterministic": (ABSENT, True),
-        },
-        problem=_softmax_backward_problem,
-        constraints=COMMON_CONSTRAINTS,
-        has_carry=True,
-    )
+    name="segment_softmax_backward",
+    dtypes=FLOATING,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={
+        "num_segments": ("given", ABSENT),
+        "indices_are_sorted": (ABSENT, True),
+        **IDS_OPTIONS,
+        "deterministic": (ABSENT, True),
+    },
+    problem=_softmax_backward_problem,
+    constraints=COMMON_CONSTRAINTS,
+    has_carry=True,
 )
 
 
@@ -1003,23 +996,21 @@ def _declare_gathered(
 
     large_sizes = {name: LARGE_SIZES[name] for name in (*MIDDLE_SIZES, "ordered", "ordered, odd")}
     declare(
-        Call(
-            name=name,
-            dtypes=dtypes,
-            sizes=_with_nodes(with_features(SIZES)),
-            large_sizes=_with_nodes(with_features(large_sizes)),
-            options={
-                **options,
-                "indices_are_sorted": (ABSENT, True),
-                "mode": (ABSENT, "clip", "drop"),
-                "plan": (ABSENT, True),
-                "ids_dtype": COMMON["ids_dtype"],
-                "gather_dtype": COMMON["ids_dtype"],
-            },
-            strategy_options=strategy_options,
-            problem=problem,
-            constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
-        )
+        name=name,
+        dtypes=dtypes,
+        sizes=_with_nodes(with_features(SIZES)),
+        large_sizes=_with_nodes(with_features(large_sizes)),
+        options={
+            **options,
+            "indices_are_sorted": (ABSENT, True),
+            "mode": (ABSENT, "clip", "drop"),
+            "plan": (ABSENT, True),
+            "ids_dtype": COMMON["ids_dtype"],
+            "gather_dtype": COMMON["ids_dtype"],
+        },
+        strategy_options=strategy_options,
+        problem=problem,
+        constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
     )
 
 
@@ -1092,12 +1083,10 @@ def _take_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="take_rows",
-        dtypes=FLOATING,
-        sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(SIZES).items()},
-        large_sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(MIDDLE_SIZES).items()},
-        options={**TAKE_OPTIONS, "ids_rank": (1, 2), "ids_dtype": COMMON["ids_dtype"]},
-        problem=_take_problem,
-    )
+    name="take_rows",
+    dtypes=FLOATING,
+    sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(SIZES).items()},
+    large_sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(MIDDLE_SIZES).items()},
+    options={**TAKE_OPTIONS, "ids_rank": (1, 2), "ids_dtype": COMMON["ids_dtype"]},
+    problem=_take_problem,
 )

@@ -120,14 +120,16 @@ def test_losers_have_no_derivative(rng: np.random.Generator, extremum: Reduction
         of_winners = np.where(shares > 0, small_integers(rng, data.shape, dtype), 0)
         tangent = np.where(shares > 0, of_winners, bad).astype(data.dtype)
         twin = functools.partial(extremum.in_forward_mode, tie_break=tie_break)
+        assert (shares > 0).any() and not (shares > 0).all()
+        terms = shares * of_winners.astype(np.float64)
+        expected = Expected(cases.segment_sum(terms, ids, 5), dtype, cases.sum_error(terms, ids, 5, dtype))
         with cases.x64_for(dtype):
             _, d_data = extremum.pullback(flip(extremum, data), ids, 5, cotangent, tie_break=tie_break)
-            _, pushed = jax.jvp(lambda x, f=twin: f(x, ids, 5), (flip(extremum, data),), (tangent,))
-        assert (shares > 0).any() and not (shares > 0).all()
-        assert_same_bits(d_data, np.where(shares > 0, bad, 0).astype(data.dtype))
-        terms = shares * of_winners.astype(np.float64)
-        error = cases.sum_error(terms, ids, 5, dtype)
-        Expected(cases.segment_sum(terms, ids, 5), dtype, error).check(pushed, f"{bad} {tie_break}")
+            assert_same_bits(d_data, np.where(shares > 0, bad, 0).astype(data.dtype))
+            for implementation in ("kernel", "xla"):
+                function = functools.partial(twin, implementation=implementation)
+                _, pushed = jax.jvp(lambda x, f=function: f(x, ids, 5), (flip(extremum, data),), (tangent,))
+                expected.check(pushed, f"{bad} {tie_break} {implementation}")
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

@@ -5,11 +5,10 @@ They are the functions' examples with small integers as data, so that sums are e
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 from support import cases
 
-from jax_baracuda._core.call import OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 
@@ -39,14 +37,6 @@ def differentiable_operands(example: Example) -> list[str]:
     return [name for name, operand in example.operands.items() if operand.dtype is None and operand.differentiable]
 
 
-@contextlib.contextmanager
-def plain_jax() -> Iterator[None]:
-    """Programs compiled in this context run as plain JAX."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpCall, "unsupported_reason", lambda *_: "plain JAX is asked for")
-        yield
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A function of arrays, and its operands."""
@@ -59,12 +49,6 @@ class Program:
         """The results of one call with the kernels."""
         with cases.x64_for(*(x.dtype for x in self.operands)):
             return [np.asarray(x) for x in jax.tree.leaves(jax.jit(self.function)(*self.operands))]
-
-    def expected(self) -> list[np.ndarray]:
-        """The results of one call in plain JAX."""
-        with plain_jax():
-            # A new function, so that JAX traces it again.
-            return dataclasses.replace(self, function=lambda *operands: self.function(*operands)).results()
 
 
 def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:

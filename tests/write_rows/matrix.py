@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
     Draw,
     Operand,
@@ -108,23 +107,21 @@ def _has(operand: str, pools: str) -> bool:
 
 
 declare(
-    Call(
-        name="write_rows",
-        dtypes=(*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m3fn"),
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options=OPTIONS,
-        problem=_problem,
-        constraints=(
-            Constraint(
-                "vmap maps an operand that the call has",
-                lambda batch, pools: batch.startswith("one:") and not _has(batch[4:], pools),
-            ),
-            Constraint(
-                "conversions to other dtypes are not those of NumPy and have tests of their own",
-                lambda conversion, dtype: conversion is not ABSENT and dtype not in FLOATING,
-            ),
+    name="write_rows",
+    dtypes=(*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m3fn"),
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options=OPTIONS,
+    problem=_problem,
+    constraints=(
+        Constraint(
+            "vmap maps an operand that the call has",
+            lambda batch, pools: batch.startswith("one:") and not _has(batch[4:], pools),
         ),
-        has_carry=True,
-    )
+        Constraint(
+            "conversions to other dtypes are not those of NumPy and have tests of their own",
+            lambda conversion, dtype: conversion is not ABSENT and dtype not in FLOATING,
+        ),
+    ),
+    has_carry=True,
 )

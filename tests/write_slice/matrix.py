@@ -10,7 +10,6 @@ import numpy as np
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
     Operand,
     Options,
@@ -124,15 +123,13 @@ AXES = {
 """The dimensions of an array, by the number of dimensions that the window covers in part."""
 
 declare(
-    Call(
-        name="write_slice",
-        dtypes=DTYPES,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "axes": tuple(AXES)},
-        problem=_write_slice_problem,
-        has_carry=True,
-    )
+    name="write_slice",
+    dtypes=DTYPES,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={**OPTIONS, "axes": tuple(AXES)},
+    problem=_write_slice_problem,
+    has_carry=True,
 )
 
 
@@ -178,21 +175,19 @@ def _write_slices_problem(dtype: str, options: Options, sizes: Sizes) -> Problem
 
 
 declare(
-    Call(
-        name="write_slices",
-        dtypes=("float32", "bfloat16", "float16", "float64", "int8", "int4"),
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "start_indices": ("of all", "of each"), "second": ("same", "int32")},
-        problem=_write_slices_problem,
-        constraints=(
-            Constraint(
-                "JAX wants float0 cotangents of integers to vary over the axes of shard_map, and no array can",
-                lambda second, sharding, transformation: (
-                    second == "int32" and sharding in SHARD_MAPS and transformation in DERIVATIVES
-                ),
+    name="write_slices",
+    dtypes=("float32", "bfloat16", "float16", "float64", "int8", "int4"),
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={**OPTIONS, "start_indices": ("of all", "of each"), "second": ("same", "int32")},
+    problem=_write_slices_problem,
+    constraints=(
+        Constraint(
+            "JAX wants float0 cotangents of integers to vary over the axes of shard_map, and no array can",
+            lambda second, sharding, transformation: (
+                second == "int32" and sharding in SHARD_MAPS and transformation in DERIVATIVES
             ),
         ),
-        has_carry=True,
-    )
+    ),
+    has_carry=True,
 )

@@ -155,9 +155,10 @@ def operand_names(function_name: str) -> tuple[str, ...]:
 CALLS: dict[str, Call] = {}
 
 
-def declare(call: Call) -> None:
-    assert call.name not in CALLS, call.name
-    CALLS[call.name] = call
+def declare(name: str, **fields: Any) -> None:
+    """Declares an op by the fields of :class:`Call`."""
+    assert name not in CALLS, name
+    CALLS[name] = Call(name, **fields)
 
 
 def load_all() -> dict[str, Call]:
