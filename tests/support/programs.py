@@ -5,10 +5,11 @@ They are the functions' examples with small integers as data, so that sums are e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from support import cases
 
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 
@@ -35,6 +37,14 @@ def differentiable_operands(example: Example) -> list[str]:
     if not any(jnp.issubdtype(y.dtype, jnp.floating) for y in results):
         return []
     return [name for name, operand in example.operands.items() if operand.dtype is None and operand.differentiable]
+
+
+@contextlib.contextmanager
+def plain_jax() -> Iterator[None]:
+    """Programs compiled in this context run as plain JAX."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpCall, "unsupported_reason", lambda *_: "plain JAX is asked for")
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
