@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from segment.gather_reference import FORMS, call_of, check, gathered, make_graph, with_segment_data
+from segment.gather_reference import FORMS, call_of, check, make_graph, with_segment_data
 from support import cases, handlers
 from support.programs import small_floats
 from support.recorded import GoodCall, direct_calls
@@ -126,22 +126,6 @@ def test_ids_of_every_dtype(rng: np.random.Generator, ids_dtype: str, form: str)
         graph.gradient_of_data(d_output).check(vjp(d_output)[0])
 
 
-@pytest.mark.parametrize("form", ["ids", "plan"])
-def test_gather_ids_mean_what_they_mean_in_jax_numpy(rng: np.random.Generator, form: str) -> None:
-    graph = make_graph(rng, 9, 200, 6, (4,))
-
-    def plain(data: jax.Array) -> jax.Array:
-        return jax.ops.segment_sum(data[graph.gather_ids], np.where(graph.segment_ids < 6, graph.segment_ids, -1), 6)
-
-    np.testing.assert_array_equal(jnp.asarray(graph.data)[graph.gather_ids], gathered(graph.data, graph.gather_ids)[0])
-    data = np.round(graph.data)  # sums of integers are exact
-    output, vjp = jax.vjp(call_of("sum", graph, form), data)
-    expected, plain_vjp = jax.vjp(plain, data)
-    d_output = np.round(cases.cotangent(rng, (6, 4), "float32"))
-    np.testing.assert_array_equal(output, expected)
-    np.testing.assert_array_equal(vjp(d_output)[0], plain_vjp(d_output)[0])
-
-
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("form", ["ids", "plan"])
 @pytest.mark.parametrize("name", ["gather_segment_sum", "gather_segment_mean", "gather_segment_dot"])
@@ -245,25 +229,6 @@ def test_plan_passes_through_transformations(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(both[1], gathered_sum(jnp.asarray(data), ids[1], ids[0], segments))
     donated = jax.jit(lambda x, plan: gather_segment_sum(x, plan=plan), donate_argnums=(0,))
     np.testing.assert_array_equal(donated(jnp.array(data), plan), expected)
-
-
-def test_weights_and_a_plan_in_plain_jax(rng: np.random.Generator) -> None:
-    """Weights and their gradient are in the order of the ids, not in the order of the plan."""
-    data, weights = small_floats(rng, 20, 3), small_floats(rng, 400)
-    gather_ids, segment_ids = rng.integers(0, 20, 400), rng.integers(0, 11, 400)  # id 10 is out of range
-    cotangent = small_floats(rng, 10, 3)
-    plan = segment_plan(segment_ids, 10, gather_ids, 20)
-    output, pull_back = jax.vjp(
-        lambda x, w: gather_segment_sum(x, weights=w, plan=plan, implementation="xla"), data, weights
-    )
-    expected, d_data, of_segment = np.zeros((10, 3)), np.zeros((20, 3)), np.concatenate([cotangent, np.zeros((1, 3))])
-    inside = segment_ids < 10
-    np.add.at(expected, segment_ids[inside], (weights[:, None] * data[gather_ids])[inside])
-    np.add.at(d_data, gather_ids, weights[:, None] * of_segment[segment_ids])
-    np.testing.assert_array_equal(output, expected)
-    gradients = pull_back(cotangent)
-    np.testing.assert_array_equal(gradients[0], d_data)
-    np.testing.assert_array_equal(gradients[1], (data[gather_ids] * of_segment[segment_ids]).sum(axis=1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

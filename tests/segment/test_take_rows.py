@@ -292,17 +292,18 @@ def test_the_gradient_is_one_kernel(rng: np.random.Generator) -> None:
     assert "scatter" not in text
 
 
-def test_derivative_of_the_gradient(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("shape", [(30,), (5, 6)], ids=str)
+def test_derivative_of_the_gradient(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     """The gradient is linear. Its transpose takes rows, and gives zeros for ids out of range."""
-    ids = make_ids(rng, 6, (30,))
-    d_output, dd_data = small_floats(rng, 30, 4), small_floats(rng, 6, 4)
+    ids = make_ids(rng, 6, shape)
+    d_output, dd_data = small_floats(rng, *shape, 4), small_floats(rng, 6, 4)
     matrix = np.asarray(jax.jacrev(lambda x: take_rows(x, ids))(np.zeros(6, np.float32)))
 
     def gradient(d_output: jax.Array) -> jax.Array:
         return jax.vjp(lambda x: take_rows(x, ids), np.zeros((6, 4), np.float32))[1](d_output)[0]
 
     actual, vjp = jax.vjp(gradient, d_output)
-    np.testing.assert_array_equal(actual, matrix.T @ d_output)
+    np.testing.assert_array_equal(actual, np.tensordot(matrix, d_output, axes=(range(len(shape)),) * 2))
     np.testing.assert_array_equal(vjp(dd_data)[0], matrix @ dd_data)
 
 
