@@ -56,14 +56,6 @@ def test_a_missing_number_of_segments_under_jit(function: Callable[..., Any]) ->
     np.testing.assert_array_equal(function(ROWS, IDS), jax.jit(lambda ids: function(ROWS, ids, 3))(IDS))
 
 
-@pytest.mark.parametrize("function", [jb.gather_segment_sum, jb.gather_segment_max], ids=lambda f: f.__name__)
-def test_a_missing_number_of_segments_of_edges(function: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match=f"^{function.__name__}: num_segments must be given, or a plan"):
-        function(ROWS, IDS, IDS)
-    with pytest.raises(TypeError, match=f"^{function.__name__}: segment_ids must be given, or a plan"):
-        function(ROWS, IDS, None, 3)
-
-
 @pytest.mark.parametrize("name", [f.__name__ for f in REDUCTIONS] + list(GATHERED) + ["take_rows"])
 def test_a_plan_by_position(name: str) -> None:
     call = GATHERED.get(name, lambda *ids: getattr(jb, name)(ROWS, *ids))
@@ -72,56 +64,11 @@ def test_a_plan_by_position(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GATHERED)
-def test_ids_as_a_plan(name: str) -> None:
-    with pytest.raises(TypeError, match=f"^{name}: plan must be a SegmentPlan, got ndarray; segment_plan makes one"):
-        GATHERED[name](plan=IDS)
-
-
-@pytest.mark.parametrize("name", GATHERED)
 @pytest.mark.parametrize("shapes", [((6, 1), (6,)), ((6,), (6, 1)), ((6, 1), (1, 6)), ((1, 6), (1, 6)), ((1,), (6,))])
 def test_ids_that_would_broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     senders, receivers = (np.resize(IDS, shape) for shape in shapes)
     with pytest.raises(ValueError, match=f"^{name}: gather_ids and segment_ids must have one shape"):
         GATHERED[name](senders, receivers)
-
-
-@pytest.mark.parametrize("dtype", [np.bool_, np.float32])
-def test_ids_that_are_not_integers(dtype: Any) -> None:
-    ids = IDS.astype(dtype)
-    calls = {
-        **{f.__name__: lambda f=f: f(ROWS, ids, 3) for f in REDUCTIONS},
-        **{name: lambda call=call: call(ids, IDS) for name, call in GATHERED.items()},
-        "take_rows": lambda: jb.take_rows(ROWS, ids),
-        "segment_plan": lambda: jb.segment_plan(ids, 3),
-    }
-    for name, call in calls.items():
-        with pytest.raises(TypeError, match=f"^{name}: .*ids must have an integer dtype, got {ids.dtype}"):
-            call()
-
-
-def test_a_list_as_data() -> None:
-    with pytest.raises(TypeError, match="^segment_sum: data must be an array, got list; jnp.asarray makes one"):
-        jb.segment_sum([[1.0, 2.0]], IDS[:1], 1)
-    with pytest.raises(TypeError, match="^rope: x must be an array, got tuple; jnp.asarray makes one"):
-        jb.rope((1.0, 2.0))
-
-
-def test_a_plan_of_another_graph() -> None:
-    """The call trusts the plan; `validate` finds out."""
-    assert jb.gather_segment_sum(ROWS, plan=plan(OTHER_IDS)).shape == (3, 2)
-    plan().validate(IDS, IDS)
-    with pytest.raises(ValueError, match="SegmentPlan.validate: the plan is of other ids: edge_segment_ids"):
-        plan(OTHER_IDS).validate(IDS)
-    with pytest.raises(ValueError, match="SegmentPlan.validate: the plan is of other ids: edge_gather_ids"):
-        jb.segment_plan(IDS, 3, OTHER_IDS, 6).validate(gather_ids=IDS)
-
-
-def test_a_plan_as_a_static_argument() -> None:
-    program = jax.jit(lambda x, plan: jb.gather_segment_sum(x, plan=plan), static_argnames="plan")
-    with pytest.raises(
-        ValueError, match="pass it to compiled programs as an ordinary argument, without static_argnums"
-    ):
-        program(ROWS, plan=plan())
 
 
 @pytest.mark.parametrize("name", ["rope_qk", "rope_qk_backward"])

@@ -162,6 +162,7 @@ def test_random_keys_are_refused(rng: np.random.Generator, example: Example) -> 
         call_of(example)({**operands, name: keys})
 
 
+OF_A_LIST = "must be an array, got list; jnp.asarray makes one"
 REFUSED_LISTS = {
     ("write_rows", "dests"): "rows must be a list or tuple with one entry for each of the",
     ("write_rows", "rows"): "rows must be an array if dests is one, got list",
@@ -182,7 +183,7 @@ def test_operands_that_are_no_arrays_or_have_wrong_dtypes(rng: np.random.Generat
 
     for name, x in operands.items():
         if x.ndim and example.mapped is None and example.apply is by_name:
-            refused(name, x.tolist(), TypeError, REFUSED_LISTS.get((function, name), "must be an array, got list"))
+            refused(name, x.tolist(), TypeError, REFUSED_LISTS.get((function, name), OF_A_LIST))
         if x.dtype == np.int32:
             for dtype in (np.bool_, np.float32):
                 refused(name, x.astype(dtype), TypeError, f"must (have|be) an integer.*{np.dtype(dtype)}")

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases
-from support.kernels import kernels_of, lowered
+from support.kernels import kernels_in, kernels_of, lowered
 
 import jax_baracuda
 from jax_baracuda import _indexed, _redirect, redirect
@@ -937,21 +937,6 @@ def test_functions_applied_to_rows_are_left_to_jax() -> None:
     np.testing.assert_array_equal(actual, [[0, 2], [2, 3], [8, 10], [6, 7]])
 
 
-def test_complex_numbers_are_left_to_jax(rng: np.random.Generator) -> None:
-    data, ids = problem(rng)
-    rows = data[:NUM_SEGMENTS] + 1j
-    with EVERYTHING() as report:
-        sums = jax.jit(lambda x: jax.ops.segment_sum(x, ids, NUM_SEGMENTS))(data + 1j)
-        gradient = jax.jit(jax.grad(lambda x: jnp.abs(x[ids % NUM_SEGMENTS]).sum()))(rows)
-    assert not report.redirected
-    is_member = (ids >= 0) & (ids < NUM_SEGMENTS)
-    expected = np.zeros((NUM_SEGMENTS, 3), complex)
-    np.add.at(expected, ids[is_member], data[is_member] + 1j)
-    np.testing.assert_allclose(sums, expected, rtol=1e-5)
-    counts = np.bincount(ids % NUM_SEGMENTS, minlength=NUM_SEGMENTS)[:, None]
-    np.testing.assert_allclose(gradient, counts * np.conj(rows) / np.abs(rows), rtol=1e-5)
-
-
 def test_programs_for_several_platforms(rng: np.random.Generator) -> None:
     data, ids = problem(rng)
     checks = jax_baracuda.DISABLE_JAX_EXPORT_CHECKS
@@ -1209,21 +1194,25 @@ def three_layers(name: str, nodes: jax.Array, senders: jax.Array, receivers: jax
 
 @pytest.mark.parametrize("name", ["segment_sum", "segment_max", "segment_min"])
 def test_equal_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, name: str) -> None:
-    """Here CPU kernels stand for those of GPUs, which sort. XLA merges the orders of all layers and of the gradient."""
+    """Here CPU kernels stand for those of GPUs, which sort. XLA merges the orders of all layers and of the gradient. A
+    program holds the orders of constant ids, and sorts nothing."""
     nodes = rng.normal(size=(40, 32)).astype(np.float32)
-    senders, receivers = rng.integers(-45, 45, 200), rng.integers(-5, 45, 200)
+    ids = rng.integers(-45, 45, 200), rng.integers(-5, 45, 200)
     step = jax.value_and_grad(functools.partial(three_layers, name))
-    value, gradient = step(nodes, senders, receivers)
+    expected = step(nodes, *ids)
     for op in (SEGMENT_SUM, SEGMENT_EXTREMUM):
         monkeypatch.setitem(op.alternatives, on_cpu("as on GPUs", sorts_apart), op.alternatives[SORTED_APART])
     monkeypatch.setattr(lowering, "_sorts_rows", lambda call, platform: True)
-    with redirect(), jax_baracuda.implementation("kernel"):
-        compiled = jax.jit(step).lower(nodes, senders, receivers).compile()
-    assert compiled.as_text().count('custom_call_target="jax_baracuda.segment_order"') == 2
-    assert not re.findall(r"jax_baracuda\.segment_(?:sum|max|min)(?:_with_winner)?\"", compiled.as_text())
-    actual, pulled = compiled(nodes, senders, receivers)
-    np.testing.assert_allclose(actual, value, rtol=1e-5)
-    np.testing.assert_allclose(pulled, gradient, rtol=1e-4, atol=1e-5)
+    of_constants = jax.value_and_grad(lambda nodes: three_layers(name, nodes, *ids))
+    for program, operands, num_orders in ((step, (nodes, *ids), 2), (of_constants, (nodes,), 0)):
+        with redirect(), jax_baracuda.implementation("kernel"):
+            compiled = jax.jit(program).lower(*operands).compile()
+        kernels = kernels_in(compiled.as_text())
+        assert kernels.count("segment_order") == num_orders
+        assert not {kernel.removesuffix("_with_winner") for kernel in kernels} & {*REDUCTIONS}
+        value, gradient = compiled(*operands)
+        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+        np.testing.assert_allclose(gradient, expected[1], rtol=1e-4, atol=1e-5)
 
 
 TREATED: dict[str, tuple[np.ndarray, Callable[[Any], Any], bool]] = {
@@ -1275,24 +1264,6 @@ def test_ids_that_jax_truncates_are_not_known_to_ascend() -> None:
     with warnings.catch_warnings(action="ignore"), redirect():
         text = lowered(lambda rows: jax.ops.segment_max(rows, ids, 3), jnp.ones((4, 40)))
     assert "indices_are_sorted = true" not in text
-
-
-def test_constant_ids_are_sorted_at_compile_time(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """As above, for ids in the program: it holds their orders instead of calls that sort them."""
-    nodes = rng.normal(size=(40, 32)).astype(np.float32)
-    senders, receivers = rng.integers(-45, 45, 200), rng.integers(-5, 45, 200)
-    step = jax.value_and_grad(lambda nodes: three_layers("segment_sum", nodes, senders, receivers))
-    value, gradient = step(nodes)
-    monkeypatch.setitem(
-        SEGMENT_SUM.alternatives, on_cpu("as on GPUs", sorts_apart), SEGMENT_SUM.alternatives[SORTED_APART]
-    )
-    monkeypatch.setattr(lowering, "_sorts_rows", lambda call, platform: True)
-    with redirect(), jax_baracuda.implementation("kernel"):
-        compiled = jax.jit(step).lower(nodes).compile()
-    assert set(re.findall(r'custom_call_target="jax_baracuda\.(\w+)"', compiled.as_text())) == {"gather_segment_sum"}
-    actual, pulled = compiled(nodes)
-    np.testing.assert_allclose(actual, value, rtol=1e-5)
-    np.testing.assert_allclose(pulled, gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(NATIVE_MODULES["cuda"].module is None, reason="plans of CUDA kernels are in their module")

@@ -29,10 +29,10 @@ def programs_of(example: Example) -> dict[str, Callable[[Arrays, Arrays], Any]]:
         return example.call("small")(**chosen, **others)
 
     def gradient(chosen: Arrays, others: Arrays) -> Arrays:
-        return jax.grad(lambda chosen: _sum_of_squares(value(chosen, others)))(chosen)
+        return jax.grad(lambda chosen: programs.sum_of_squares(value(chosen, others)))(chosen)
 
     def gradient_of_gradient(chosen: Arrays, others: Arrays) -> Arrays:
-        return jax.grad(lambda chosen: _sum_of_squares(gradient(chosen, others)))(chosen)
+        return jax.grad(lambda chosen: programs.sum_of_squares(gradient(chosen, others)))(chosen)
 
     def tangent_of_gradient(chosen: Arrays, others: Arrays) -> Arrays:
         return jax.jvp(lambda chosen: gradient(chosen, others), (chosen,), (chosen,))[1]
@@ -44,12 +44,6 @@ def programs_of(example: Example) -> dict[str, Callable[[Arrays, Arrays], Any]]:
         "tangent of gradient": tangent_of_gradient,
         "vmap of gradient": jax.vmap(gradient),
     }
-
-
-def _sum_of_squares(results: Any) -> Any:
-    floating = (y for y in jax.tree.leaves(results) if jnp.issubdtype(y.dtype, jnp.floating))
-    # Extrema of empty segments are infinite.
-    return sum(jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) ** 2) for y in floating)
 
 
 def operands_of(

@@ -12,20 +12,21 @@ import numpy as np
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
+    Draw,
     Operand,
     Options,
     Problem,
+    Sizes,
+    ascending,
     by_name,
     declare,
     finite_numbers,
+    integers,
     passed,
 )
 
 from jax_baracuda._core.arrays import reshard_as
-
-Sizes = Mapping[str, Any]
 
 
 def _majorant_silu(z: Any) -> Any:
@@ -182,17 +183,15 @@ def _forward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="causal_conv1d",
-        dtypes=FLOATING,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "return_final_state": (ABSENT, True)},
-        strategy_options=STRATEGY_OPTIONS,
-        problem=_forward_problem,
-        constraints=(NO_LAST_OF_NONE, WIDER),
-        has_carry=True,
-    )
+    name="causal_conv1d",
+    dtypes=FLOATING,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={**OPTIONS, "return_final_state": (ABSENT, True)},
+    strategy_options=STRATEGY_OPTIONS,
+    problem=_forward_problem,
+    constraints=(NO_LAST_OF_NONE, WIDER),
+    has_carry=True,
 )
 
 
@@ -223,16 +222,14 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="causal_conv1d_backward",
-        dtypes=FLOATING,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "d_final_state": (ABSENT, "given")},
-        strategy_options=STRATEGY_OPTIONS,
-        problem=_backward_problem,
-        constraints=(NO_LAST_OF_NONE, WIDER),
-    )
+    name="causal_conv1d_backward",
+    dtypes=FLOATING,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={**OPTIONS, "d_final_state": (ABSENT, "given")},
+    strategy_options=STRATEGY_OPTIONS,
+    problem=_backward_problem,
+    constraints=(NO_LAST_OF_NONE, WIDER),
 )
 
 
@@ -312,29 +309,27 @@ def _with_pool(sizes: Sizes) -> Sizes:
 
 
 declare(
-    Call(
-        name="causal_conv1d_update",
-        dtypes=FLOATING,
-        sizes={name: _with_pool(sizes) for name, sizes in (SIZES | SHORT_ROWS).items()},
-        large_sizes={name: _with_pool(LARGE_SIZES[name]) for name in ("many channels", "many examples")},
-        options={
-            "inputs": ("one", "several"),
-            "state": ("exact", "long"),
-            "slots": (ABSENT, "given", "accepted"),
-            **{name: OPTIONS[name] for name in ("bias", "activation", "channels_last", "parameter_dtype")},
-        },
-        strategy_options=tuple({"slots": x, "inputs": y} for x in (ABSENT, "given") for y in ("one", "several")),
-        problem=_update_problem,
-        constraints=(
-            WIDER,
-            Constraint("pools have rows of one length", lambda slots, state: slots is not ABSENT and state == "long"),
-            Constraint(
-                "vmap maps an operand that the call has",
-                lambda batch, slots: batch.startswith("one:") and not _update_has(batch[4:], slots),
-            ),
+    name="causal_conv1d_update",
+    dtypes=FLOATING,
+    sizes={name: _with_pool(sizes) for name, sizes in (SIZES | SHORT_ROWS).items()},
+    large_sizes={name: _with_pool(LARGE_SIZES[name]) for name in ("many channels", "many examples")},
+    options={
+        "inputs": ("one", "several"),
+        "state": ("exact", "long"),
+        "slots": (ABSENT, "given", "accepted"),
+        **{name: OPTIONS[name] for name in ("bias", "activation", "channels_last", "parameter_dtype")},
+    },
+    strategy_options=tuple({"slots": x, "inputs": y} for x in (ABSENT, "given") for y in ("one", "several")),
+    problem=_update_problem,
+    constraints=(
+        WIDER,
+        Constraint("pools have rows of one length", lambda slots, state: slots is not ABSENT and state == "long"),
+        Constraint(
+            "vmap maps an operand that the call has",
+            lambda batch, slots: batch.startswith("one:") and not _update_has(batch[4:], slots),
         ),
-        has_carry=True,
-    )
+    ),
+    has_carry=True,
 )
 
 
@@ -342,22 +337,14 @@ declare(
 # Pools of states.
 
 
-def ends_of_sequences(length: int) -> Callable[..., np.ndarray]:
+def ends_of_sequences(length: int) -> Draw:
     """The ends of sequences that follow each other, some of them empty. Some tokens may be padding."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return np.sort(rng.integers(0, length + 1, shape), axis=-1).astype(dtype)
-
-    return draw
+    return ascending(integers(0, length))
 
 
-def slots(size: int) -> Callable[..., np.ndarray]:
+def slots(size: int) -> Draw:
     """Random slots, some of them equal or outside of the pool."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return rng.integers(0 if dtype.kind == "u" else -2, size + 3, shape).astype(dtype)
-
-    return draw
+    return integers(-2, size + 2)
 
 
 def flags(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -482,24 +469,22 @@ def _ragged_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="causal_conv1d_ragged",
-        dtypes=FLOATING,
-        sizes=RAGGED_SIZES,
-        large_sizes=LARGE_RAGGED_SIZES,
-        options={
-            "states": ("exact", "long"),
-            "integers": ("int32", "int64", "uint8"),
-            **{name: OPTIONS[name] for name in ("bias", "activation", "parameter_dtype")},
-        },
-        problem=_ragged_problem,
-        constraints=(
-            WIDER,
-            Constraint(
-                "small integers hold few tokens",
-                lambda integers, size: integers == "uint8" and size in LARGE_RAGGED_SIZES,
-            ),
+    name="causal_conv1d_ragged",
+    dtypes=FLOATING,
+    sizes=RAGGED_SIZES,
+    large_sizes=LARGE_RAGGED_SIZES,
+    options={
+        "states": ("exact", "long"),
+        "integers": ("int32", "int64", "uint8"),
+        **{name: OPTIONS[name] for name in ("bias", "activation", "parameter_dtype")},
+    },
+    problem=_ragged_problem,
+    constraints=(
+        WIDER,
+        Constraint(
+            "small integers hold few tokens",
+            lambda integers, size: integers == "uint8" and size in LARGE_RAGGED_SIZES,
         ),
-        has_carry=True,
-    )
+    ),
+    has_carry=True,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,16 +16,17 @@ from segment.matrix import (
     finite_logits,
     ids_of,
     logits,
+    plain_max,
     row_numbers_of,
 )
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
     Operand,
     Options,
     Problem,
+    Sizes,
     declare,
     finite_numbers,
     passed,
@@ -36,7 +37,6 @@ from support.matrix.calls import (
 
 import jax_baracuda
 
-Sizes = Mapping[str, int]
 NEGATIVE_SLOPE = 0.2
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,16 +67,9 @@ def logits_of_edges(score: Callable[..., Any], query: Any, key: Any, gather_ids:
     return jnp.where(takes_part, of_edges, -jnp.inf)
 
 
-def maxima_of(of_edges: Any, ids: Any, num_segments: int) -> Any:
-    """The maximum of each segment; NaN if an edge has NaN, -inf if there is no edge."""
-    ids = wide_ids(ids)
-    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
-    return jax.ops.segment_max(of_edges, ids, num_segments + 1)[:num_segments]
-
-
 def probabilities(of_edges: Any, ids: Any, num_segments: int) -> Any:
     """The softmax in each segment; zeros in a segment whose logits are all -inf."""
-    maxima = maxima_of(jax.lax.stop_gradient(of_edges), ids, num_segments)
+    maxima = plain_max(jax.lax.stop_gradient(of_edges), ids, num_segments)
     maxima = jnp.where(maxima == -jnp.inf, 0, maxima)
     exponentials = jnp.exp(of_edges - take_cells(maxima, ids))
     totals = segment_sum(exponentials, ids, num_segments)
@@ -123,7 +116,7 @@ def majorant_probabilities(of_edges: Any, magnitudes: Any, ids: Any, num_segment
     """The probabilities, times the factor by which the errors of the logits increase their relative errors."""
     takes_part = take_cells(jnp.ones((num_segments, 1), bool), ids, False)
     of_logits = jnp.where(takes_part, magnitudes, 0)
-    largest = take_cells(maxima_of(of_logits, ids, num_segments), ids)
+    largest = take_cells(plain_max(of_logits, ids, num_segments), ids)
     return probabilities(of_edges, ids, num_segments) * (1 + of_logits + largest)
 
 
@@ -262,23 +255,21 @@ for _name, _own_options in (
     ("graph_additive_attention", {"negative_slope": (ABSENT, 0.0, -1.5)}),
 ):
     declare(
-        Call(
-            name=_name,
-            dtypes=FLOATING,
-            sizes=SIZES,
-            large_sizes=LARGE_SIZES,
-            options={
-                "bias": (ABSENT, "edge", "edge and head"),
-                "values": ("finite", "special"),
-                **_own_options,
-                "indices_are_sorted": (ABSENT, True),
-                "mode": (ABSENT, "clip", "drop"),
-                "plan": (ABSENT, True),
-                "ids_dtype": COMMON["ids_dtype"],
-                "gather_dtype": COMMON["ids_dtype"],
-            },
-            strategy_options=({}, {"plan": True}, {"bias": "edge and head"}),
-            problem=functools.partial(_problem, _name == "graph_additive_attention"),
-            constraints=CONSTRAINTS,
-        )
+        name=_name,
+        dtypes=FLOATING,
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options={
+            "bias": (ABSENT, "edge", "edge and head"),
+            "values": ("finite", "special"),
+            **_own_options,
+            "indices_are_sorted": (ABSENT, True),
+            "mode": (ABSENT, "clip", "drop"),
+            "plan": (ABSENT, True),
+            "ids_dtype": COMMON["ids_dtype"],
+            "gather_dtype": COMMON["ids_dtype"],
+        },
+        strategy_options=({}, {"plan": True}, {"bias": "edge and head"}),
+        problem=functools.partial(_problem, _name == "graph_additive_attention"),
+        constraints=CONSTRAINTS,
     )

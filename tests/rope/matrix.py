@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,18 +10,16 @@ import numpy as np
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
     Operand,
     Options,
     Problem,
+    Sizes,
     declare,
     integers,
     numbers,
     passed,
 )
-
-Sizes = Mapping[str, Any]
 
 BASE = 10000.0
 
@@ -155,28 +153,24 @@ for _name, _names, _heads, _direction in (
     ("rope_qk_backward", ("d_q_output", "d_k_output"), ("q_head", "k_head"), -1),
 ):
     declare(
-        Call(
-            name=_name,
-            dtypes=FLOATING,
-            sizes=SIZES,
-            large_sizes=LARGE_SIZES,
-            options=OPTIONS,
-            problem=lambda dtype, options, sizes, names=_names, heads=_heads, direction=_direction: _problem(
-                names, heads, direction, dtype, options, sizes
+        name=_name,
+        dtypes=FLOATING,
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options=OPTIONS,
+        problem=lambda dtype, options, sizes, names=_names, heads=_heads, direction=_direction: _problem(
+            names, heads, direction, dtype, options, sizes
+        ),
+        constraints=(
+            Constraint(
+                "frequencies that are given need no base",
+                lambda base, inv_freq: base is not ABSENT and inv_freq is not ABSENT,
             ),
-            constraints=(
-                Constraint(
-                    "frequencies that are given need no base",
-                    lambda base, inv_freq: base is not ABSENT and inv_freq is not ABSENT,
-                ),
-                Constraint(
-                    "sections need positions", lambda sections, positions: bool(sections) and positions is ABSENT
-                ),
-                Constraint(
-                    "with all features, the rotated ones are the last ones, too",
-                    lambda rotary_dim, rotary_offset: rotary_dim is ABSENT and rotary_offset is not ABSENT,
-                ),
+            Constraint("sections need positions", lambda sections, positions: bool(sections) and positions is ABSENT),
+            Constraint(
+                "with all features, the rotated ones are the last ones, too",
+                lambda rotary_dim, rotary_offset: rotary_dim is ABSENT and rotary_offset is not ABSENT,
             ),
-            has_carry=True,
-        )
+        ),
+        has_carry=True,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,19 +28,19 @@ def of_llama(inv_freq: np.ndarray) -> np.ndarray:
     return np.where(turns > 4, inv_freq, np.where(turns < 1, inv_freq / 8, between))
 
 
-def of_yarn(size: int, base: float, factor: float, length: int, fast: float, slow: float, truncate: bool) -> np.ndarray:
-    """``YarnRotaryEmbedding``."""
+def of_yarn(truncate: bool) -> np.ndarray:
+    """``YarnRotaryEmbedding``, 40 times as long as trained."""
 
     def pair_that_turns(times: float) -> float:
-        return size * math.log(length / (times * 2 * math.pi)) / (2 * math.log(base))
+        return SIZE * math.log(4096 / (times * 2 * math.pi)) / (2 * math.log(1e4))
 
-    low, high = pair_that_turns(fast), pair_that_turns(slow)
+    low, high = pair_that_turns(32), pair_that_turns(1)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
-    ramp = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
-    inv_freq = frequencies(size, base)
-    return inv_freq / factor * ramp + inv_freq * (1 - ramp)
+    low, high = max(low, 0), min(high, SIZE - 1)
+    ramp = np.clip((np.arange(SIZE // 2) - low) / (high - low), 0, 1)
+    inv_freq = frequencies(SIZE, 1e4)
+    return inv_freq / 40 * ramp + inv_freq * (1 - ramp)
 
 
 def rotate(x: np.ndarray, angles: np.ndarray, interleaved: bool, scale: float = 1.0) -> np.ndarray:
@@ -55,50 +54,32 @@ def rotate(x: np.ndarray, angles: np.ndarray, interleaved: bool, scale: float = 
     return np.concatenate([joined, rest], axis=-1)
 
 
-def yarn(truncate: bool) -> tuple[np.ndarray, dict[str, Any]]:
-    ours = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "truncate": truncate}
-    return of_yarn(SIZE, 10000, 40, 4096, 32, 1, truncate), ours
+LLAMA = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+UNSCALED_YARN = {**YARN, "attention_factor": 1.0}
+QWEN = {"rope_type": "default", "partial_rotary_factor": 0.25}
 
-
-# The frequencies by maxtext's formula, its scale, and the parameters of rope_frequencies; then what else rope needs.
-CLASSES: dict[str, Callable[[], tuple[np.ndarray, float, float, dict[str, Any], bool]]] = {
-    "RotaryEmbedding": lambda: (frequencies(SIZE, 1e4), 1.0, 1e4, {}, False),
-    "RotaryEmbedding, other timescale": lambda: (frequencies(SIZE, 5e5), 1.0, 5e5, {}, False),
-    "RotaryEmbedding, linear": lambda: (
-        frequencies(SIZE, 1e6, 8.0),
-        1.0,
-        1e6,
-        {"rope_type": "linear", "factor": 8.0},
-        False,
-    ),
-    "Qwen3NextRotaryEmbedding": lambda: (
-        frequencies(SIZE // 4, 1e7),
-        1.0,
-        1e7,
-        {"rope_type": "default", "partial_rotary_factor": 0.25},
-        False,
-    ),
-    "LLaMARotaryEmbedding": lambda: (frequencies(SIZE, 5e5), 1.0, 5e5, {}, True),
-    "LLaMARotaryEmbedding, scaled": lambda: (
-        of_llama(frequencies(SIZE, 5e5)),
-        1.0,
-        5e5,
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        True,
-    ),
-    "YarnRotaryEmbedding": lambda: (yarn(True)[0], 1.0, 1e4, {**yarn(True)[1], "attention_factor": 1.0}, True),
-    "YarnRotaryEmbedding, halves": lambda: (yarn(True)[0], 1.0, 1e4, {**yarn(True)[1], "attention_factor": 1.0}, False),
-    "YarnRotaryEmbedding, not truncated, scaled": lambda: (
-        yarn(False)[0],
+# The frequencies and the scale by maxtext's formulas, the base and the scaling of rope_frequencies, and the pairing.
+CLASSES: dict[str, tuple[np.ndarray, float, float, dict[str, Any], bool]] = {
+    "RotaryEmbedding": (frequencies(SIZE, 1e4), 1.0, 1e4, {}, False),
+    "RotaryEmbedding, other timescale": (frequencies(SIZE, 5e5), 1.0, 5e5, {}, False),
+    "RotaryEmbedding, linear": (frequencies(SIZE, 1e6, 8.0), 1.0, 1e6, {"rope_type": "linear", "factor": 8.0}, False),
+    "Qwen3NextRotaryEmbedding": (frequencies(SIZE // 4, 1e7), 1.0, 1e7, QWEN, False),
+    "LLaMARotaryEmbedding": (frequencies(SIZE, 5e5), 1.0, 5e5, {}, True),
+    "LLaMARotaryEmbedding, scaled": (of_llama(frequencies(SIZE, 5e5)), 1.0, 5e5, LLAMA, True),
+    "YarnRotaryEmbedding": (of_yarn(truncate=True), 1.0, 1e4, UNSCALED_YARN, True),
+    "YarnRotaryEmbedding, halves": (of_yarn(truncate=True), 1.0, 1e4, UNSCALED_YARN, False),
+    "YarnRotaryEmbedding, not truncated, scaled": (
+        of_yarn(truncate=False),
         0.1 * math.log(40) + 1,
         1e4,
-        yarn(False)[1],
+        {**YARN, "truncate": False},
         True,
     ),
 }
@@ -107,8 +88,8 @@ CLASSES: dict[str, Callable[[], tuple[np.ndarray, float, float, dict[str, Any], 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_class(rng: np.random.Generator, name: str, dtype: Any) -> None:
-    """Values and gradients. Where maxtext moves rotated pairs apart, ours leaves them where they were."""
-    expected_freq, expected_scale, base, parameters, interleaved = CLASSES[name]()
+    """Where maxtext moves rotated pairs apart, ours leaves them where they were."""
+    expected_freq, expected_scale, base, parameters, interleaved = CLASSES[name]
     inv_freq, scale = jb.rope_frequencies(SIZE, base, parameters)
     np.testing.assert_allclose(inv_freq, expected_freq, rtol=1e-12)
     assert scale == pytest.approx(expected_scale, rel=1e-12)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rope.matrix import rotated
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Operand,
     Options,
     Problem,
+    Sizes,
     declare,
     integers,
     numbers,
@@ -21,8 +21,6 @@ from support.matrix.calls import (
 )
 from write_rows.matrix import reference as written
 from write_rows.matrix import slots
-
-Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
     "small": {"section": 2, "layer": 2, "slot": 12, "token": 8, "q_head": 4, "head": 2, "feature": 8},
@@ -99,13 +97,11 @@ def _problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="rope_write",
-        dtypes=FLOATING,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options=OPTIONS,
-        problem=_problem,
-        has_carry=True,
-    )
+    name="rope_write",
+    dtypes=FLOATING,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options=OPTIONS,
+    problem=_problem,
+    has_carry=True,
 )

@@ -10,19 +10,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.cases import is_floating
+from support.cases import identity, is_floating
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
     Draw,
     Operand,
     Options,
     Problem,
+    Sizes,
+    ascending,
     by_name,
     declare,
     finite_numbers,
+    integers,
+    is_member,
     numbers,
     operand_names,
     passed,
@@ -32,12 +35,11 @@ from support.matrix.calls import (
     take_cells,
     ties,
     wide_ids,
+    with_dropped,
 )
 from support.matrix.generator import DERIVATIVES, SECOND_DERIVATIVES
 
 import jax_baracuda
-
-Sizes = Mapping[str, Any]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # References. Rows are [N, ...], ids [N], floating numbers float64.
@@ -64,40 +66,31 @@ def _from_ordered_bits(bits: Any) -> Any:
     return jax.lax.bitcast_convert_type(bits, jnp.float64)
 
 
-def _is_member(ids: Any, num_segments: int, rows: Any) -> Any:
-    """Which rows have a segment, in the rank of the rows."""
-    ids = wide_ids(ids)
-    return ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (rows.ndim - 1))
+def _counts(data: Any, ids: Any, num_segments: int) -> Any:
+    """The number of rows of each segment, in the rank of the data."""
+    return segment_sum(jnp.ones(ids.shape), ids, num_segments).reshape(-1, *[1] * (data.ndim - 1))
 
 
-def _identity(dtype: Any) -> Any:
-    if is_floating(dtype):
-        return -np.inf
-    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
-
-
-def _plain_max(data: Any, ids: Any, num_segments: int) -> Any:
+def plain_max(data: Any, ids: Any, num_segments: int) -> Any:
     """The maximum by a total order of integers. It does not depend on the order in which XLA scatters."""
     is_float = is_floating(data.dtype)
     keys = _ordered_bits(jnp.where(jnp.isnan(data), 0, data)) if is_float else data.astype(jnp.int64)
     if data.dtype == jnp.uint64:
         keys = jax.lax.bitcast_convert_type(data, jnp.int64) ^ np.int64(np.iinfo(np.int64).min)
-    ids = wide_ids(ids)
-    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
-    count = jax.ops.segment_sum(jnp.ones(ids.shape, jnp.int32), ids, num_segments + 1)[:num_segments]
-    is_empty = (count == 0).reshape(-1, *[1] * (data.ndim - 1))
+    is_empty = _counts(data, ids, num_segments) == 0
+    ids = with_dropped(ids, num_segments)
     maxima = jax.ops.segment_max(keys, ids, num_segments + 1)[:num_segments]
     if is_float:
         has_nan = jax.ops.segment_max(jnp.isnan(data).astype(jnp.int32), ids, num_segments + 1)[:num_segments] > 0
         maxima = jnp.where(has_nan, jnp.nan, _from_ordered_bits(maxima))
     elif data.dtype == jnp.uint64:
         maxima = jax.lax.bitcast_convert_type(maxima ^ np.int64(np.iinfo(np.int64).min), jnp.uint64)
-    return jnp.where(is_empty, _identity(data.dtype), maxima).astype(data.dtype)
+    return jnp.where(is_empty, identity(data.dtype), maxima).astype(data.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def reference_max(data: Any, ids: Any, num_segments: int, first_wins: bool, counts_identity: bool) -> Any:
-    return _plain_max(data, ids, num_segments)
+    return plain_max(data, ids, num_segments)
 
 
 @reference_max.defjvp
@@ -105,7 +98,7 @@ def _reference_max_jvp(
     num_segments: int, first_wins: bool, counts_identity: bool, primals: Any, tangents: Any
 ) -> tuple[Any, Any]:
     data, ids = primals
-    output = _plain_max(data, ids, num_segments)
+    output = plain_max(data, ids, num_segments)
     share = _shares(data, ids, output, first_wins, counts_identity)
     return output, segment_sum(jnp.where(share > 0, share * tangents[0], 0), ids, num_segments)
 
@@ -116,7 +109,7 @@ def _shares(data: Any, ids: Any, output: Any, first_wins: bool, counts_identity:
     if first_wins:
         row = jnp.arange(data.shape[0]).reshape(-1, *[1] * (data.ndim - 1))
         last = np.int64(np.iinfo(np.int64).max)
-        first = ~_plain_max(~jnp.where(attains, row, last), ids, num_segments)
+        first = ~plain_max(~jnp.where(attains, row, last), ids, num_segments)
         return (attains & (take_cells(first, ids) == row)).astype(jnp.float64)
     count = segment_sum(attains.astype(jnp.float64), ids, num_segments)
     count += counts_identity & (output == -np.inf)
@@ -167,17 +160,16 @@ def _extremum(is_max: bool, first_wins: bool, bucket_size: int | None) -> Callab
 
 def reference_arg(is_max: bool, data: Any, ids: Any, num_segments: int) -> Any:
     data = data if is_max else _reversed(data)
-    output = _plain_max(data, ids, num_segments)
+    output = plain_max(data, ids, num_segments)
     cells = take_cells(output, ids)
-    attains = _is_member(ids, num_segments, data) & (_equal(data, cells) | ((data != data) & (cells != cells)))
+    attains = is_member(ids, num_segments, data) & (_equal(data, cells) | ((data != data) & (cells != cells)))
     row = jnp.arange(data.shape[0]).reshape(-1, *[1] * (data.ndim - 1))
-    first = ~_plain_max(~jnp.where(attains, row, data.shape[0]), ids, num_segments)
+    first = ~plain_max(~jnp.where(attains, row, data.shape[0]), ids, num_segments)
     return jnp.clip(first, 0, data.shape[0]).astype(jnp.int32)
 
 
 def reference_mean(data: Any, ids: Any, num_segments: int) -> Any:
-    count = segment_sum(jnp.ones(ids.shape, jnp.float64), ids, num_segments)
-    return segment_sum(data, ids, num_segments) / jnp.maximum(count, 1).reshape(-1, *[1] * (data.ndim - 1))
+    return segment_sum(data, ids, num_segments) / jnp.maximum(_counts(data, ids, num_segments), 1)
 
 
 MAX_DENSE_ELEMENTS = 1 << 20
@@ -185,15 +177,13 @@ MAX_DENSE_ELEMENTS = 1 << 20
 
 def reference_prod(data: Any, ids: Any, num_segments: int) -> Any:
     if not is_floating(data.dtype):
-        ids = wide_ids(ids)
-        ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
-        return jax.ops.segment_prod(data, ids, num_segments + 1)[:num_segments]
+        return jax.ops.segment_prod(data, with_dropped(ids, num_segments), num_segments + 1)[:num_segments]
     if num_segments * math.prod(data.shape) > MAX_DENSE_ELEMENTS:  # then there are no zeros
         is_negative = segment_sum((data < 0).astype(jnp.int32), ids, num_segments) % 2
         return (1 - 2 * is_negative) * jnp.exp(segment_sum(jnp.log(jnp.abs(data)), ids, num_segments))
     ids = wide_ids(ids)
-    is_member = ids[None] == jnp.arange(num_segments)[:, None]
-    terms = jnp.where(is_member.reshape(*is_member.shape, *[1] * (data.ndim - 1)), data[None], 1)
+    is_of = ids[None] == jnp.arange(num_segments)[:, None]
+    terms = jnp.where(is_of.reshape(*is_of.shape, *[1] * (data.ndim - 1)), data[None], 1)
     # Pairwise products, because JAX's product has no second derivative at zeros.
     while terms.shape[1] > 1:
         if terms.shape[1] % 2:
@@ -240,7 +230,7 @@ def majorant_prod(data: Any, ids: Any, num_segments: int) -> Any:
 
 
 def reference_var(ddof: int, data: Any, ids: Any, num_segments: int) -> Any:
-    count = segment_sum(jnp.ones(ids.shape, jnp.float64), ids, num_segments).reshape(-1, *[1] * (data.ndim - 1))
+    count = _counts(data, ids, num_segments)
     difference = data - take_cells(reference_mean(data, ids, num_segments), ids)
     variance = segment_sum(difference**2, ids, num_segments) / jnp.maximum(count - ddof, 1)
     return jnp.where((count > ddof) | (ddof == 0), variance, jnp.nan)
@@ -257,7 +247,7 @@ def majorant_var(ddof: int, data: Any, ids: Any, num_segments: int) -> Any:
     """The sum of squared sums of magnitudes: a rounded mean has an error of the size of the magnitudes."""
     magnitude = _magnitude(data)
     mean = take_cells(reference_mean(magnitude, ids, num_segments), ids)
-    count = segment_sum(jnp.ones(ids.shape, jnp.float64), ids, num_segments).reshape(-1, *[1] * (data.ndim - 1))
+    count = _counts(data, ids, num_segments)
     return segment_sum((magnitude + mean) ** 2, ids, num_segments) / jnp.maximum(count - ddof, 1)
 
 
@@ -285,9 +275,9 @@ def majorant_std(ddof: int, data: Any, ids: Any, num_segments: int) -> Any:
 
 
 def reference_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
-    maxima = jax.lax.stop_gradient(_plain_max(logits, ids, num_segments))
-    is_member = _is_member(ids, num_segments, logits)
-    exponentials = jnp.exp(jnp.where(is_member, logits - take_cells(maxima, ids), -jnp.inf))
+    maxima = jax.lax.stop_gradient(plain_max(logits, ids, num_segments))
+    has_segment = is_member(ids, num_segments, logits)
+    exponentials = jnp.exp(jnp.where(has_segment, logits - take_cells(maxima, ids), -jnp.inf))
     total = take_cells(segment_sum(exponentials, ids, num_segments), ids, 1)
     return exponentials / total
 
@@ -295,7 +285,7 @@ def reference_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def majorant_softmax(logits: Any, ids: Any, num_segments: int) -> Any:
     """The probabilities, times the factor by which a rounded exponent increases their relative error."""
-    maxima = take_cells(_plain_max(logits, ids, num_segments), ids)
+    maxima = take_cells(plain_max(logits, ids, num_segments), ids)
     distance = jnp.where(jnp.isfinite(logits) & jnp.isfinite(maxima), maxima - logits, 0)
     distance = jnp.minimum(distance, 1e3)  # farther away, probabilities are 0, and the difference may be inf
     return reference_softmax(logits, ids, num_segments) * (1 + jnp.abs(distance))
@@ -311,7 +301,7 @@ def _majorant_softmax_jvp(num_segments: int, primals: Any, tangents: Any) -> tup
 
 def _softmax_gradient(sign: int, d_p: Any, p: Any, ids: Any, num_segments: int) -> Any:
     gradient = p * (d_p + sign * take_cells(segment_sum(p * d_p, ids, num_segments), ids))
-    return jnp.where(_is_member(ids, num_segments, p), gradient, 0)
+    return jnp.where(is_member(ids, num_segments, p), gradient, 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -374,31 +364,7 @@ def ids_of(num_segments: int, is_sorted: bool) -> Draw:
 def row_numbers_of(num_rows: int) -> Draw:
     """Random row numbers; negative ones count from the end. None is out of range: JAX's derivatives disagree there. The
     tangent is that of the nearest row, the gradient is dropped, and the second gradient is not."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        info = np.iinfo(dtype)
-        return rng.integers(max(-num_rows, int(info.min)), min(num_rows, int(info.max) + 1), shape).astype(dtype)
-
-    return draw
-
-
-def sorted_row_numbers_of(num_rows: int) -> Draw:
-    """Ascending row numbers, none of them negative."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        numbers = rng.integers(0, min(num_rows, int(np.iinfo(dtype).max) + 1), shape)
-        return np.sort(numbers, axis=None).reshape(shape).astype(dtype)
-
-    return draw
-
-
-def near_ids(num_segments: int) -> Draw:
-    """Random ids for calls that take the number of segments from the ids."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return rng.integers(-1 if np.iinfo(dtype).min < 0 else 0, max(num_segments, 1), shape).astype(dtype)
-
-    return draw
+    return integers(-num_rows, num_rows - 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -535,10 +501,8 @@ def _features(sizes: Sizes) -> tuple[str, ...]:
 def _ids(options: Options, sizes: Sizes) -> Operand:
     num_segments = sizes["segment"]
     if options.get("num_segments", "given") is ABSENT:
-        draw = near_ids(num_segments)
-        if options["indices_are_sorted"]:
-            unsorted = draw
-            draw = lambda rng, shape, dtype: np.sort(unsorted(rng, shape, dtype), axis=-1)  # noqa: E731
+        draw = integers(-1, max(num_segments, 1) - 1)
+        draw = ascending(draw) if options["indices_are_sorted"] else draw
     else:
         draw = ids_of(num_segments, bool(options.get("indices_are_sorted")))
     return Operand("segment_ids", ("row",), draw, dtype=options.get("ids_dtype", "int32"))
@@ -634,16 +598,14 @@ def declare_reduction(
     kernels = ({}, of_dtype, *in_float64)
     strategies = [{"indices_are_sorted": flag, **more} for flag in (ABSENT, True) for more in kernels]
     declare(
-        Call(
-            name=name,
-            dtypes=dtypes,
-            sizes=SIZES,
-            large_sizes=LARGE_SIZES,
-            options={**COMMON, **options},
-            strategy_options=(*strategies, {"plan": "of rows"}),
-            problem=problem,
-            constraints=(*COMMON_CONSTRAINTS, *(BUCKET_CONSTRAINTS if "bucket_size" in options else ()), *constraints),
-        )
+        name=name,
+        dtypes=dtypes,
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options={**COMMON, **options},
+        strategy_options=(*strategies, {"plan": "of rows"}),
+        problem=problem,
+        constraints=(*COMMON_CONSTRAINTS, *(BUCKET_CONSTRAINTS if "bucket_size" in options else ()), *constraints),
     )
 
 
@@ -778,15 +740,13 @@ def _declare_gradient(
         )
 
     declare(
-        Call(
-            name=name,
-            dtypes=FLOATING,
-            sizes=SIZES,
-            large_sizes=LARGE_SIZES,
-            options=options,
-            problem=problem,
-            constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
-        )
+        name=name,
+        dtypes=FLOATING,
+        sizes=SIZES,
+        large_sizes=LARGE_SIZES,
+        options=options,
+        problem=problem,
+        constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
     )
 
 
@@ -870,21 +830,19 @@ def _softmax_backward_problem(dtype: str, options: Options, sizes: Sizes) -> Pro
 
 
 declare(
-    Call(
-        name="segment_softmax_backward",
-        dtypes=FLOATING,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={
-            "num_segments": ("given", ABSENT),
-            "indices_are_sorted": (ABSENT, True),
-            **IDS_OPTIONS,
-            "deterministic": (ABSENT, True),
-        },
-        problem=_softmax_backward_problem,
-        constraints=COMMON_CONSTRAINTS,
-        has_carry=True,
-    )
+    name="segment_softmax_backward",
+    dtypes=FLOATING,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={
+        "num_segments": ("given", ABSENT),
+        "indices_are_sorted": (ABSENT, True),
+        **IDS_OPTIONS,
+        "deterministic": (ABSENT, True),
+    },
+    problem=_softmax_backward_problem,
+    constraints=COMMON_CONSTRAINTS,
+    has_carry=True,
 )
 
 
@@ -911,6 +869,11 @@ def _call_by_edges(
     others |= passed(options, "indices_are_sorted", "mode")
     others |= {} if num_segments is None else {"num_segments": num_segments}
     return function(**others, gather_ids=gather_ids, segment_ids=segment_ids)
+
+
+def _edges(options: Options, sizes: Sizes) -> tuple[Operand, Operand]:
+    gather_ids = Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"])
+    return gather_ids, _ids(options, sizes)
 
 
 def _weighted(rows: Any, weights: Any) -> Any:
@@ -943,8 +906,7 @@ def _gather_problem(
     return Problem(
         operands=(
             Operand("data", ("node", *features), draw_of(options, sizes), has_sign=selects),
-            Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
-            _ids(options, sizes),
+            *_edges(options, sizes),
             *weights,
         ),
         apply=functools.partial(_call_by_edges, options, num_segments),
@@ -974,8 +936,7 @@ def _attention_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         operands=(
             Operand("logits", ("row", *heads), finite_logits, has_sign=True),
             Operand("data", ("node", *features), finite_numbers),
-            Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
-            _ids(options, sizes),
+            *_edges(options, sizes),
         ),
         apply=functools.partial(_call_by_edges, options, num_segments),
         reference=reference_of(-1),
@@ -994,15 +955,14 @@ def _dot_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
         ids = wide_ids(segment_ids)
         ids = jnp.clip(ids, 0, num_segments - 1) if options["mode"] == "clip" else ids
         # Dropped edges take no part, also in derivatives: NaN times 0 would be NaN.
-        rows = jnp.where(_is_member(ids, num_segments, data), data[wide_ids(gather_ids)], 0)
+        rows = jnp.where(is_member(ids, num_segments, data), data[wide_ids(gather_ids)], 0)
         return (rows * take_cells(segment_data, ids)).sum(-1)
 
     return Problem(
         operands=(
             Operand("data", ("node", *features), numbers),
             Operand("segment_data", ("segment", *features), numbers),
-            Operand("gather_ids", ("row",), row_numbers_of(sizes["node"]), dtype=options["gather_dtype"]),
-            _ids(options, sizes),
+            *_edges(options, sizes),
         ),
         apply=functools.partial(_call_by_edges, options, None),
         reference=reference,
@@ -1036,23 +996,21 @@ def _declare_gathered(
 
     large_sizes = {name: LARGE_SIZES[name] for name in (*MIDDLE_SIZES, "ordered", "ordered, odd")}
     declare(
-        Call(
-            name=name,
-            dtypes=dtypes,
-            sizes=_with_nodes(with_features(SIZES)),
-            large_sizes=_with_nodes(with_features(large_sizes)),
-            options={
-                **options,
-                "indices_are_sorted": (ABSENT, True),
-                "mode": (ABSENT, "clip", "drop"),
-                "plan": (ABSENT, True),
-                "ids_dtype": COMMON["ids_dtype"],
-                "gather_dtype": COMMON["ids_dtype"],
-            },
-            strategy_options=strategy_options,
-            problem=problem,
-            constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
-        )
+        name=name,
+        dtypes=dtypes,
+        sizes=_with_nodes(with_features(SIZES)),
+        large_sizes=_with_nodes(with_features(large_sizes)),
+        options={
+            **options,
+            "indices_are_sorted": (ABSENT, True),
+            "mode": (ABSENT, "clip", "drop"),
+            "plan": (ABSENT, True),
+            "ids_dtype": COMMON["ids_dtype"],
+            "gather_dtype": COMMON["ids_dtype"],
+        },
+        strategy_options=strategy_options,
+        problem=problem,
+        constraints=(NO_CLIP_TO_NOTHING, NARROW_IDS, PLAN_HAS_MODE, *constraints),
     )
 
 
@@ -1109,7 +1067,7 @@ TAKE_OPTIONS: dict[str, tuple[Any, ...]] = {
 def _take_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
     features, is_sorted = _features(sizes), options["indices_are_sorted"] is not ABSENT
     ids_dims = ("row",) if options["ids_rank"] == 1 else ("row", "column")
-    draw = (sorted_row_numbers_of if is_sorted else row_numbers_of)(sizes["node"])
+    draw = ascending(integers(0, sizes["node"] - 1)) if is_sorted else row_numbers_of(sizes["node"])
     return Problem(
         operands=(
             Operand("data", ("node", *features), numbers),
@@ -1125,12 +1083,10 @@ def _take_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="take_rows",
-        dtypes=FLOATING,
-        sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(SIZES).items()},
-        large_sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(MIDDLE_SIZES).items()},
-        options={**TAKE_OPTIONS, "ids_rank": (1, 2), "ids_dtype": COMMON["ids_dtype"]},
-        problem=_take_problem,
-    )
+    name="take_rows",
+    dtypes=FLOATING,
+    sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(SIZES).items()},
+    large_sizes={name: {**of_name, "column": 2} for name, of_name in _with_nodes(MIDDLE_SIZES).items()},
+    options={**TAKE_OPTIONS, "ids_rank": (1, 2), "ids_dtype": COMMON["ids_dtype"]},
+    problem=_take_problem,
 )

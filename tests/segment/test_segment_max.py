@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from segment.reference import ARGMAX, ARGMIN, MAX, MIN, Reduction, value_and_pullback
 from support import cases
-from support.cases import FLOATING, TIE_BREAKS, assert_same_bits
+from support.cases import FLOATING, TIE_BREAKS, Expected, assert_same_bits
+from support.programs import small_integers
 
 from jax_baracuda import unsorted_segment_max_backward
 
@@ -110,16 +111,27 @@ def test_many_narrow_rows(
 
 @pytest.mark.parametrize("dtype", FLOATING)
 @each_extremum
-def test_losers_get_exact_zeros(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
-    """A cotangent that is not finite reaches only the winners. In JAX's own gradient, the losers get NaN."""
+def test_losers_have_no_derivative(rng: np.random.Generator, extremum: Reduction, dtype: str) -> None:
+    """A cotangent that is not finite reaches only the winners. In JAX's own gradient, the losers get NaN. Tangents of
+    losers that are not finite reach nothing."""
     data, ids = cases.make_data(rng, (60, 4), dtype, "ties"), cases.make_ids(rng, 60, 5)
     for bad, tie_break in itertools.product((np.nan, np.inf, -np.inf), TIE_BREAKS):
-        cotangent = np.full((5, 4), bad, jnp.dtype(dtype))
+        shares, cotangent = cases.shares(data, ids, 5, tie_break), np.full((5, 4), bad, jnp.dtype(dtype))
+        of_winners = np.where(shares > 0, small_integers(rng, data.shape, dtype), 0)
+        tangent = np.where(shares > 0, of_winners, bad).astype(data.dtype)
+        twin = functools.partial(extremum.in_forward_mode, tie_break=tie_break)
+        assert (shares > 0).any() and not (shares > 0).all()
+        terms = shares * of_winners.astype(np.float64)
+        expected = Expected(cases.segment_sum(terms, ids, 5), dtype, cases.sum_error(terms, ids, 5, dtype))
         with cases.x64_for(dtype):
             _, d_data = extremum.pullback(flip(extremum, data), ids, 5, cotangent, tie_break=tie_break)
-        gets_share = cases.shares(data, ids, 5, tie_break) > 0
-        assert gets_share.any() and not gets_share.all()
-        assert_same_bits(d_data, np.where(gets_share, bad, 0).astype(data.dtype))
+            assert_same_bits(d_data, np.where(shares > 0, bad, 0).astype(data.dtype))
+            _, pushed = jax.jvp(lambda x, f=twin: f(x, ids, 5), (flip(extremum, data),), (tangent,))
+            gradient = functools.partial(extremum.call_backward, tie_break=tie_break)
+            _, pullback = jax.vjp(lambda d, f=gradient: f(d, flip(extremum, data), ids, 5), np.ones_like(cotangent))
+            [pulled] = pullback(jnp.asarray(tangent))
+        expected.check(pushed, f"tangent {bad} {tie_break}")
+        expected.check(pulled, f"gradient of the gradient {bad} {tie_break}")
 
 
 @pytest.mark.parametrize("dtype", FLOATING)

@@ -173,7 +173,7 @@ def test_errors_of_arguments(rng: np.random.Generator, name: str) -> None:
     beside = ids | {"num_segments": 3, "mode": "clip"}
     taken = inspect.signature(function).parameters
     for arguments, error in (
-        ({"plan": {}}, "TypeError: plan must be a SegmentPlan, got dict"),
+        ({"plan": {}}, "TypeError: plan must be a SegmentPlan, got dict; segment_plan makes one"),
         ({}, "TypeError: .* must be given, or a plan"),
         *(
             ({"plan": plan, key: value}, f"ValueError: .*belong.* to the plan.*{key}")

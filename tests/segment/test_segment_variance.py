@@ -130,25 +130,6 @@ def test_large_means_do_not_cancel_small_variances(
         check(function, data, ids, 20, np.ones((20, 3), dtype), ddof=1)
 
 
-@each_ddof
-@each_function
-def test_values_of_numpy(rng: np.random.Generator, function: Callable[..., Any], ddof: int) -> None:
-    """Each segment of more than ddof rows has the value of its slice; those of at most ddof rows have NaN."""
-    lengths = [2, 5, 1, 3, 4, 9]
-    data, ids = rng.normal(3, 2, (sum(lengths), 2)), np.repeat(np.arange(6), lengths)
-    reduce = np.var if function is segment_var else np.std
-    with jax.enable_x64(True):
-        output = np.asarray(function(data, ids, 6, ddof=ddof))
-        by_jax = (jnp.var if function is segment_var else jnp.std)(jnp.asarray(data[2:7]), axis=0, ddof=ddof)
-    for segment, length in enumerate(lengths):
-        if length > ddof:
-            expected = reduce(data[ids == segment], axis=0, ddof=ddof)
-            np.testing.assert_allclose(output[segment], expected, rtol=1e-14, atol=0)
-        else:
-            assert np.isnan(output[segment]).all()
-    np.testing.assert_allclose(output[1], by_jax, rtol=1e-14)
-
-
 @each_function
 def test_segments_without_a_variance(function: Callable[..., Any]) -> None:
     """Empty segments hold 0 for ddof=0 and NaN otherwise. Rows of segments without freedom get no gradient."""

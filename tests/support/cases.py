@@ -32,6 +32,8 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 KERNEL_DTYPES = ("bool", *INTEGERS, *FLOATING)
 WIDE_INTEGERS = ("int32", "uint32", "int64", "uint64")
+SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+"""The dtypes of less than a byte."""
 TIE_BREAKS = ("split", "first")
 
 where_barriers_are_kept = pytest.mark.skipif(

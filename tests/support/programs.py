@@ -60,12 +60,6 @@ class Program:
         with cases.x64_for(*(x.dtype for x in self.operands)):
             return [np.asarray(x) for x in jax.tree.leaves(jax.jit(self.function)(*self.operands))]
 
-    def expected(self) -> list[np.ndarray]:
-        """The results of one call in plain JAX."""
-        with plain_jax():
-            # A new function, so that JAX traces it again.
-            return dataclasses.replace(self, function=lambda *operands: self.function(*operands)).results()
-
 
 def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return rng.integers(-3, 4, shape).astype(dtype)
@@ -114,6 +108,17 @@ def program_of(rng: np.random.Generator, example: Example) -> Program:
 def tiny_programs(rng: np.random.Generator) -> list[Program]:
     """A launch-bound program for each example."""
     return [program_of(rng, example) for example in all_examples()]
+
+
+def sum_of_squares(results: Any) -> jax.Array:
+    """Of the finite floating numbers: extrema of empty segments are infinite."""
+    floating = (x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating))
+    return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0.0) ** 2) for x in floating)
+
+
+def temp_bytes(function: Callable[..., Any], *operands: Any) -> int:
+    """The memory that the compiled program needs beside operands and results."""
+    return jax.jit(function).lower(*operands).compile().memory_analysis().temp_size_in_bytes
 
 
 def copies_of(array: Any, text: str) -> list[str]:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from support.matrix.calls import (
     FLOATING,
-    Call,
     Constraint,
     Operand,
     Options,
     Problem,
+    Sizes,
     by_name,
     declare,
     numbers,
     special,
 )
-
-Sizes = Mapping[str, Any]
 
 ALL = ("head", "query", "key")
 SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -87,21 +85,19 @@ def _where_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="where",
-        dtypes=DTYPES,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "values": ("numbers", "special")},
-        problem=_where_problem,
-        constraints=(
-            Constraint(
-                "no operand of a selection between rows has the shape of its result",
-                lambda shapes, transformation: shapes == "both are rows" and transformation == "loop",
-            ),
+    name="where",
+    dtypes=DTYPES,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={**OPTIONS, "values": ("numbers", "special")},
+    problem=_where_problem,
+    constraints=(
+        Constraint(
+            "no operand of a selection between rows has the shape of its result",
+            lambda shapes, transformation: shapes == "both are rows" and transformation == "loop",
         ),
-        has_carry=True,
-    )
+    ),
+    has_carry=True,
 )
 
 
@@ -145,12 +141,10 @@ def _backward_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
 
 
 declare(
-    Call(
-        name="where_backward",
-        dtypes=(*FLOATING, "complex64"),
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options=OPTIONS,
-        problem=_backward_problem,
-    )
+    name="where_backward",
+    dtypes=(*FLOATING, "complex64"),
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options=OPTIONS,
+    problem=_backward_problem,
 )

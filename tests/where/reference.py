@@ -15,7 +15,6 @@ from jax_baracuda.ops.where import WHERE, WHERE_BACKWARD
 
 KERNEL_DTYPES = tuple(sorted(WHERE.dtypes_of("where")))
 GRADIENT_DTYPES = tuple(sorted(WHERE_BACKWARD.dtypes_of("where_backward")))
-SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, Shape, Shape]
@@ -71,6 +70,14 @@ GRADIENT_SHAPES: tuple[Shapes, ...] = (
 )
 """The additional shapes have sums for one operand and for both: over first, middle, last and several dimensions, of
 few and many rows, short and long."""
+
+
+def random_shapes(rng: np.random.Generator, count: int) -> tuple[Shapes, ...]:
+    """Shapes of up to five dimensions, each of which any of the three operands may repeat."""
+    shapes = (rng.choice([1, 2, 3, 5, 8, 17], rng.integers(6)) for _ in range(count))
+    return tuple(
+        tuple(tuple(np.where(rng.random(len(shape)) < 0.5, 1, shape).tolist()) for _ in range(3)) for shape in shapes
+    )
 
 
 def make_condition(rng: np.random.Generator, shape: Shape, dtype: Any = "bool") -> np.ndarray:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
+    Draw,
     Operand,
     Options,
     Problem,
+    Sizes,
     declare,
+    integers_and_limits,
     numbers,
     passed,
     special,
 )
-
-Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
     "small": {"layer": 2, "slot": 12, "token": 8, "head": 4, "feature": 8},
@@ -38,16 +37,9 @@ LARGE_SIZES: dict[str, Sizes] = {
 }
 
 
-def slots(size: int) -> Callable[..., np.ndarray]:
+def slots(size: int) -> Draw:
     """Random slots. Some are out of range, and some are the limits of the dtype."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        info = np.iinfo(dtype)
-        choices = [x for x in (*range(-2, size + 3), int(info.min), int(info.max)) if info.min <= x <= info.max]
-        picked = np.array(choices, object)[rng.integers(0, len(choices), shape)]
-        return np.asarray(picked, object).astype(np.int64 if info.min < 0 else np.uint64).astype(dtype)
-
-    return draw
+    return integers_and_limits(range(-2, size + 3))
 
 
 def reference(dest: Any, rows: Any, slots: Any, axis: int, layer: Any) -> Any:
@@ -115,23 +107,21 @@ def _has(operand: str, pools: str) -> bool:
 
 
 declare(
-    Call(
-        name="write_rows",
-        dtypes=(*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m3fn"),
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options=OPTIONS,
-        problem=_problem,
-        constraints=(
-            Constraint(
-                "vmap maps an operand that the call has",
-                lambda batch, pools: batch.startswith("one:") and not _has(batch[4:], pools),
-            ),
-            Constraint(
-                "conversions to other dtypes are not those of NumPy and have tests of their own",
-                lambda conversion, dtype: conversion is not ABSENT and dtype not in FLOATING,
-            ),
+    name="write_rows",
+    dtypes=(*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m3fn"),
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options=OPTIONS,
+    problem=_problem,
+    constraints=(
+        Constraint(
+            "vmap maps an operand that the call has",
+            lambda batch, pools: batch.startswith("one:") and not _has(batch[4:], pools),
         ),
-        has_carry=True,
-    )
+        Constraint(
+            "conversions to other dtypes are not those of NumPy and have tests of their own",
+            lambda conversion, dtype: conversion is not ABSENT and dtype not in FLOATING,
+        ),
+    ),
+    has_carry=True,
 )

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import cases
 from support.cases import assert_same_memory
 from support.meshes import MESH_SHAPE, collectives, make_mesh
-from write_rows.reference import random_slots, reference_taken, reference_write
+from write_rows.reference import random_slots, reference_write
 
 from jax_baracuda import write_rows
 
@@ -51,20 +51,6 @@ def test_sharded_pool(rng: np.random.Generator, axis_type: AxisType, split: str)
             assert pool.is_deleted()
             assert_same_memory(result, reference_write(dest, rows, slots, 0, layer), f"layer {layer}")
             assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_gradient_of_a_sharded_pool(rng: np.random.Generator, split: str) -> None:
-    spec, mesh = SPLITS[split], make_mesh(names=NAMES)
-    dest, rows, cotangent = (rng.normal(size=shape).astype(np.float32) for shape in (POOL, ROWS, POOL))
-    slots = random_slots(rng, 9, 16)
-    pool, ct = (jax.device_put(x, NamedSharding(mesh, spec)) for x in (dest, cotangent))
-    d_dest, d_rows = jax.jit(lambda d, r, ct: jax.vjp(lambda d, r: write_rows(d, r, slots, layer=2), d, r)[1](ct))(
-        pool, rows, ct
-    )
-    rest, taken = reference_taken(cotangent, slots, 0, 2)
-    assert_same_memory(d_dest, rest)
-    assert_same_memory(d_rows, taken)
 
 
 def test_shard_map(rng: np.random.Generator) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,19 +10,18 @@ import numpy as np
 from support.matrix.calls import (
     ABSENT,
     FLOATING,
-    Call,
     Constraint,
     Operand,
     Options,
     Problem,
+    Sizes,
     declare,
+    integers_and_limits,
     numbers,
     passed,
     special,
 )
 from support.matrix.generator import DERIVATIVES, SHARD_MAPS
-
-Sizes = Mapping[str, Any]
 
 SIZES: dict[str, Sizes] = {
     "small": {"example": 4, "part": 2, "time": 16, "new": 4, "feature": 8, "head": 2},
@@ -40,19 +39,6 @@ LARGE_SIZES: dict[str, Sizes] = {
     "short of blocks": {"example": 16, "part": 15, "time": 64, "new": 35, "feature": 128, "head": 64},
 }
 DTYPES = (*FLOATING, "int32", "int8", "bool", "uint16", "complex64", "float8_e4m3fn", "int4")
-
-
-def starts(dtype: str, size: int, new: int) -> Callable[..., np.ndarray]:
-    """Random starts. About half are out of range, and some are the limits of the dtype."""
-
-    def draw(rng: np.random.Generator, shape: tuple[int, ...], d: np.dtype) -> np.ndarray:
-        info = np.iinfo(d)
-        choices = [*range(-new - 2, size + 3), *range(0, size - new + 1), int(info.min), int(info.max)]
-        choices = [x for x in choices if info.min <= x <= info.max]
-        picked = np.array(choices, object)[rng.integers(0, len(choices), shape)]
-        return np.asarray(picked, object).astype(np.int64 if info.min < 0 else np.uint64).astype(d)
-
-    return draw
 
 
 def reference_write(dest: Any, source: Any, start: Sequence[Any], drop: bool) -> Any:
@@ -94,7 +80,9 @@ def _start_indices(options: Options, sizes: Sizes, dims: tuple[str, ...], start:
 def _start_operand(options: Options, sizes: Sizes) -> tuple[Operand, ...]:
     if options["start"] in ("pair", "integer", "negative"):
         return ()
-    return (Operand("start", (), starts(options["start"], sizes["time"], sizes["new"]), dtype=options["start"]),)
+    # About half of the starts are out of range.
+    around, inside = range(-sizes["new"] - 2, sizes["time"] + 3), range(sizes["time"] - sizes["new"] + 1)
+    return (Operand("start", (), integers_and_limits(around, inside), dtype=options["start"]),)
 
 
 def _write_slice_problem(dtype: str, options: Options, sizes: Sizes) -> Problem:
@@ -135,15 +123,13 @@ AXES = {
 """The dimensions of an array, by the number of dimensions that the window covers in part."""
 
 declare(
-    Call(
-        name="write_slice",
-        dtypes=DTYPES,
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "axes": tuple(AXES)},
-        problem=_write_slice_problem,
-        has_carry=True,
-    )
+    name="write_slice",
+    dtypes=DTYPES,
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={**OPTIONS, "axes": tuple(AXES)},
+    problem=_write_slice_problem,
+    has_carry=True,
 )
 
 
@@ -189,21 +175,19 @@ def _write_slices_problem(dtype: str, options: Options, sizes: Sizes) -> Problem
 
 
 declare(
-    Call(
-        name="write_slices",
-        dtypes=("float32", "bfloat16", "float16", "float64", "int8", "int4"),
-        sizes=SIZES,
-        large_sizes=LARGE_SIZES,
-        options={**OPTIONS, "start_indices": ("of all", "of each"), "second": ("same", "int32")},
-        problem=_write_slices_problem,
-        constraints=(
-            Constraint(
-                "JAX wants float0 cotangents of integers to vary over the axes of shard_map, and no array can",
-                lambda second, sharding, transformation: (
-                    second == "int32" and sharding in SHARD_MAPS and transformation in DERIVATIVES
-                ),
+    name="write_slices",
+    dtypes=("float32", "bfloat16", "float16", "float64", "int8", "int4"),
+    sizes=SIZES,
+    large_sizes=LARGE_SIZES,
+    options={**OPTIONS, "start_indices": ("of all", "of each"), "second": ("same", "int32")},
+    problem=_write_slices_problem,
+    constraints=(
+        Constraint(
+            "JAX wants float0 cotangents of integers to vary over the axes of shard_map, and no array can",
+            lambda second, sharding, transformation: (
+                second == "int32" and sharding in SHARD_MAPS and transformation in DERIVATIVES
             ),
         ),
-        has_carry=True,
-    )
+    ),
+    has_carry=True,
 )

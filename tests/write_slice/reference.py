@@ -9,12 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from support import cases, handlers
+from support.cases import INTEGERS, SUB_BYTE
 from support.handlers import Array, Call
 
 from jax_baracuda.ops.write_slice import DTYPES, Window
 
-SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
-START_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 MODES = ("clip", "drop")
 
 ALL_DTYPES = tuple(sorted(DTYPES))
@@ -104,7 +103,7 @@ class RandomWindow:
 
 
 def random_window(
-    rng: np.random.Generator, rank: int, max_elements: int = 3000, start_dtypes: Sequence[str] = START_DTYPES
+    rng: np.random.Generator, rank: int, max_elements: int = 3000, start_dtypes: Sequence[str] = INTEGERS
 ) -> RandomWindow:
     """A window of an array with axes of 1 to 40. The window covers each axis in whole, in part, or not at all."""
     shape: list[int] = []

@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases
-from support.cases import assert_same_memory
+from support.cases import INTEGERS, SUB_BYTE, assert_same_memory
 from support.kernels import kernels_in
 from support.programs import small_integers
 from write_slice import reference as windows
 from write_slice.reference import (
     ALL_DTYPES,
     MODES,
-    START_DTYPES,
-    SUB_BYTE,
     of_batch,
     random_bits,
     random_window,
@@ -192,7 +190,7 @@ def test_whole_words(rng: np.random.Generator, num_arrays: int, mode: str) -> No
     rows, with sources that the batch shares, and with starts of every dtype."""
     for num_axes, is_shared in itertools.product((1, 2, 3), (False, True)):
         shape, sizes = ((*of[-num_axes:], 3, 16) for of in ((5, 4, 6), (3, 2, 5)))
-        start_dtypes = rng.choice(START_DTYPES, num_axes).tolist()
+        start_dtypes = rng.choice(INTEGERS, num_axes).tolist()
         starts = [rng.integers(0 if of[0] == "u" else -9, 12, 3).astype(of) for of in start_dtypes]
         dests, cotangents = ([random_bits(rng, (3, *shape), "float32") for _ in range(num_arrays)] for _ in range(2))
         sources = [random_bits(rng, sizes if is_shared else (3, *sizes), "float32") for _ in range(num_arrays)]

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ Dims = tuple[str, ...]
 """Names of dimensions. A name that starts with "1" is a dimension of size 1, which is broadcast."""
 Draw = Callable[[np.random.Generator, tuple[int, ...], np.dtype], np.ndarray]
 Options = Mapping[str, Any]
+Sizes = Mapping[str, Any]
+"""The sizes of the named dimensions."""
 
 FAMILIES = tuple(sorted(path.parent.name for path in Path(__file__).parents[2].glob("*/matrix.py")))
 """The families of ops: folders of tests, each with a file of declarations, ``matrix.py``."""
@@ -109,13 +112,13 @@ class Call:
 
     name: str
     dtypes: tuple[str, ...]
-    sizes: Mapping[str, Mapping[str, Any]]
-    """Size classes that run anywhere: the sizes of the named dimensions."""
-    problem: Callable[[str, Options, Mapping[str, Any]], Problem]
+    sizes: Mapping[str, Sizes]
+    """Size classes that run anywhere."""
+    problem: Callable[[str, Options, Sizes], Problem]
     """``(dtype, options, sizes)``"""
     options: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """The values of each optional argument; the bare call has the first."""
-    large_sizes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    large_sizes: Mapping[str, Sizes] = dataclasses.field(default_factory=dict)
     """Size classes that are fast enough only on a GPU."""
     strategy_options: tuple[Options, ...] = ()
     """Combinations of values that lead to strategies of their own."""
@@ -152,9 +155,10 @@ def operand_names(function_name: str) -> tuple[str, ...]:
 CALLS: dict[str, Call] = {}
 
 
-def declare(call: Call) -> None:
-    assert call.name not in CALLS, call.name
-    CALLS[call.name] = call
+def declare(name: str, **fields: Any) -> None:
+    """Declares an op by the fields of :class:`Call`."""
+    assert name not in CALLS, name
+    CALLS[name] = Call(name, **fields)
 
 
 def load_all() -> dict[str, Call]:
@@ -274,11 +278,38 @@ def integers(minimum: int, maximum: int) -> Draw:
     return draw
 
 
+def integers_and_limits(*ranges: range) -> Draw:
+    """Integers of these ranges, and the limits of the dtype."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+        choices = [x for x in (*itertools.chain(*ranges), low, high) if low <= x <= high]
+        picked = np.asarray(np.array(choices, object)[rng.integers(0, len(choices), shape)], object)
+        return picked.astype(np.int64 if low < 0 else np.uint64).astype(dtype)
+
+    return draw
+
+
+def ascending(draw: Draw) -> Draw:
+    """The same numbers in ascending order."""
+    return lambda rng, shape, dtype: np.sort(draw(rng, shape, dtype), axis=None).reshape(shape)
+
+
 def segment_sum(data: Any, ids: Any, num_segments: int) -> Any:
     """``jax.ops.segment_sum``, but drops every id out of range."""
+    return jax.ops.segment_sum(data, with_dropped(ids, num_segments), num_segments + 1)[:num_segments]
+
+
+def with_dropped(ids: Any, num_segments: int) -> Any:
+    """Ids of one segment more, which has the dropped rows and is the last."""
     ids = wide_ids(ids)
-    ids = jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
-    return jax.ops.segment_sum(data, ids, num_segments + 1)[:num_segments]
+    return jnp.where((ids >= 0) & (ids < num_segments), ids, num_segments)
+
+
+def is_member(ids: Any, num_segments: int, rows: Any) -> Any:
+    """Which rows have a segment, in the rank of the rows."""
+    ids = wide_ids(ids)
+    return ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def wide_ids(ids: Any) -> Any:
@@ -291,8 +322,7 @@ def take_cells(cells: Any, ids: Any, fill: Any = 0) -> Any:
     num_segments, ids = cells.shape[0], wide_ids(ids)
     if num_segments == 0:
         return jnp.full((*ids.shape, *cells.shape[1:]), fill, cells.dtype)
-    is_member = ((ids >= 0) & (ids < num_segments)).reshape(-1, *[1] * (cells.ndim - 1))
-    return jnp.where(is_member, jnp.take(cells, ids.astype(jnp.int64), axis=0, mode="clip"), fill)
+    return jnp.where(is_member(ids, num_segments, cells), jnp.take(cells, ids, axis=0, mode="clip"), fill)
 
 
 def as_tuple(results: Any) -> tuple[Any, ...]:

@@ -375,35 +375,19 @@ class Plan:
 
     def _transformed(self, function: Callable[..., Any], is_reference: bool) -> Callable[..., Any]:
         transformation, count = self.case.transformation, len(self.operands)
-        if transformation in ("eager", "jit", "donated", "export"):
-            return (
-                self._mapped(function if is_reference else jax.jit(function), self.arrays)
-                if (transformation == "jit")
-                else self._mapped(function, self.arrays)
-            )
-        if transformation == "scan":
-            return self._mapped(function, self.arrays, scans=not is_reference)
+        wrap = {"jit": jax.jit, "checkpoint": jax.checkpoint}.get(transformation)
+        if wrap is not None and not is_reference:
+            function = wrap(function)
         if transformation == "loop":
-            return self._mapped(self._loop(function, is_reference), self.arrays)
+            function = self._loop(function, is_reference)
+        if transformation not in DERIVATIVES:
+            return self._mapped(function, self.arrays, scans=transformation == "scan" and not is_reference)
         if transformation == "vjp of vmap":
             return functools.partial(_vjp, self._mapped(function, self.operands), count, self.differentiated)
-        if transformation in ("vjp", "export of vjp"):
+        rule = RULES[transformation]
+        if transformation in ("vjp", "export of vjp") and self.uses_grad and not is_reference:
             is_real = not any(x.dtype.startswith("complex") for x in self.arrays)
-            by_grad = self.uses_grad and is_real and self.case.sharding in ("single", "auto") and not is_reference
-            rule = _value_and_grad if by_grad else _vjp
-            return self._mapped(functools.partial(rule, function, count, self.differentiated), self.arrays)
-        if transformation == "checkpoint":
-            function = function if is_reference else jax.checkpoint(function)
-            return self._mapped(functools.partial(_vjp, function, count, self.differentiated), self.arrays)
-        rule = {
-            "grad of grad": _grad_of_grad,
-            "jacrev": _jacrev,
-            "jvp": _jvp,
-            "linearize": _linearize,
-            "jvp of grad": _jvp_of_grad,
-            "hessian": _hessian,
-            "grad of jvp": _grad_of_jvp,
-        }[transformation]
+            rule = _value_and_grad if is_real and self.case.sharding in ("single", "auto") else rule
         rule = _jvp if is_reference and rule is _linearize else rule
         return self._mapped(functools.partial(rule, function, count, self.differentiated), self.arrays)
 
@@ -592,6 +576,21 @@ def _linearize(function: Callable[..., Any], count: int, positions: Sequence[int
     of_some, some = _split(function, arrays[:count], positions)
     results, linear = jax.linearize(of_some, *some)
     return (*results, *_tangents(results, linear(*map(_like, arrays[count:], some))))
+
+
+RULES = {
+    "vjp": _vjp,
+    "checkpoint": _vjp,
+    "export of vjp": _vjp,
+    "grad of grad": _grad_of_grad,
+    "jacrev": _jacrev,
+    "jvp": _jvp,
+    "linearize": _linearize,
+    "jvp of grad": _jvp_of_grad,
+    "hessian": _hessian,
+    "grad of jvp": _grad_of_jvp,
+}
+"""``(function, number of operands, positions of the differentiated ones, *arrays) -> outputs``"""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
