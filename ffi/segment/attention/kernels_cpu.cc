@@ -288,7 +288,7 @@ void AddSums(int64_t features, const C* later, C* sums) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The passes, for a chunk of segments.
 
-// How rows of a type are stored whose ComputeType is C.
+// Rows of any element type whose ComputeType is C, so that the passes are compiled once for all of them.
 template <typename C>
 struct RowType {
   int64_t element_bytes;
@@ -486,8 +486,7 @@ class AttentionPass {
   JB_INLINE void Prefetch(int64_t row, int64_t edge) const {
     if (rows_exceed_cache_) {
       ForEachOperand([&](auto operand) __attribute__((always_inline)) {
-        if constexpr (!BelongsToSegments(kPass, operand))
-          PrefetchRow(operands_[operand] + row * row_bytes_, row_bytes_);
+        if (!BelongsToSegments(kPass, operand)) PrefetchRow(operands_[operand] + row * row_bytes_, row_bytes_);
       });
     }
     if constexpr (kPass == Pass::kByRow) {
@@ -521,20 +520,15 @@ class AttentionPass {
     }
   }
 
-  // Adds the scores of the block's edges to their logits, which hold the bias.
-  void AddScoresOfBlock() {
-    DispatchScore<C, true>(call_, [&](auto score) {
-      if constexpr (!decltype(score)::kIsGiven) AddScores(score, block_, kQuery, kKey, score_weights_, logits_);
-    });
-  }
-
   // Computes the states of the runs of the block, and empties it. Returns the number of runs.
   int64_t Compute() {
     const int64_t runs = block_.runs;
     block_.run_begins[runs] = block_.count;
     WriteZeros(of_runs_.first_sums, runs * features_);
     if (call_.score == ScoreKind::kAdditive) std::copy_n(block_.rows[kKey], block_.count, block_.rows[kValue]);
-    AddScoresOfBlock();
+    DispatchScore<C, true>(call_, [&](auto score) {
+      if constexpr (!decltype(score)::kIsGiven) AddScores(score, block_, kQuery, kKey, score_weights_, logits_);
+    });
     if (kPass == Pass::kForward) {
       ExpOfRuns(block_, logits_, of_runs_.maxima, of_runs_.totals);
       AddRows<C>(block_.rows[kValue], block_, C{1}, logits_, of_runs_.first_sums);
