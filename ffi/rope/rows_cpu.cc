@@ -119,6 +119,7 @@ void RotateRows(bool interleaved, const T* x, int64_t rows, const RotatedPart& p
   rotate(x, rows, part, cos_sin, angle_stride, y);
 }
 
+// NOLINTBEGIN(bugprone-macro-parentheses): the arguments are types.
 #define JB_ROWS_OF(T)                                                                                 \
   template void ComputeRotations<T>(int64_t, bool, Rotation<AngleType<T>>, double*, ComputeType<T>*); \
   template void RotateRows(bool, const T*, int64_t, const RotatedPart&, const ComputeType<T>*, int64_t, T*);
@@ -127,5 +128,6 @@ JB_ROWS_OF(BFloat16)
 JB_ROWS_OF(float)
 JB_ROWS_OF(double)
 #undef JB_ROWS_OF
+// NOLINTEND(bugprone-macro-parentheses)
 
 }  // namespace jax_baracuda::rope
