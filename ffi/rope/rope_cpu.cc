@@ -60,7 +60,6 @@ bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
   const int64_t parts = std::min(CeilDivide(wanted_chunks, tables), runs);
   const int64_t chunks = std::min(wanted_chunks, tables * parts);
   const RotatedPart part_of_row{features, problem.pairs, problem.first_rotated};
-  const auto rotate_rows = problem.interleaved ? RotateAnyRows<true, T> : RotateAnyRows<false, T>;
 
   const auto rotate_run = [&](int64_t example, int64_t run, int64_t begin, int64_t length, const Table<T>& table) {
     const Tensor* tensor = call.tensors;
@@ -75,7 +74,8 @@ bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
     const T* const x = static_cast<const T*>(tensor->x.data) + x_example * rows_of_example * features;
     T* const y = static_cast<T*>(tensor->y) + example * rows_of_example * features;
     const auto rotate = [&](int64_t first_row, int64_t rows, int64_t i, int64_t angle_stride) {
-      rotate_rows(x + first_row * features, rows, part_of_row, table.At(i), angle_stride, y + first_row * features);
+      RotateRows(problem.interleaved, x + first_row * features, rows, part_of_row, table.At(i), angle_stride,
+                 y + first_row * features);
     };
     if (!heads_are_rows) return rotate(run * problem.length + begin, length, 0, table.stride());
     for (int64_t i = 0; i < length; ++i) rotate((begin + i) * tensor->heads, tensor->heads, i, 0);

@@ -69,8 +69,7 @@ class Rows {
   }
 
   void Rotate(const T* x, int64_t heads, T* y) const {
-    const auto rotate = call_.problem.interleaved ? rope::RotateAnyRows<true, T> : rope::RotateAnyRows<false, T>;
-    rotate(x, heads, part_, table_.At(0), 0, y);
+    rope::RotateRows(call_.problem.interleaved, x, heads, part_, table_.At(0), 0, y);
   }
 
   const Call& call_;

@@ -40,29 +40,8 @@ constexpr bool BelongsToSegments(Pass pass, int operand) {
   return (operand == kQuery || operand == kDOutput) == (pass != Pass::kByRow);
 }
 
-template <typename Score>
-constexpr bool HasOperand(Pass pass, int operand) {
-  if (operand == kValue) return !Score::kIsAdditive;  // there, keys are values
-  return operand == kDOutput ? pass != Pass::kForward : !Score::kIsGiven;
-}
-
-constexpr bool HasSecondSums(Pass pass, bool is_given, bool is_additive) {
-  return pass != Pass::kForward && !is_given && (pass == Pass::kByRow) != is_additive;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The arithmetic of a block of edges.
-
-template <typename Score>
-struct ScoredHeads {
-  using C = typename Score::Number;
-
-  Score score;
-  int64_t heads, head_features;
-  const C* score_weights;  // [heads, features of a head], if additive
-
-  int64_t features() const { return heads * head_features; }
-};
 
 // What segments, or some of their edges, add up: the sums of rows, and the softmax of each head.
 template <typename C>
@@ -70,7 +49,7 @@ struct SegmentStates {
   C *first_sums, *second_sums;  // [states, heads, features of a head]
   C *maxima, *totals;           // [states, heads]
 
-  JB_INLINE SegmentStates At(int64_t index, int64_t heads, int64_t features) const {
+  SegmentStates At(int64_t index, int64_t heads, int64_t features) const {
     return {first_sums + index * features, second_sums + index * features, maxima + index * heads,
             totals + index * heads};
   }
@@ -85,6 +64,7 @@ struct Softmax {
 // A run of edges belongs to one segment.
 template <typename C>
 struct EdgeBlock {
+  int64_t heads, head_features;
   int64_t count = 0, runs = 0;
   int64_t run_begins[kMaxBlockEdges + 1];
   const C* rows[kOperands][kMaxBlockEdges];
@@ -92,14 +72,24 @@ struct EdgeBlock {
   int64_t segments[kMaxBlockEdges], edges[kMaxBlockEdges];
 };
 
-// Calls body with the number of a head's features: a constant, once body is inlined, if it is small. Doubles are too
-// rare to compile them for each constant.
+// Calls body with the number: a constant, once body is inlined, if it is among kKnown. Doubles are too rare to compile
+// them for each constant.
+template <typename C, int64_t... kKnown, typename Body>
+JB_INLINE void WithConstant(int64_t number, const Body& body) {
+  if constexpr (std::is_same_v<C, float>) {
+    if (DispatchConstant<kKnown...>(number, body)) return;
+  }
+  body(number);
+}
+
 template <typename C, typename Body>
 JB_INLINE void WithHeadFeatures(int64_t head_features, const Body& body) {
-  if constexpr (std::is_same_v<C, float>) {
-    if (DispatchConstant<1, 4, 8, 16, 32>(head_features, body)) return;
-  }
-  body(head_features);
+  WithConstant<C, 1, 4, 8, 16, 32>(head_features, body);
+}
+
+template <typename C, typename Body>
+JB_INLINE void WithHeads(int64_t heads, const Body& body) {
+  WithConstant<C, 1, 2, 3, 4, 8>(heads, body);
 }
 
 // The sum of kCount numbers, a power of two. Each half has an array of its own, which the compiler keeps in a register.
@@ -139,30 +129,79 @@ JB_INLINE C SumOfHead(int64_t count, const Term& term) {
   return sum;
 }
 
-// Adds the scores of the edges to `logits` [edges, heads].
-template <typename C, typename Score>
-JB_INLINE void AddScores(int64_t width, const ScoredHeads<Score>& heads, const EdgeBlock<C>& block, C* logits) {
-  if constexpr (!Score::kIsGiven) {
+// Adds the scores of rows `x` and `y` of the edges to `logits` [edges, heads].
+template <typename Score, typename C>
+JB_CPU_CLONES void AddScores(const Score score, const EdgeBlock<C>& block, Operand x, Operand y, const C* score_weights,
+                             C* logits) {
+  WithHeadFeatures<C>(block.head_features, [&](int64_t width) __attribute__((always_inline)) {
     for (int64_t e = 0; e < block.count; ++e) {
-      const C *query = block.rows[kQuery][e], *key = block.rows[kKey][e];
-      for (int64_t head = 0; head < heads.heads; ++head) {
+      const C *of_x = block.rows[x][e], *of_y = block.rows[y][e];
+      for (int64_t head = 0; head < block.heads; ++head) {
         const int64_t first = head * width;
         const C sum = SumOfHead<C>(width, [&](int64_t i) __attribute__((always_inline)) {
-          const C weight = Score::kIsAdditive ? heads.score_weights[first + i] : C{0};
-          return heads.score.Term(query[first + i], key[first + i], weight);
+          const C weight = Score::kIsAdditive ? score_weights[first + i] : C{0};
+          return score.Term(of_x[first + i], of_y[first + i], weight);
         });
-        logits[e * heads.heads + head] += heads.score.Logit(sum);
+        logits[e * block.heads + head] += score.Logit(sum);
       }
     }
-  }
+  });
 }
 
 // Calls body(e * heads + head, e, head) for the heads of the edges [begin, end).
 template <typename Body>
 JB_INLINE void ForEachHead(int64_t begin, int64_t end, int64_t heads, const Body& body) {
   for (int64_t e = begin; e < end; ++e) {
+    JB_VECTORIZE
     for (int64_t head = 0; head < heads; ++head) body(e * heads + head, e, head);
   }
+}
+
+// Adds the rows of each run, times scale * factors [edges, heads], to its sums [runs, heads, features of a head].
+template <typename C>
+JB_CPU_CLONES void AddRows(const C* const* rows, const EdgeBlock<C>& block, C scale, const C* factors,
+                           C* sums_of_runs) {
+  const int64_t heads = block.heads;
+  WithHeadFeatures<C>(block.head_features, [&](int64_t width) __attribute__((always_inline)) {
+    for (int64_t run = 0; run < block.runs; ++run) {
+      C* const sums_of_run = sums_of_runs + run * heads * width;
+      for (int64_t e = block.run_begins[run]; e < block.run_begins[run + 1]; ++e) {
+        for (int64_t head = 0; head < heads; ++head) {
+          const C factor = scale * factors[e * heads + head];
+          const C* const row = rows[e] + head * width;
+          C* const sums = sums_of_run + head * width;
+          JB_VECTORIZE
+          for (int64_t i = 0; i < width; ++i) sums[i] += factor * row[i];
+        }
+      }
+    }
+  });
+}
+
+// Adds, times factors [edges, heads], the derivatives of additive scores to the sums [runs, heads, features of a head]:
+// to the first those by the features of the query, which are those by the features of the key; if kOfWeights, to the
+// second those by the score weights.
+template <bool kOfWeights, typename C>
+JB_CPU_CLONES void AddScoreDerivatives(const AdditiveScore<C> score, const EdgeBlock<C>& block, const C* score_weights,
+                                       const C* factors, C* first_sums, C* second_sums) {
+  const int64_t heads = block.heads;
+  WithHeadFeatures<C>(block.head_features, [&](int64_t width) __attribute__((always_inline)) {
+    for (int64_t run = 0; run < block.runs; ++run) {
+      ForEachHead(block.run_begins[run], block.run_begins[run + 1], heads,
+                  [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+                    const int64_t first = head * width, first_sum = run * heads * width + first;
+                    const C factor = factors[at];
+                    const C *query = block.rows[kQuery][e] + first, *key = block.rows[kKey][e] + first;
+                    const C* const weights = score_weights + first;
+                    C *by_query = first_sums + first_sum, *by_weight = second_sums + first_sum;
+                    JB_VECTORIZE
+                    for (int64_t i = 0; i < width; ++i) {
+                      by_query[i] += factor * score.ByQuery(query[i], key[i], weights[i]);
+                      if constexpr (kOfWeights) by_weight[i] += factor * score.Leaky(query[i] + key[i]);
+                    }
+                  });
+    }
+  });
 }
 
 template <typename C>
@@ -171,48 +210,54 @@ JB_INLINE void ExpEach(int64_t count, C* numbers) {
   for (int64_t i = 0; i < count; ++i) numbers[i] = Exp(numbers[i]);
 }
 
-// Replaces `logits` [edges, heads], which hold the bias, by the weights, and sets the states to those of the runs.
-template <typename C, typename Score>
-JB_CPU_CLONES void ForwardBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, C* logits,
-                                const SegmentStates<C> states) {
-  const int64_t num_heads = heads.heads;
-  WithHeadFeatures<C>(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
-    const int64_t features = num_heads * width;
-    AddScores(width, heads, block, logits);
+// Replaces `logits` [edges, heads] by exp(logit - maximum of the run), and sets the maxima and totals of the runs.
+template <typename C>
+JB_CPU_CLONES void ExpOfRuns(const EdgeBlock<C>& block, C* logits, C* maxima_of_runs, C* totals_of_runs) {
+  WithHeads<C>(block.heads, [&](int64_t heads) __attribute__((always_inline)) {
     for (int64_t run = 0; run < block.runs; ++run) {
       const int64_t begin = block.run_begins[run], end = block.run_begins[run + 1];
-      C* const maxima = states.maxima + run * num_heads;
-      std::fill_n(maxima, num_heads, kLowestLogit<C>);
+      C* const maxima = maxima_of_runs + run * heads;
+      std::fill_n(maxima, heads, kLowestLogit<C>);
       // This comparison drops a NaN, but the total keeps it.
-      ForEachHead(begin, end, num_heads, [&](int64_t at, int64_t, int64_t head) __attribute__((always_inline)) {
+      ForEachHead(begin, end, heads, [&](int64_t at, int64_t, int64_t head) __attribute__((always_inline)) {
         maxima[head] = logits[at] > maxima[head] ? logits[at] : maxima[head];
       });
-      ForEachHead(begin, end, num_heads, [&](int64_t at, int64_t, int64_t head) __attribute__((always_inline)) {
+      ForEachHead(begin, end, heads, [&](int64_t at, int64_t, int64_t head) __attribute__((always_inline)) {
         logits[at] -= maxima[head];
       });
     }
-    ExpEach(block.count * num_heads, logits);
+    ExpEach(block.count * heads, logits);
     for (int64_t run = 0; run < block.runs; ++run) {
-      const SegmentStates<C> state = states.At(run, num_heads, features);
-      std::fill_n(state.totals, num_heads, C{0});
-      WriteZeros(state.first_sums, features);
-      ForEachHead(block.run_begins[run], block.run_begins[run + 1], num_heads,
-                  [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
-                    const C weight = logits[at];
-                    const C* const value = block.rows[kValue][e] + head * width;
-                    C* const sums = state.first_sums + head * width;
-                    state.totals[head] += weight;
-                    JB_VECTORIZE
-                    for (int64_t i = 0; i < width; ++i) sums[i] += weight * value[i];
-                  });
+      C* const totals = totals_of_runs + run * heads;
+      std::fill_n(totals, heads, C{0});
+      ForEachHead(block.run_begins[run], block.run_begins[run + 1], heads,
+                  [&](int64_t at, int64_t, int64_t head)
+                      __attribute__((always_inline)) { totals[head] += logits[at]; });
     }
+  });
+}
+
+// Writes the probabilities of `logits` [edges, heads], and replaces the logits by the negative means.
+template <typename C>
+JB_CPU_CLONES void WriteProbabilities(const EdgeBlock<C>& block, const Softmax<C> softmax, C* logits,
+                                      C* probabilities) {
+  WithHeads<C>(block.heads, [&](int64_t heads) __attribute__((always_inline)) {
+    ForEachHead(0, block.count, heads, [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+      const C distance = logits[at] - softmax.maxima[block.first_heads[e] + head];
+      probabilities[at] = distance > C{0} ? C{0} : distance;  // the maximum may have been rounded otherwise
+    });
+    ExpEach(block.count * heads, probabilities);
+    ForEachHead(0, block.count, heads, [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
+      const int64_t cell = block.first_heads[e] + head;
+      probabilities[at] *= InverseTotal(softmax.totals[cell]);
+      logits[at] = -softmax.means[cell];
+    });
   });
 }
 
 // Merges the state of later edges into `state`.
 template <typename C>
-JB_CPU_CLONES void MergeStates(int64_t heads, int64_t head_features, const SegmentStates<C> later,
-                               const SegmentStates<C> state) {
+void MergeStates(int64_t heads, int64_t head_features, const SegmentStates<C>& later, const SegmentStates<C>& state) {
   for (int64_t head = 0; head < heads; ++head) {
     const C largest = std::max(state.maxima[head], later.maxima[head]);
     const C shrinkage = Exp(state.maxima[head] - largest), of_later = Exp(later.maxima[head] - largest);
@@ -226,7 +271,7 @@ JB_CPU_CLONES void MergeStates(int64_t heads, int64_t head_features, const Segme
 }
 
 template <typename C>
-JB_CPU_CLONES void DivideByTotals(int64_t heads, int64_t head_features, const C* totals, C* sums) {
+void DivideByTotals(int64_t heads, int64_t head_features, const C* totals, C* sums) {
   for (int64_t head = 0; head < heads; ++head, sums += head_features) {
     const C inverse = InverseTotal(totals[head]);
     JB_VECTORIZE
@@ -234,74 +279,8 @@ JB_CPU_CLONES void DivideByTotals(int64_t heads, int64_t head_features, const C*
   }
 }
 
-// Replaces `logits` [edges, heads], which hold the bias, by their gradient, and writes the probabilities.
-template <typename C, typename Score>
-JB_INLINE void Differentiate(int64_t width, const ScoredHeads<Score>& heads, const EdgeBlock<C>& block,
-                             const Softmax<C>& softmax, C* logits, C* probabilities) {
-  const int64_t num_heads = heads.heads, edges = block.count;
-  AddScores(width, heads, block, logits);
-  ForEachHead(0, edges, num_heads, [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
-    const C distance = logits[at] - softmax.maxima[block.first_heads[e] + head];
-    probabilities[at] = distance > C{0} ? C{0} : distance;  // the maximum may have been rounded otherwise
-  });
-  ExpEach(edges * num_heads, probabilities);
-  ForEachHead(0, edges, num_heads, [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
-    const int64_t cell = block.first_heads[e] + head;
-    const C *d_output = block.rows[kDOutput][e] + head * width, *value = block.rows[kValue][e] + head * width;
-    const C d_probability =
-        SumOfHead<C>(width, [&](int64_t i) __attribute__((always_inline)) { return d_output[i] * value[i]; });
-    probabilities[at] *= InverseTotal(softmax.totals[cell]);
-    logits[at] = probabilities[at] * (d_probability - softmax.means[cell]);
-  });
-}
-
-// As Differentiate; sets the sums of the runs to the gradients
-//   of the query and of the score weights               by segment
-//   of the key and, unless additive, of the value       by row
-//   of the value                                        by row, if the logits are given: there are no keys
-template <Pass kPass, typename C, typename Score>
-JB_CPU_CLONES void GradientBlock(const ScoredHeads<Score> heads, const EdgeBlock<C>& block, const Softmax<C> softmax,
-                                 C* logits, C* probabilities, const SegmentStates<C> states) {
-  constexpr bool kIsAdditive = Score::kIsAdditive, kByRow = kPass == Pass::kByRow;
-  WithHeadFeatures<C>(heads.head_features, [&](int64_t width) __attribute__((always_inline)) {
-    const int64_t features = heads.heads * width;
-    Differentiate(width, heads, block, softmax, logits, probabilities);
-    for (int64_t run = 0; run < block.runs; ++run) {
-      const SegmentStates<C> state = states.At(run, heads.heads, features);
-      WriteZeros(state.first_sums, features);
-      if constexpr (HasSecondSums(kPass, Score::kIsGiven, kIsAdditive)) WriteZeros(state.second_sums, features);
-      const auto add = [&](int64_t at, int64_t e, int64_t head) __attribute__((always_inline)) {
-        const int64_t first = head * width;
-        const C probability = probabilities[at];
-        C d_sum{0};
-        if constexpr (!Score::kIsGiven) d_sum = heads.score.OfSum(logits[at]);
-        const C* const query = Score::kIsGiven ? nullptr : block.rows[kQuery][e] + first;
-        const C* const key = Score::kIsGiven ? nullptr : block.rows[kKey][e] + first;
-        const C *d_output = block.rows[kDOutput][e] + first, *weights = heads.score_weights + (kIsAdditive ? first : 0);
-        C *first_sums = state.first_sums + first, *second_sums = state.second_sums + first;
-        JB_VECTORIZE
-        for (int64_t i = 0; i < width; ++i) {
-          const C weight = kIsAdditive ? weights[i] : C{0};
-          if constexpr (Score::kIsGiven) {
-            first_sums[i] += probability * d_output[i];
-          } else if constexpr (kByRow) {
-            const C by_key = d_sum * heads.score.ByKey(query[i], key[i], weight);
-            const C of_value = probability * d_output[i];
-            first_sums[i] += kIsAdditive ? by_key + of_value : by_key;
-            if constexpr (!kIsAdditive) second_sums[i] += of_value;
-          } else {
-            first_sums[i] += d_sum * heads.score.ByQuery(query[i], key[i], weight);
-            if constexpr (kIsAdditive) second_sums[i] += d_sum * heads.score.Leaky(query[i] + key[i]);
-          }
-        }
-      };
-      ForEachHead(block.run_begins[run], block.run_begins[run + 1], heads.heads, add);
-    }
-  });
-}
-
 template <typename C>
-JB_CPU_CLONES void AddSums(int64_t features, const C* later, C* sums) {
+void AddSums(int64_t features, const C* later, C* sums) {
   JB_VECTORIZE
   for (int64_t i = 0; i < features; ++i) sums[i] += later[i];
 }
@@ -309,73 +288,28 @@ JB_CPU_CLONES void AddSums(int64_t features, const C* later, C* sums) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The passes, for a chunk of segments.
 
-template <typename T>
-constexpr bool kHoldsRows = !std::is_same_v<T, ComputeType<T>>;
-
-// A row in ComputeType<T>: in place, or widened into `memory`.
-template <typename T>
-JB_INLINE const ComputeType<T>* NumbersOf(const T* row, int64_t count, ComputeType<T>* memory) {
-  if constexpr (kHoldsRows<T>) {
-    Widen(row, count, memory);
-    return memory;
-  } else {
-    return row;
-  }
-}
-
-template <typename T>
-JB_INLINE void WriteRow(const ComputeType<T>* numbers, int64_t count, T* to) {
-  if constexpr (kHoldsRows<T>) {
-    Narrow(numbers, count, to);
-  } else {
-    std::copy_n(numbers, count, to);
-  }
-}
-
-// The results of a batch element; those that a pass does not have are nullptr.
-template <typename T>
-struct Results {
-  using C = ComputeType<T>;
-
-  T *first, *second;   // rows: the first and the second sums of segments
-  C* d_score_weights;  // the second sums
-  C *maxima, *totals;
-  C* d_bias;
+// Rows of any element type whose ComputeType is C, so that the passes are compiled once for all of them.
+template <typename C>
+struct RowType {
+  int64_t element_bytes;
+  void (*widen)(const void* row, int64_t count, C* to);  // nullptr if rows hold C
+  void (*narrow)(const C* numbers, int64_t count, void* row);
 };
 
-template <typename To>
-To* OfBatch(void* array, int64_t batch, int64_t size) {
-  return array == nullptr ? nullptr : static_cast<To*>(array) + batch * size;
+template <typename T, typename C = ComputeType<T>>
+RowType<C> RowTypeOf() {
+  const auto widen = [](const void* row, int64_t count, C* to) { Widen(static_cast<const T*>(row), count, to); };
+  const auto narrow = [](const C* numbers, int64_t count, void* row) { Narrow(numbers, count, static_cast<T*>(row)); };
+  return {sizeof(T), std::is_same_v<T, C> ? nullptr : +widen, narrow};
 }
 
-template <typename T, typename C = ComputeType<T>>
-Results<T> ResultsOf(const AttentionForwardCall& call, int64_t b, int64_t cells) {
-  const int64_t heads = call.problem.segments * call.heads;
-  return {OfBatch<T>(call.output, b, cells),     nullptr, nullptr, OfBatch<C>(call.new_maxima, b, heads),
-          OfBatch<C>(call.new_totals, b, heads), nullptr};
-}
-
-template <typename T, typename C = ComputeType<T>>
-Results<T> ResultsOf(const AttentionBySegmentCall& call, int64_t b, int64_t cells) {
-  return {OfBatch<T>(call.d_query, b, cells),
-          nullptr,
-          OfBatch<C>(call.d_score_weights, b, cells),
-          nullptr,
-          nullptr,
-          OfBatch<C>(call.d_bias, b, call.problem.rows * call.heads)};
-}
-
-template <typename T, typename C = ComputeType<T>>
-Results<T> ResultsOf(const AttentionByRowCall& call, int64_t b, int64_t cells) {
-  T *const d_key = OfBatch<T>(call.d_key, b, cells), *const d_value = OfBatch<T>(call.d_value, b, cells);
-  const bool is_given = call.score == ScoreKind::kGiven;
-  return {is_given ? d_value : d_key,
-          is_given ? nullptr : d_value,
-          nullptr,
-          nullptr,
-          nullptr,
-          OfBatch<C>(call.d_bias, b, call.problem.rows * call.heads)};
-}
+// The results of a call; those that a pass does not have are nullptr.
+struct Results {
+  void *first = nullptr, *second = nullptr;  // rows: the first and the second sums of segments
+  void* d_score_weights = nullptr;           // the second sums
+  void *maxima = nullptr, *totals = nullptr;
+  void* d_bias = nullptr;
+};
 
 JB_INLINE bool IsBelow(int64_t id, int64_t count) { return static_cast<uint64_t>(id) < static_cast<uint64_t>(count); }
 
@@ -406,33 +340,47 @@ void FindBorders(const SegmentCall& call, int64_t first_id, int64_t edges, int64
   borders[chunks] = {edges, segments};
 }
 
-template <typename T, typename Score, Pass kPass>
+template <typename C, Pass kPass>
 class AttentionPass {
  public:
-  using C = ComputeType<T>;
-
-  AttentionPass(const AttentionCall& call, int64_t b, const Results<T>& results)
-      : heads_{Score::Of(call), call.heads, call.head_features, nullptr},
+  AttentionPass(const AttentionCall& call, int64_t b, const RowType<C>& row_type, const Results& results)
+      : call_(call),
+        row_type_(row_type),
         num_heads_(call.heads),
         features_(call.problem.features),
+        row_bytes_(features_ * row_type.element_bytes),
         segments_(call.problem.segments),
         num_rows_(call.num_rows),
         block_edges_(std::clamp<int64_t>(kBlockNumbers / std::max<int64_t>(1, features_), 1, kMaxBlockEdges)),
-        rows_exceed_cache_(ExceedsNearCache((segments_ + num_rows_) * features_, sizeof(T))),
+        rows_exceed_cache_(ExceedsNearCache((segments_ + num_rows_) * features_, row_type.element_bytes)),
         first_id_(call.problem.IdIndex(b, 0)),
         ids_(call),
         gather_ids_(call.gather_ids.Of<int32_t>(b, call.problem.rows)),
         numbers_(call.edge_order.Of<int32_t>(b, call.problem.rows), call.problem.rows),
         rows_of_edges_(call.rows_of_edges.Of<int32_t>(b, call.problem.rows)),
-        bias_(call.bias.Of<C>(b, call.problem.rows * num_heads_)),
-        results_(results) {
+        bias_(call.bias.Of<C>(b, call.problem.rows * num_heads_)) {
+    block_.heads = num_heads_;
+    block_.head_features = call.head_features;
     const BatchOperand* const operands[kOperands] = {&call.query, &call.key, &call.value, &call.d_output};
-    ForEachOperand([&](auto operand) {
-      const int64_t extent = BelongsToSegments(kPass, operand) ? segments_ : num_rows_;
-      operands_[operand] = operands[operand]->template Of<T>(b, extent * features_);
-    });
+    for (int operand = 0; operand < kOperands; ++operand) {
+      const int64_t rows = BelongsToSegments(kPass, operand) ? segments_ : num_rows_;
+      operands_[operand] = operands[operand]->Of<char>(b, rows * row_bytes_);
+    }
+    if (call.score == ScoreKind::kAdditive) operands_[kValue] = nullptr;  // keys are values
     const int64_t queries = BelongsToSegments(kPass, kQuery) ? segments_ : num_rows_, size = queries * num_heads_;
     softmax_ = {call.maxima.Of<C>(b, size), call.totals.Of<C>(b, size), call.means.Of<C>(b, size)};
+    const auto result = [&](void* array, int64_t count) {
+      return array == nullptr ? nullptr : static_cast<char*>(array) + b * count;
+    };
+    first_ = result(results.first, segments_ * row_bytes_);
+    second_ = result(results.second, segments_ * row_bytes_);
+    const auto numbers = [&](void* array, int64_t count) {
+      return reinterpret_cast<C*>(result(array, count * sizeof(C)));
+    };
+    d_score_weights_ = numbers(results.d_score_weights, segments_ * features_);
+    maxima_ = numbers(results.maxima, segments_ * num_heads_);
+    totals_ = numbers(results.totals, segments_ * num_heads_);
+    d_bias_ = numbers(results.d_bias, call.problem.rows * num_heads_);
     memory_ = Allocate<C>(PlaceAll(nullptr));
     if (memory_ == nullptr) return;
     PlaceAll(memory_.get());
@@ -440,8 +388,8 @@ class AttentionPass {
     WriteZeros(empty_.second_sums, features_);
     std::fill_n(empty_.maxima, num_heads_, kLowestLogit<C>);
     std::fill_n(empty_.totals, num_heads_, C{0});
-    if constexpr (Score::kIsAdditive) {
-      heads_.score_weights = NumbersOf(call.score_weights.Of<T>(b, features_), features_, score_weights_);
+    if (call.score == ScoreKind::kAdditive) {
+      score_weights_ = NumbersOf(call.score_weights.Of<char>(b, row_bytes_), widened_weights_);
     }
   }
 
@@ -466,20 +414,17 @@ class AttentionPass {
     Fold();
     FinishCarried();
     while (next_segment < end.segment) Finish(next_segment++, empty_);
-    if constexpr (kPass == Pass::kByRow && Score::kIsGiven) RunRowless(begin, end);
+    if (kPass == Pass::kByRow && call_.score == ScoreKind::kGiven) RunRowless(begin, end);
   }
 
  private:
   static constexpr int64_t kLine = kCacheLine / sizeof(C);
-  static constexpr bool kHasSecondSums = HasSecondSums(kPass, Score::kIsGiven, Score::kIsAdditive);
 
-  // Calls body with each operand that the pass has, as a constant.
-  template <typename Body>
-  JB_INLINE static void ForEachOperand(const Body& body) {
-    if constexpr (HasOperand<Score>(kPass, kQuery)) body(std::integral_constant<int, kQuery>{});
-    if constexpr (HasOperand<Score>(kPass, kKey)) body(std::integral_constant<int, kKey>{});
-    if constexpr (HasOperand<Score>(kPass, kValue)) body(std::integral_constant<int, kValue>{});
-    if constexpr (HasOperand<Score>(kPass, kDOutput)) body(std::integral_constant<int, kDOutput>{});
+  // A row as numbers: in place, or widened into `memory`.
+  JB_INLINE const C* NumbersOf(const char* row, C* memory) const {
+    if (row_type_.widen == nullptr) return reinterpret_cast<const C*>(row);
+    row_type_.widen(row, features_, memory);
+    return memory;
   }
 
   // The last edges may belong to no segment. The gradients of their logits take the values of other rows.
@@ -507,8 +452,8 @@ class AttentionPass {
     };
     logits_ = take(block_edges_ * num_heads_);
     probabilities_ = take(block_edges_ * num_heads_);
-    score_weights_ = take(features_);
-    for (C*& rows : widened_) rows = take(kHoldsRows<T> ? block_edges_ * features_ : 0);
+    widened_weights_ = take(features_);
+    for (C*& rows : widened_) rows = take(row_type_.widen == nullptr ? 0 : block_edges_ * features_);
     of_runs_ = place_states(block_edges_);
     carry_ = place_states(1);
     empty_ = place_states(1);
@@ -529,12 +474,19 @@ class AttentionPass {
     return true;
   }
 
+  // Calls body with each operand that the call has, as a constant.
+  template <typename Body>
+  JB_INLINE void ForEachOperand(const Body& body) const {
+    if (operands_[kQuery] != nullptr) body(std::integral_constant<int, kQuery>{});
+    if (operands_[kKey] != nullptr) body(std::integral_constant<int, kKey>{});
+    if (operands_[kValue] != nullptr) body(std::integral_constant<int, kValue>{});
+    if (kPass != Pass::kForward) body(std::integral_constant<int, kDOutput>{});
+  }
+
   JB_INLINE void Prefetch(int64_t row, int64_t edge) const {
     if (rows_exceed_cache_) {
       ForEachOperand([&](auto operand) __attribute__((always_inline)) {
-        if constexpr (!BelongsToSegments(kPass, operand)) {
-          PrefetchRow(operands_[operand] + row * features_, features_);
-        }
+        if (!BelongsToSegments(kPass, operand)) PrefetchRow(operands_[operand] + row * row_bytes_, row_bytes_);
       });
     }
     if constexpr (kPass == Pass::kByRow) {
@@ -554,10 +506,9 @@ class AttentionPass {
       constexpr bool kOfSegment = BelongsToSegments(kPass, operand);
       const C** const rows = block_.rows[operand];
       rows[e] = kOfSegment && !begins_run ? rows[e - 1]
-                                          : NumbersOf(operands_[operand] + (kOfSegment ? segment : row) * features_,
-                                                      features_, widened_[operand] + e * features_);
+                                          : NumbersOf(operands_[operand] + (kOfSegment ? segment : row) * row_bytes_,
+                                                      widened_[operand] + e * features_);
     });
-    if (Score::kIsAdditive) block_.rows[kValue][e] = block_.rows[kKey][e];
     block_.first_heads[e] = (BelongsToSegments(kPass, kQuery) ? segment : row) * num_heads_;
     block_.segments[e] = segment;
     block_.edges[e] = edge;
@@ -573,17 +524,48 @@ class AttentionPass {
   int64_t Compute() {
     const int64_t runs = block_.runs;
     block_.run_begins[runs] = block_.count;
-    if constexpr (kPass == Pass::kForward) {
-      ForwardBlock(heads_, block_, logits_, of_runs_);
+    WriteZeros(of_runs_.first_sums, runs * features_);
+    if (call_.score == ScoreKind::kAdditive) std::copy_n(block_.rows[kKey], block_.count, block_.rows[kValue]);
+    DispatchScore<C, true>(call_, [&](auto score) {
+      if constexpr (!decltype(score)::kIsGiven) AddScores(score, block_, kQuery, kKey, score_weights_, logits_);
+    });
+    if (kPass == Pass::kForward) {
+      ExpOfRuns(block_, logits_, of_runs_.maxima, of_runs_.totals);
+      AddRows<C>(block_.rows[kValue], block_, C{1}, logits_, of_runs_.first_sums);
     } else {
-      GradientBlock<kPass>(heads_, block_, softmax_, logits_, probabilities_, of_runs_);
+      WriteProbabilities(block_, softmax_, logits_, probabilities_);
+      AddScores(DotScore<C>{1}, block_, kDOutput, kValue, score_weights_, logits_);
+      for (int64_t i = 0; i < block_.count * num_heads_; ++i) logits_[i] *= probabilities_[i];
+      AddGradients();
     }
-    for (int64_t e = 0; results_.d_bias != nullptr && e < block_.count; ++e) {
-      std::copy_n(logits_ + e * num_heads_, num_heads_, results_.d_bias + block_.edges[e] * num_heads_);
+    for (int64_t e = 0; d_bias_ != nullptr && e < block_.count; ++e) {
+      std::copy_n(logits_ + e * num_heads_, num_heads_, d_bias_ + block_.edges[e] * num_heads_);
     }
     block_.count = block_.runs = 0;
     return runs;
   }
+
+  // Sets the sums of the runs to the gradients
+  //   of the query and of the score weights               by segment
+  //   of the key and, unless additive, of the value       by row
+  //   of the value                                        by row, if the logits are given: there are no keys
+  void AddGradients() {
+    const bool by_row = kPass == Pass::kByRow;
+    if (HasSecondSums()) WriteZeros(of_runs_.second_sums, block_.runs * features_);
+    const auto add = [&](const C* const* rows, C scale, const C* factors, C* sums) {
+      AddRows(rows, block_, scale, factors, sums);
+    };
+    if (call_.score == ScoreKind::kAdditive) {
+      AddScoreDerivatives<kPass == Pass::kBySegment>(AdditiveScore<C>::Of(call_), block_, score_weights_, logits_,
+                                                     of_runs_.first_sums, of_runs_.second_sums);
+    } else if (call_.score == ScoreKind::kDotProduct) {
+      add(block_.rows[by_row ? kQuery : kKey], DotScore<C>::Of(call_).scale, logits_, of_runs_.first_sums);
+    }
+    C* const of_value = HasSecondSums() ? of_runs_.second_sums : of_runs_.first_sums;
+    if (by_row) add(block_.rows[kDOutput], C{1}, probabilities_, of_value);
+  }
+
+  bool HasSecondSums() const { return second_ != nullptr || d_score_weights_ != nullptr; }
 
   // Computes the block, and finishes its segments but the last one, which may have more edges.
   void Fold() {
@@ -601,7 +583,7 @@ class AttentionPass {
       } else {
         carried_segment_ = segment;
         std::copy_n(state.first_sums, features_, carry_.first_sums);
-        if (kHasSecondSums) std::copy_n(state.second_sums, features_, carry_.second_sums);
+        if (HasSecondSums()) std::copy_n(state.second_sums, features_, carry_.second_sums);
         std::copy_n(state.maxima, num_heads_, carry_.maxima);
         std::copy_n(state.totals, num_heads_, carry_.totals);
       }
@@ -609,9 +591,9 @@ class AttentionPass {
   }
 
   void MergeIntoCarry(const SegmentStates<C>& later) {
-    if constexpr (kPass == Pass::kForward) return MergeStates(num_heads_, heads_.head_features, later, carry_);
+    if (kPass == Pass::kForward) return MergeStates(num_heads_, block_.head_features, later, carry_);
     AddSums(features_, later.first_sums, carry_.first_sums);
-    if (kHasSecondSums) AddSums(features_, later.second_sums, carry_.second_sums);
+    if (HasSecondSums()) AddSums(features_, later.second_sums, carry_.second_sums);
   }
 
   void FinishCarried() {
@@ -621,40 +603,42 @@ class AttentionPass {
 
   // Writes the results of a segment.
   void Finish(int64_t segment, const SegmentStates<C>& state) const {
-    const int64_t cell = segment * features_;
-    if constexpr (kPass == Pass::kForward) {
-      DivideByTotals(num_heads_, heads_.head_features, state.totals, state.first_sums);
-      std::copy_n(state.maxima, num_heads_, results_.maxima + segment * num_heads_);
-      std::copy_n(state.totals, num_heads_, results_.totals + segment * num_heads_);
+    if (kPass == Pass::kForward) {
+      DivideByTotals(num_heads_, block_.head_features, state.totals, state.first_sums);
+      std::copy_n(state.maxima, num_heads_, maxima_ + segment * num_heads_);
+      std::copy_n(state.totals, num_heads_, totals_ + segment * num_heads_);
     }
-    WriteRow(state.first_sums, features_, results_.first + cell);
-    if (results_.second != nullptr) WriteRow(state.second_sums, features_, results_.second + cell);
-    if (results_.d_score_weights != nullptr) std::copy_n(state.second_sums, features_, results_.d_score_weights + cell);
+    row_type_.narrow(state.first_sums, features_, first_ + segment * row_bytes_);
+    if (second_ != nullptr) row_type_.narrow(state.second_sums, features_, second_ + segment * row_bytes_);
+    if (d_score_weights_ != nullptr) std::copy_n(state.second_sums, features_, d_score_weights_ + segment * features_);
   }
 
-  ScoredHeads<Score> heads_;
-  const int64_t num_heads_, features_, segments_, num_rows_, block_edges_;
+  const AttentionCall& call_;
+  const RowType<C> row_type_;
+  const int64_t num_heads_, features_, row_bytes_, segments_, num_rows_, block_edges_;
   const bool rows_exceed_cache_;
   const int64_t first_id_;
   const SegmentIds ids_;
   const int32_t* const gather_ids_;
   const EdgeNumbers numbers_;
   const int32_t* const rows_of_edges_;
-  const T* operands_[kOperands];
   const C* const bias_;
+  const char* operands_[kOperands];  // nullptr if the call does not have it
+  const C* score_weights_ = nullptr;
   Softmax<C> softmax_;
-  const Results<T> results_;
+  char *first_, *second_;  // results, see Results
+  C *d_score_weights_, *maxima_, *totals_, *d_bias_;
   EdgeBlock<C> block_;
   int64_t carried_segment_ = -1;  // whose state is carry_
   Memory<C> memory_;
-  C *logits_, *probabilities_, *score_weights_;
+  C *logits_, *probabilities_, *widened_weights_;
   C* widened_[kOperands];
   SegmentStates<C> of_runs_, carry_, empty_;
 };
 
 // Returns false if memory allocation fails.
-template <Pass kPass, typename Call>
-bool RunPass(ffi::ThreadPool& pool, const Call& call) {
+template <Pass kPass>
+bool RunPass(ffi::ThreadPool& pool, const AttentionCall& call, const Results& results) {
   const Problem& problem = call.problem;
   const int64_t edges = call.num_rows == 0 || problem.features == 0 ? 0 : problem.rows;
   if (problem.batch == 0 || problem.segments == 0) return true;
@@ -669,19 +653,17 @@ bool RunPass(ffi::ThreadPool& pool, const Call& call) {
   std::atomic<bool> has_memory{true};
   DispatchFloating(call.type, [&](auto type) {
     using T = typename decltype(type)::type;
-    DispatchScore<ComputeType<T>, kPass != Pass::kBySegment>(call, [&](auto score) {
-      ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-        const int64_t b = index / chunks, list = problem.ids_are_shared ? 0 : b;
-        const ChunkBorder* const border = borders.get() + list * (chunks + 1) + index % chunks;
-        if (border[0].segment == border[1].segment) return;
-        AttentionPass<T, decltype(score), kPass> pass(call, b,
-                                                      ResultsOf<T>(call, b, problem.segments * problem.features));
-        if (pass.has_memory()) {
-          pass.Run(border[0], border[1]);
-        } else {
-          has_memory = false;
-        }
-      });
+    const auto row_type = RowTypeOf<T>();
+    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
+      const int64_t b = index / chunks, list = problem.ids_are_shared ? 0 : b;
+      const ChunkBorder* const border = borders.get() + list * (chunks + 1) + index % chunks;
+      if (border[0].segment == border[1].segment) return;
+      AttentionPass<ComputeType<T>, kPass> pass(call, b, row_type, results);
+      if (pass.has_memory()) {
+        pass.Run(border[0], border[1]);
+      } else {
+        has_memory = false;
+      }
     });
   });
   return has_memory;
@@ -702,7 +684,11 @@ Plan AttentionForwardCall::MakePlan() const { return PlanOf(*this); }
 
 bool AttentionForwardCall::Run(ffi::ThreadPool& pool) const {
   AdviseHugePages(output, problem.NumCells() * ElementBytes(type));
-  return RunPass<Pass::kForward>(pool, *this);
+  Results results;
+  results.first = output;
+  results.maxima = new_maxima;
+  results.totals = new_totals;
+  return RunPass<Pass::kForward>(pool, *this, results);
 }
 
 Plan AttentionBySegmentCall::MakePlan() const { return PlanOf(*this); }
@@ -710,7 +696,11 @@ Plan AttentionBySegmentCall::MakePlan() const { return PlanOf(*this); }
 bool AttentionBySegmentCall::Run(ffi::ThreadPool& pool) const {
   ZeroBiasGradient(pool, *this, d_bias);
   AdviseHugePages(d_query, problem.NumCells() * ElementBytes(type));
-  return RunPass<Pass::kBySegment>(pool, *this);
+  Results results;
+  results.first = d_query;
+  results.d_score_weights = d_score_weights;
+  results.d_bias = d_bias;
+  return RunPass<Pass::kBySegment>(pool, *this, results);
 }
 
 Plan AttentionByRowCall::MakePlan() const { return PlanOf(*this); }
@@ -720,7 +710,11 @@ bool AttentionByRowCall::Run(ffi::ThreadPool& pool) const {
     if (result != nullptr) AdviseHugePages(result, problem.NumCells() * ElementBytes(type));
   }
   ZeroBiasGradient(pool, *this, d_bias);
-  return RunPass<Pass::kByRow>(pool, *this);
+  Results results;
+  results.first = score == ScoreKind::kGiven ? d_value : d_key;
+  results.second = score == ScoreKind::kGiven ? nullptr : d_value;
+  results.d_bias = d_bias;
+  return RunPass<Pass::kByRow>(pool, *this, results);
 }
 
 }  // namespace jax_baracuda::segment
