@@ -118,9 +118,12 @@ THROWING_HANDLERS = """
 
 #include "ffi/core/checked_call.h"
 
-XLA_FFI_Error* NoMemory(XLA_FFI_CallFrame*) { throw std::bad_alloc(); }
-XLA_FFI_Error* Failure(XLA_FFI_CallFrame*) { throw std::runtime_error("no such thing"); }
-XLA_FFI_Error* Number(XLA_FFI_CallFrame*) { throw 7; }
+using jax_baracuda::Arguments;
+
+void BadArgument(Arguments&) { throw std::invalid_argument("x is wrong"); }
+void NoMemory(Arguments&) { throw std::bad_alloc(); }
+void Failure(Arguments&) { throw std::runtime_error("no such thing"); }
+void Number(Arguments&) { throw 7; }
 XLA_FFI_Error* Print(XLA_FFI_Error_Create_Args* error) {
   std::printf("%d %s\\n", error->errc, error->message);
   return nullptr;
@@ -132,7 +135,9 @@ int main() {
   XLA_FFI_CallFrame frame{};
   frame.api = &api;
   frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
-  for (XLA_FFI_Handler* handler : {NoMemory, Failure, Number}) jax_baracuda::CheckedCall(handler, &frame);
+  for (jax_baracuda::Handler* handler : {BadArgument, NoMemory, Failure, Number}) {
+    jax_baracuda::CheckedCall("some_op", handler, &frame);
+  }
 }
 """
 
@@ -148,11 +153,12 @@ def test_exceptions_of_handlers_are_errors(tmp_path: Path) -> None:
     flags = ["-std=c++17", f"-I{root}", "-isystem", jax.ffi.include_dir()]
     subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
     output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    resource_exhausted, internal = 8, 13
+    invalid_argument, resource_exhausted, internal = 3, 8, 13
     assert output.splitlines() == [
-        f"{resource_exhausted} jax_baracuda: out of host memory",
-        f"{internal} jax_baracuda: no such thing",
-        f"{internal} jax_baracuda: a handler threw what is no std::exception",
+        f"{invalid_argument} some_op: x is wrong",
+        f"{resource_exhausted} some_op: out of host memory",
+        f"{internal} some_op: no such thing",
+        f"{internal} some_op: a handler threw what is no std::exception",
     ]
 
 

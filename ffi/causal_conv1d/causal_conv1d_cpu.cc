@@ -153,8 +153,7 @@ bool ComputeBackward(ffi::ThreadPool& pool, const BackwardCall& call, const Conv
   const int64_t chunks = problem.examples * chunks_of_example;
   const int64_t units = CeilDivide(problem.channels, convolution.over_times() ? 1 : kMinChannels);
   const int64_t parts = std::clamp<int64_t>(kMaxParts / (problem.batch * units), 1, std::max<int64_t>(1, chunks));
-  const int64_t tile_channels =
-      convolution.TileChannels(CeilDivide(4 * std::max<int64_t>(1, pool.num_threads()), problem.batch * parts));
+  const int64_t tile_channels = convolution.TileChannels(CeilDivide(4 * NumThreadsOf(pool), problem.batch * parts));
   const int64_t channel_tiles = CeilDivide(problem.channels, tile_channels);
   const int64_t sums_of_part = (problem.width + 1) * problem.channels;  // and batch element
   const std::unique_ptr<double[]> sums(new (std::nothrow) double[parts * problem.batch * sums_of_part]());

@@ -8,73 +8,14 @@
 #include <type_traits>
 
 #include "ffi/causal_conv1d/causal_conv1d.h"
+#include "ffi/core/arguments.h"
 #include "ffi/core/batch.h"
 #include "ffi/core/integers.h"
-#include "ffi/core/operands.h"
 #include "ffi/core/run.h"
 #include "ffi/core/target_table.h"
 
 namespace jax_baracuda::causal_conv1d {
-
-// The attributes of the ops.
-struct ForwardOptions {
-  int64_t num_batch_dims;
-  bool channels_last, silu, has_bias, has_initial_state, has_same_sequence;
-};
-
-struct BackwardOptions {
-  int64_t num_batch_dims;
-  bool channels_last, silu, has_bias, has_initial_state, has_same_sequence, has_d_final_state;
-};
-
-struct UpdateOptions {
-  int64_t num_batch_dims;
-  bool channels_last, silu, has_bias;
-  static constexpr bool has_initial_state = false, has_same_sequence = false;
-};
-
-struct RaggedOptions {
-  int64_t num_batch_dims;
-  bool silu, has_bias;
-  static constexpr bool channels_last = true, has_initial_state = false, has_same_sequence = false;
-};
-
-struct PoolUpdateOptions {
-  int64_t num_batch_dims;
-  bool channels_last, silu, has_bias, has_num_accepted;
-  static constexpr bool has_initial_state = false, has_same_sequence = false;
-};
-
-}  // namespace jax_baracuda::causal_conv1d
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::ForwardOptions,
-                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
-                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"),
-                                      StructMember<bool>("has_initial_state"), StructMember<bool>("has_same_sequence"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::BackwardOptions,
-                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
-                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"),
-                                      StructMember<bool>("has_initial_state"), StructMember<bool>("has_same_sequence"),
-                                      StructMember<bool>("has_d_final_state"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::UpdateOptions,
-                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
-                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::RaggedOptions,
-                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("silu"),
-                                      StructMember<bool>("has_bias"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::causal_conv1d::PoolUpdateOptions,
-                                      StructMember<int64_t>("num_batch_dims"), StructMember<bool>("channels_last"),
-                                      StructMember<bool>("silu"), StructMember<bool>("has_bias"),
-                                      StructMember<bool>("has_num_accepted"));
-
-namespace jax_baracuda::causal_conv1d {
 namespace {
-
-constexpr const char* kForwardName = "causal_conv1d";
-constexpr const char* kBackwardName = "causal_conv1d_backward";
-constexpr const char* kUpdateName = "causal_conv1d_update";
-constexpr const char* kRaggedName = "causal_conv1d_ragged";
-constexpr const char* kPoolUpdateName = "causal_conv1d_update_pool";
 
 constexpr char kPresent = 0;  // the data of optional operands in calls without data
 
@@ -105,247 +46,218 @@ Call CallOf(const PlanParameters& parameters) {
 // Checks the buffers of a call. Call Begin first: it sets the sizes that the other buffers must match.
 class Decoder {
  public:
-  Decoder(const char* op, ConvolutionCall* call) : op_(op), batch_(op), call_(*call), problem_(call->problem) {}
+  Decoder(Arguments& arguments, ConvolutionCall* call) : arguments_(arguments), call_(*call), problem_(call->problem) {}
 
   // The result of x's shape sets the element type and all dimensions except the width, which the weight sets.
-  template <typename Options>
-  ffi::Error Begin(const Options& options, const char* result_name, const ffi::AnyBuffer& result,
-                   const ffi::AnyBuffer& weight, const ffi::AnyBuffer& x) {
+  void Begin(bool channels_last, const Buffer& result, const Buffer& weight, const Buffer& x) {
     problem_ = Problem{};
-    problem_.channels_last = options.channels_last;
-    problem_.silu = options.silu;
-    problem_.has_same_sequence = options.has_same_sequence;
-    const char* const trailing = options.channels_last ? "examples, length, channels" : "examples, channels, length";
-    JB_RETURN_IF_ERROR(batch_.Decode(result_name, result, options.num_batch_dims, trailing));
-    const BatchedBuffer view = *batch_.View(result, /*may_be_shared=*/false);
-    if (view.dims.size() != 3) return batch_.WrongRank(result_name, result, trailing);
+    problem_.channels_last = channels_last;
+    problem_.silu = arguments_.Flag("silu");
+    const char* const trailing = channels_last ? "examples, length, channels" : "examples, channels, length";
+    batch_ = Batch(result, arguments_.Integer("num_batch_dims"), trailing);
+    const IntegerSpan dims = batch_.View(result, /*may_be_shared=*/false)->dims;
+    if (dims.size() != 3) throw batch_.WrongRank(result, trailing);
     problem_.batch = batch_.size();
-    problem_.examples = view.dims[0];
-    problem_.channels = view.dims[options.channels_last ? 2 : 1];
-    problem_.length = view.dims[options.channels_last ? 1 : 2];
-    type_ = view.type;
+    problem_.examples = dims[0];
+    problem_.channels = dims[channels_last ? 2 : 1];
+    problem_.length = dims[channels_last ? 1 : 2];
+    type_ = result.type;
     call_.type = ElementTypeOf(type_);
-    if (!IsFloating(call_.type)) return UnsupportedType(op_, result_name, type_);
+    result.CheckKernel(IsFloating(call_.type));
     const auto filter = batch_.View(weight, /*may_be_shared=*/true);
     const int64_t width = filter && filter->dims.size() == 2 ? filter->dims[1] : 0;
     if (width < 1 || width > kMaxWidth) {
-      return batch_.WrongShape("weight", weight, /*may_be_shared=*/true,
-                               "channels,width of 1 to " + std::to_string(kMaxWidth));
+      throw batch_.WrongShape(weight, /*may_be_shared=*/true, "channels,width of 1 to " + std::to_string(kMaxWidth));
     }
     problem_.width = static_cast<int>(width);
-    JB_RETURN_IF_ERROR(TakeParameter("weight", weight, {problem_.channels, width}, &call_.weight));
-    return Sequences("x", x, &call_.x);
+    TakeParameter(weight, {problem_.channels, width}, &call_.weight);
+    call_.x = Sequences(x);
   }
 
   // An operand of x's shape.
-  ffi::Error Sequences(const char* name, const ffi::AnyBuffer& buffer, BatchOperand* operand) const {
+  BatchOperand Sequences(const Buffer& buffer) const {
     const int64_t second = problem_.channels_last ? problem_.length : problem_.channels;
     const int64_t third = problem_.channels_last ? problem_.channels : problem_.length;
-    return batch_.Take(name, buffer, type_, {problem_.examples, second, third}, operand);
+    return batch_.Take(buffer, type_, {problem_.examples, second, third});
   }
 
   // An initial state, or the cotangent of a final one.
-  ffi::Error State(const char* name, const ffi::AnyBuffer& buffer, BatchOperand* operand) const {
-    if (problem_.width == 1) return InvalidArgument(op_, std::string(name) + " is empty where the width is 1");
-    return batch_.Take(name, buffer, type_, {problem_.examples, problem_.channels, problem_.width - 1}, operand);
+  BatchOperand State(const Buffer& buffer) const {
+    if (problem_.width == 1) throw buffer.Wrong("is empty where the width is 1");
+    return batch_.Take(buffer, type_, {problem_.examples, problem_.channels, problem_.width - 1});
   }
 
   // The old state of causal_conv1d_update; its last dimension is the number of inputs that it holds.
-  ffi::Error LongState(const ffi::AnyBuffer& buffer) {
+  void LongState(const Buffer& buffer) {
     const auto view = batch_.View(buffer, /*may_be_shared=*/true);
     call_.state_length = view && view->dims.size() == 3 ? view->dims[2] : -1;
     if (call_.state_length < problem_.width - 1) {
-      return batch_.WrongShape("state", buffer, /*may_be_shared=*/true,
-                               "examples,channels,at least " + std::to_string(problem_.width - 1) + " inputs");
+      throw batch_.WrongShape(buffer, /*may_be_shared=*/true,
+                              "examples,channels,at least " + std::to_string(problem_.width - 1) + " inputs");
     }
-    return batch_.Take("state", buffer, type_, {problem_.examples, problem_.channels, call_.state_length},
-                       &call_.initial_state);
+    call_.initial_state = batch_.Take(buffer, type_, {problem_.examples, problem_.channels, call_.state_length});
   }
 
   // The pool of an op and the slots of its sequences, [sequences], or one for each example if `is_of_examples`.
-  ffi::Error Pool(const ffi::AnyBuffer& states, const ffi::AnyBuffer& slots, const ffi::AnyBuffer& new_states,
-                  bool is_of_examples, int64_t min_length, StatePool* pool) const {
+  void Pool(const Buffer& states, const Buffer& slots, const Buffer& new_states, bool is_of_examples,
+            int64_t min_length, StatePool* pool) const {
     const auto view = batch_.View(states, /*may_be_shared=*/false);
     pool->slots = view && view->dims.size() == 3 ? view->dims[0] : 0;
     pool->length = view && view->dims.size() == 3 ? view->dims[2] : -1;
     if (pool->length < min_length) {
-      return batch_.WrongShape("states", states, /*may_be_shared=*/false,
-                               "slots,channels,at least " + std::to_string(min_length) + " inputs");
+      throw batch_.WrongShape(states, /*may_be_shared=*/false,
+                              "slots,channels,at least " + std::to_string(min_length) + " inputs");
     }
     const std::initializer_list<Dimension> trailing = {pool->slots, problem_.channels, pool->length};
-    BatchOperand old;
-    JB_RETURN_IF_ERROR(batch_.Take("states", states, type_, trailing, &old, /*may_be_shared=*/false));
-    JB_RETURN_IF_ERROR(Result("new_states", new_states, type_, trailing, &pool->data));
-    const int64_t bytes = MultiplySizes(TrailingSize(states, 0), ElementBytes(call_.type));
-    pool->of_old_states = Copy(pool->data, old.data, bytes);
+    const void* const old = batch_.TakeResult(states, type_, trailing);
+    pool->data = batch_.TakeResult(new_states, type_, trailing);
+    const int64_t bytes = MultiplySizes(states.Size(), ElementBytes(call_.type));
+    pool->of_old_states = Copy(pool->data, old, bytes);
     const auto of_slots = batch_.View(slots, /*may_be_shared=*/true);
     pool->sequences = is_of_examples                           ? problem_.examples
                       : of_slots && of_slots->dims.size() == 1 ? of_slots->dims[0]
                                                                : -1;
-    if (pool->sequences < 0) return batch_.WrongShape("slots", slots, /*may_be_shared=*/true, "sequences");
-    return OfSequences("slots", slots, ffi::DataType::S32, pool->sequences, &pool->slots_of_sequences);
+    if (pool->sequences < 0) throw batch_.WrongShape(slots, /*may_be_shared=*/true, "sequences");
+    pool->slots_of_sequences = batch_.Take(slots, XLA_FFI_DataType_S32, {pool->sequences});
   }
 
-  // One number for each sequence.
-  ffi::Error OfSequences(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t sequences,
-                         BatchOperand* operand) const {
-    return batch_.Take(name, buffer, type, {sequences}, operand);
+  // The optional operand of all ops.
+  void Bias() const {
+    if (arguments_.Flag("has_bias")) TakeParameter(arguments_.Operand("bias"), {problem_.channels}, &call_.bias);
   }
 
-  // The optional operands that the ops have in common.
-  template <typename Options>
-  ffi::Error Optional(const Options& options, OptionalOperands* optional) const {
-    JB_RETURN_IF_ERROR(optional->Next("bias", options.has_bias, [&](const ffi::AnyBuffer& buffer) {
-      return TakeParameter("bias", buffer, {problem_.channels}, &call_.bias);
-    }));
-    JB_RETURN_IF_ERROR(optional->Next("initial_state", options.has_initial_state, [&](const ffi::AnyBuffer& buffer) {
+  // The other optional operands that an op and its gradient have in common.
+  void InitialStateAndSameSequence() const {
+    if (arguments_.Flag("has_initial_state")) {
       call_.state_length = problem_.width - 1;
-      return State("initial_state", buffer, &call_.initial_state);
-    }));
-    return optional->Next("same_sequence", options.has_same_sequence, [&](const ffi::AnyBuffer& buffer) {
-      return batch_.Take("same_sequence", buffer, ffi::DataType::U8, {problem_.examples, problem_.length},
-                         &call_.same_sequence);
-    });
+      call_.initial_state = State(arguments_.Operand("initial_state"));
+    }
+    problem_.has_same_sequence = arguments_.Flag("has_same_sequence");
+    if (problem_.has_same_sequence) {
+      call_.same_sequence =
+          batch_.Take(arguments_.Operand("same_sequence"), XLA_FFI_DataType_U8, {problem_.examples, problem_.length});
+    }
   }
 
-  // A result with the dimensions `trailing` after the batch.
-  ffi::Error Result(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
-                    std::initializer_list<Dimension> trailing, void** data) const {
-    BatchOperand result;
-    JB_RETURN_IF_ERROR(batch_.Take(name, buffer, type, trailing, &result, /*may_be_shared=*/false));
-    *data = buffer.untyped_data();
-    return ffi::Error::Success();
-  }
-
-  ffi::DataType type() const { return type_; }
-  ffi::DataType compute_type() const { return ComputeDataType(type_); }
+  const Batch& batch() const { return batch_; }
+  DataType type() const { return type_; }
+  DataType compute_type() const { return ComputeDataType(type_); }
 
  private:
-  ffi::Error TakeParameter(const char* name, const ffi::AnyBuffer& buffer, std::initializer_list<Dimension> trailing,
-                           Parameter* parameter) const {
-    const ffi::DataType type = buffer.element_type();
-    const bool may_be_float32 = compute_type() == ffi::DataType::F32 && type_ != ffi::DataType::F32;
-    JB_RETURN_IF_ERROR(CheckType(
-        op_, name, buffer, [&] { return TypeName(type_) + (may_be_float32 ? " or F32" : ""); },
-        type == type_ || (may_be_float32 && type == ffi::DataType::F32)));
-    parameter->type = ElementTypeOf(type);
-    return batch_.Take(name, buffer, type, trailing, parameter);
+  void TakeParameter(const Buffer& buffer, std::initializer_list<Dimension> trailing, Parameter* parameter) const {
+    const bool may_be_float32 = compute_type() == XLA_FFI_DataType_F32 && type_ != XLA_FFI_DataType_F32;
+    if (buffer.type != type_ && !(may_be_float32 && buffer.type == XLA_FFI_DataType_F32)) {
+      throw buffer.WrongType(TypeName(type_) + (may_be_float32 ? " or F32" : ""));
+    }
+    parameter->type = ElementTypeOf(buffer.type);
+    static_cast<BatchOperand&>(*parameter) = batch_.Take(buffer, buffer.type, trailing);
   }
 
-  const char* op_;
+  Arguments& arguments_;
   Batch batch_;
   ConvolutionCall& call_;
   Problem& problem_;
-  ffi::DataType type_;
+  DataType type_ = XLA_FFI_DataType_INVALID;
 };
 
-ffi::Error HandleForward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs optional_operands,
-                         ffi::Result<ffi::AnyBuffer> y, ForwardOptions options) {
+void HandleForward(Arguments& arguments) {
+  const Buffer x = arguments.Operand("x"), weight = arguments.Operand("weight"), y = arguments.Result("y");
   ForwardCall call;
-  Decoder decoder(kForwardName, &call);
-  JB_RETURN_IF_ERROR(decoder.Begin(options, "y", *y, weight, x));
-  OptionalOperands optional(kForwardName, optional_operands);
-  JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
-  JB_RETURN_IF_ERROR(optional.End());
-  call.y = y->untyped_data();
-  return ToError(kForwardName, call.Run(context));
+  Decoder decoder(arguments, &call);
+  decoder.Begin(arguments.Flag("channels_last"), y, weight, x);
+  decoder.Bias();
+  decoder.InitialStateAndSameSequence();
+  call.y = y.data;
+  Run(arguments, call);
 }
 
-// `more_results` begins with d_initial_state if there is an initial state.
-ffi::Error HandleBackward(Context context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer d_output,
-                          ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> dx,
-                          ffi::Result<ffi::AnyBuffer> dweight, ffi::Result<ffi::AnyBuffer> dbias,
-                          ffi::RemainingRets more_results, BackwardOptions options) {
+void HandleBackward(Arguments& arguments) {
+  const Buffer x = arguments.Operand("x"), weight = arguments.Operand("weight");
+  const Buffer d_output = arguments.Operand("d_output"), dx = arguments.Result("dx");
+  const Buffer dweight = arguments.Result("dweight"), dbias = arguments.Result("dbias");
   BackwardCall call;
   const Problem& problem = call.problem;
-  Decoder decoder(kBackwardName, &call);
-  JB_RETURN_IF_ERROR(decoder.Begin(options, "dx", *dx, weight, x));
-  JB_RETURN_IF_ERROR(decoder.Sequences("d_output", d_output, &call.d_output));
-  OptionalOperands optional(kBackwardName, optional_operands);
-  JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
-  JB_RETURN_IF_ERROR(optional.Next("d_final_state", options.has_d_final_state, [&](const ffi::AnyBuffer& buffer) {
-    return decoder.State("d_final_state", buffer, &call.d_final_state);
-  }));
-  JB_RETURN_IF_ERROR(optional.End());
-  JB_RETURN_IF_ERROR(
-      decoder.Result("dweight", *dweight, decoder.compute_type(), {problem.channels, problem.width}, &call.dweight));
-  JB_RETURN_IF_ERROR(decoder.Result("dbias", *dbias, decoder.compute_type(), {problem.channels}, &call.dbias));
-  call.dx = dx->untyped_data();
-  OptionalResults results(kBackwardName, more_results);
-  JB_RETURN_IF_ERROR(results.Next("d_initial_state", options.has_initial_state, [&](const ffi::AnyBuffer& buffer) {
-    return decoder.Result("d_initial_state", buffer, decoder.type(),
-                          {problem.examples, problem.channels, problem.width - 1}, &call.d_initial_state);
-  }));
-  return RunCall(context, results, &call);
+  Decoder decoder(arguments, &call);
+  const Batch& batch = decoder.batch();
+  decoder.Begin(arguments.Flag("channels_last"), dx, weight, x);
+  call.d_output = decoder.Sequences(d_output);
+  decoder.Bias();
+  decoder.InitialStateAndSameSequence();
+  if (arguments.Flag("has_d_final_state")) call.d_final_state = decoder.State(arguments.Operand("d_final_state"));
+  call.dx = dx.data;
+  call.dweight = batch.TakeResult(dweight, decoder.compute_type(), {problem.channels, problem.width});
+  call.dbias = batch.TakeResult(dbias, decoder.compute_type(), {problem.channels});
+  if (arguments.Flag("has_initial_state")) {
+    call.d_initial_state = batch.TakeResult(arguments.Result("d_initial_state"), decoder.type(),
+                                            {problem.examples, problem.channels, problem.width - 1});
+  }
+  RunWithScratch(arguments, &call);
 }
 
-ffi::Error HandleUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer state, ffi::AnyBuffer weight,
-                        ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
-                        ffi::Result<ffi::AnyBuffer> new_state, UpdateOptions options) {
+void HandleUpdate(Arguments& arguments) {
+  const Buffer x = arguments.Operand("x"), state = arguments.Operand("state"), weight = arguments.Operand("weight");
+  const Buffer y = arguments.Result("y"), new_state = arguments.Result("new_state");
   UpdateCall call;
   const Problem& problem = call.problem;
-  Decoder decoder(kUpdateName, &call);
-  JB_RETURN_IF_ERROR(decoder.Begin(options, "y", *y, weight, x));
-  JB_RETURN_IF_ERROR(decoder.LongState(state));
-  OptionalOperands optional(kUpdateName, optional_operands);
-  JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
-  JB_RETURN_IF_ERROR(optional.End());
-  JB_RETURN_IF_ERROR(decoder.Result("new_state", *new_state, decoder.type(),
-                                    {problem.examples, problem.channels, call.state_length}, &call.new_state));
-  call.y = y->untyped_data();
-  return ToError(kUpdateName, call.Run(context));
+  Decoder decoder(arguments, &call);
+  decoder.Begin(arguments.Flag("channels_last"), y, weight, x);
+  decoder.LongState(state);
+  decoder.Bias();
+  call.new_state =
+      decoder.batch().TakeResult(new_state, decoder.type(), {problem.examples, problem.channels, call.state_length});
+  call.y = y.data;
+  Run(arguments, call);
 }
 
-ffi::Error HandleRagged(Context context, ffi::AnyBuffer x, ffi::AnyBuffer states, ffi::AnyBuffer weight,
-                        ffi::AnyBuffer starts, ffi::AnyBuffer slots, ffi::AnyBuffer has_state,
-                        ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
-                        ffi::Result<ffi::AnyBuffer> new_states, RaggedOptions options) {
+void HandleRagged(Arguments& arguments) {
+  const Buffer x = arguments.Operand("x"), states = arguments.Operand("states"), weight = arguments.Operand("weight");
+  const Buffer starts = arguments.Operand("starts"), slots = arguments.Operand("slots");
+  const Buffer has_state = arguments.Operand("has_state");
+  const Buffer y = arguments.Result("y"), new_states = arguments.Result("new_states");
   RaggedCall call;
   const Problem& problem = call.problem;
   StatePool& pool = call.pool;
-  Decoder decoder(kRaggedName, &call);
-  JB_RETURN_IF_ERROR(decoder.Begin(options, "y", *y, weight, x));
+  Decoder decoder(arguments, &call);
+  decoder.Begin(/*channels_last=*/true, y, weight, x);
   if (problem.examples != 1 || problem.length > std::numeric_limits<int32_t>::max()) {
-    return InvalidArgument(kRaggedName, "x has " + std::to_string(problem.examples) + " examples of " +
-                                            std::to_string(problem.length) + " times, expected 1 of less than 2^31");
+    throw x.Wrong("has " + std::to_string(problem.examples) + " examples of " + std::to_string(problem.length) +
+                  " times, expected 1 of less than 2^31");
   }
-  JB_RETURN_IF_ERROR(decoder.Pool(states, slots, *new_states, /*is_of_examples=*/false, problem.width - 1, &pool));
+  decoder.Pool(states, slots, new_states, /*is_of_examples=*/false, problem.width - 1, &pool);
   if (pool.sequences >= std::numeric_limits<int32_t>::max()) {
-    return InvalidArgument(kRaggedName, "slots has " + std::to_string(pool.sequences) + " sequences, expected less");
+    throw slots.Wrong("has " + std::to_string(pool.sequences) + " sequences, expected less");
   }
-  JB_RETURN_IF_ERROR(decoder.OfSequences("starts", starts, ffi::DataType::S32, pool.sequences + 1, &call.starts));
-  JB_RETURN_IF_ERROR(decoder.OfSequences("has_state", has_state, ffi::DataType::PRED, pool.sequences, &call.has_state));
-  OptionalOperands optional(kRaggedName, optional_operands);
-  JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
-  JB_RETURN_IF_ERROR(optional.End());
-  call.y = y->untyped_data();
-  return ToError(kRaggedName, call.Run(context));
+  call.starts = decoder.batch().Take(starts, XLA_FFI_DataType_S32, {pool.sequences + 1});
+  call.has_state = decoder.batch().Take(has_state, XLA_FFI_DataType_PRED, {pool.sequences});
+  decoder.Bias();
+  call.y = y.data;
+  Run(arguments, call);
 }
 
-ffi::Error HandlePoolUpdate(Context context, ffi::AnyBuffer x, ffi::AnyBuffer states, ffi::AnyBuffer weight,
-                            ffi::AnyBuffer slots, ffi::RemainingArgs optional_operands, ffi::Result<ffi::AnyBuffer> y,
-                            ffi::Result<ffi::AnyBuffer> new_states, PoolUpdateOptions options) {
+void HandlePoolUpdate(Arguments& arguments) {
+  const Buffer x = arguments.Operand("x"), states = arguments.Operand("states"), weight = arguments.Operand("weight");
+  const Buffer slots = arguments.Operand("slots");
+  const Buffer y = arguments.Result("y"), new_states = arguments.Result("new_states");
   PoolUpdateCall call;
   const Problem& problem = call.problem;
-  Decoder decoder(kPoolUpdateName, &call);
-  JB_RETURN_IF_ERROR(decoder.Begin(options, "y", *y, weight, x));
-  OptionalOperands optional(kPoolUpdateName, optional_operands);
-  JB_RETURN_IF_ERROR(decoder.Optional(options, &optional));
-  JB_RETURN_IF_ERROR(optional.Next("num_accepted", options.has_num_accepted, [&](const ffi::AnyBuffer& buffer) {
-    return decoder.OfSequences("num_accepted", buffer, ffi::DataType::S32, problem.examples, &call.num_accepted);
-  }));
-  JB_RETURN_IF_ERROR(optional.End());
+  Decoder decoder(arguments, &call);
+  decoder.Begin(arguments.Flag("channels_last"), y, weight, x);
+  decoder.Bias();
+  if (arguments.Flag("has_num_accepted")) {
+    const Buffer num_accepted = arguments.Operand("num_accepted");
+    call.num_accepted = decoder.batch().Take(num_accepted, XLA_FFI_DataType_S32, {problem.examples});
+  }
   const int64_t min_length = std::max<int64_t>(problem.width - 1, call.num_written());
-  JB_RETURN_IF_ERROR(decoder.Pool(states, slots, *new_states, /*is_of_examples=*/true, min_length, &call.pool));
-  call.y = y->untyped_data();
-  return ToError(kPoolUpdateName, call.Run(context));
+  decoder.Pool(states, slots, new_states, /*is_of_examples=*/true, min_length, &call.pool);
+  call.y = y.data;
+  Run(arguments, call);
 }
 
-JB_TARGET(kForwardName, HandleForward, PlanOf<CallOf<ForwardCall>>, ForwardCall::Strategies());
-JB_TARGET(kBackwardName, HandleBackward, PlanOf<CallOf<BackwardCall>>, BackwardCall::Strategies());
-JB_TARGET(kUpdateName, HandleUpdate, PlanOf<CallOf<UpdateCall>>, UpdateCall::Strategies());
-JB_TARGET(kRaggedName, HandleRagged, PlanOf<CallOf<RaggedCall>>, RaggedCall::Strategies());
-JB_TARGET(kPoolUpdateName, HandlePoolUpdate, PlanOf<CallOf<PoolUpdateCall>>, PoolUpdateCall::Strategies());
+JB_TARGET("causal_conv1d", HandleForward, PlanOf<CallOf<ForwardCall>>, ForwardCall::Strategies());
+JB_TARGET("causal_conv1d_backward", HandleBackward, PlanOf<CallOf<BackwardCall>>, BackwardCall::Strategies());
+JB_TARGET("causal_conv1d_update", HandleUpdate, PlanOf<CallOf<UpdateCall>>, UpdateCall::Strategies());
+JB_TARGET("causal_conv1d_ragged", HandleRagged, PlanOf<CallOf<RaggedCall>>, RaggedCall::Strategies());
+JB_TARGET("causal_conv1d_update_pool", HandlePoolUpdate, PlanOf<CallOf<PoolUpdateCall>>, PoolUpdateCall::Strategies());
 
 }  // namespace
 }  // namespace jax_baracuda::causal_conv1d

@@ -4,11 +4,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <initializer_list>
 #include <new>
+#include <stdexcept>
 #include <string_view>
 
 #include "ffi/core/bit_width.h"
 #include "ffi/core/thread_sanitizer.h"
+#include "xla/ffi/api/ffi.h"
 #ifdef JB_CUDA
 #include <cuda_runtime_api.h>
 
@@ -19,10 +22,12 @@
 namespace jax_baracuda {
 namespace {
 
+namespace ffi = xla::ffi;
+
 // Does not allocate in this module: memory may be exhausted.
-XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* message) {
-  char text[1024];
-  std::snprintf(text, sizeof(text), "jax_baracuda: %s", message);
+XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code, const char* op, const char* message) {
+  char text[2048];
+  std::snprintf(text, sizeof(text), "%s: %s", op, message);
   XLA_FFI_Error_Create_Args error{};
   error.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
   error.message = text;
@@ -32,29 +37,26 @@ XLA_FFI_Error* MakeError(const XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code
 
 #ifdef JB_CUDA
 
+using ExecutorBinding = ffi::PlatformStream<Executor>;
+// Calls can be captured into CUDA graphs, since they launch the same kernels every time.
+constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
+
 // Clears errors of earlier CUDA calls in this thread. Otherwise the check after our first launch would report them.
 void ForgetStaleErrors() { cudaGetLastError(); }
 
-// Ordered on the call's stream.
-XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame* frame, void* data, int64_t bytes) {
-  XLA_FFI_Stream_Get_Args stream{};
-  stream.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
-  stream.ctx = frame->ctx;
-  if (XLA_FFI_Error* error = frame->api->XLA_FFI_Stream_Get(&stream)) return error;
-  const CudaStatus status =
-      JB_CUDA_STATUS(cudaMemsetAsync(data, 0xFF, bytes, static_cast<cudaStream_t>(stream.stream)));
-  if (status.ok()) return nullptr;
-  return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, CudaErrorText(status).c_str());
+void FillWithOnes(Executor stream, void* data, int64_t bytes) {
+  const CudaStatus status = JB_CUDA_STATUS(cudaMemsetAsync(data, 0xFF, bytes, stream));
+  if (!status.ok()) throw std::runtime_error(CudaErrorText(status));
 }
 
 #else
 
+using ExecutorBinding = ffi::ThreadPool;
+constexpr std::initializer_list<ffi::Traits> kTraits = {};
+
 void ForgetStaleErrors() {}
 
-XLA_FFI_Error* FillWithOnes(XLA_FFI_CallFrame*, void* data, int64_t bytes) {
-  std::memset(data, 0xFF, bytes);
-  return nullptr;
-}
+void FillWithOnes(Executor, void* data, int64_t bytes) { std::memset(data, 0xFF, bytes); }
 
 #endif
 
@@ -69,7 +71,7 @@ bool PoisonsResults() {
 int64_t SizeInBytes(const XLA_FFI_Buffer& buffer) {
   int64_t elements = 1;
   for (int64_t i = 0; i < buffer.rank; ++i) elements *= buffer.dims[i];
-  return PackedBytes(elements, BitWidth(static_cast<xla::ffi::DataType>(buffer.dtype)));
+  return PackedBytes(elements, BitWidth(buffer.dtype));
 }
 
 bool IsMemoryOfOperand(const XLA_FFI_CallFrame* frame, const void* data) {
@@ -82,40 +84,53 @@ bool IsMemoryOfOperand(const XLA_FFI_CallFrame* frame, const void* data) {
   return false;
 }
 
-XLA_FFI_Error* PoisonResults(XLA_FFI_CallFrame* frame) {
+void PoisonResults(const XLA_FFI_CallFrame* frame, Executor executor) {
   for (int64_t i = 0; i < frame->rets.size; ++i) {
     if (frame->rets.types[i] != XLA_FFI_RetType_BUFFER) continue;
     const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]);
     const int64_t bytes = SizeInBytes(buffer);
-    if (bytes == 0 || IsMemoryOfOperand(frame, buffer.data)) continue;
-    if (XLA_FFI_Error* error = FillWithOnes(frame, buffer.data, bytes)) return error;
+    if (bytes > 0 && !IsMemoryOfOperand(frame, buffer.data)) FillWithOnes(executor, buffer.data, bytes);
   }
-  return nullptr;
 }
 
-XLA_FFI_Error* CallOrThrow(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+void Execute(Handler* handler, const XLA_FFI_CallFrame* frame) {
   const ScopedHandler running;
-  // XLA queries a handler's metadata by calls of other stages.
-  if (frame->stage == XLA_FFI_ExecutionStage_EXECUTE) {
-    ForgetStaleErrors();
-    if (PoisonsResults()) {
-      if (XLA_FFI_Error* error = PoisonResults(frame)) return error;
-    }
-  }
-  return handler(frame);
+  ForgetStaleErrors();
+  ffi::DiagnosticEngine diagnostic;
+  auto executor = ffi::CtxDecoding<ExecutorBinding>::Decode(frame->api, frame->ctx, diagnostic);
+  if (!executor) throw std::runtime_error(diagnostic.Result());
+  if (PoisonsResults()) PoisonResults(frame, *executor);
+  Arguments arguments(*frame, *executor);
+  handler(arguments);
+}
+
+// Whether XLA asks about the handler, rather than for a run.
+bool IsQuery(const XLA_FFI_CallFrame* frame) {
+  return frame->stage != XLA_FFI_ExecutionStage_EXECUTE ||
+         (frame->extension_start != nullptr && frame->extension_start->type == XLA_FFI_Extension_Metadata);
+}
+
+// All handlers give the same answer: the version of XLA's interface, and traits.
+XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame) {
+  static const auto* const binding = ffi::Ffi::Bind().To([] { return ffi::Error::Success(); }, kTraits).release();
+  return binding->Call(frame);
 }
 
 }  // namespace
 
-XLA_FFI_Error* CheckedCall(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* CheckedCall(const char* op, Handler* handler, XLA_FFI_CallFrame* frame) {
   try {
-    return CallOrThrow(handler, frame);
+    if (IsQuery(frame)) return Answer(frame);
+    Execute(handler, frame);
+    return nullptr;
+  } catch (const InvalidArgument& error) {
+    return MakeError(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, op, error.what());
   } catch (const std::bad_alloc&) {
-    return MakeError(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "out of host memory");
+    return MakeError(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, op, "out of host memory");
   } catch (const std::exception& error) {
-    return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, error.what());
+    return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, op, error.what());
   } catch (...) {
-    return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, "a handler threw what is no std::exception");
+    return MakeError(frame, XLA_FFI_Error_Code_INTERNAL, op, "a handler threw what is no std::exception");
   }
 }
 

@@ -11,7 +11,6 @@
 #include "ffi/core/alignment.h"
 #include "ffi/core/copy.h"
 #include "ffi/core/element_type.h"
-#include "ffi/core/handler.h"
 #include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"

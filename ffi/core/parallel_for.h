@@ -5,9 +5,14 @@
 #include <cstdint>
 
 #include "ffi/core/function_ref.h"
-#include "xla/ffi/api/ffi.h"
+
+namespace xla::ffi {
+class ThreadPool;
+}  // namespace xla::ffi
 
 namespace jax_baracuda {
+
+namespace ffi = xla::ffi;
 
 // Runs body(chunk) for every chunk in [0, num_chunks) and returns when all have ended. `body` must not throw. It runs
 // with subnormal numbers enabled.
@@ -16,14 +21,16 @@ namespace jax_baracuda {
 // deadlock. Therefore the calling thread claims chunks from the shared counter too, and waits only for chunks that
 // another thread has already claimed: those are running. A helper that starts late finds no chunk left and touches
 // nothing but the shared state it co-owns.
-void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, FunctionRef<void(int64_t)> body);
+void ParallelFor(ffi::ThreadPool& pool, int64_t num_chunks, FunctionRef<void(int64_t)> body);
+
+// At least 1.
+int64_t NumThreadsOf(const ffi::ThreadPool& pool);
 
 // The number of chunks for `total_bytes` of work: enough to keep the pool busy, but each large enough to be worth
 // waking a thread (about 20 microseconds).
-inline int64_t ChunksFor(const xla::ffi::ThreadPool& pool, int64_t total_bytes) {
+inline int64_t ChunksFor(const ffi::ThreadPool& pool, int64_t total_bytes) {
   constexpr int64_t kMinBytesPerChunk = 256 * 1024;
-  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  return std::clamp<int64_t>(total_bytes / kMinBytesPerChunk, 1, 4 * threads);
+  return std::clamp<int64_t>(total_bytes / kMinBytesPerChunk, 1, 4 * NumThreadsOf(pool));
 }
 
 // The bounds of chunk `i` when [0, total) is cut into `num_chunks` nearly equal parts.
@@ -33,7 +40,7 @@ inline int64_t ChunkBegin(int64_t total, int64_t num_chunks, int64_t i) {
 
 // Calls body(begin, end) for ranges that cover [0, count). `total_bytes` is the work of all of them.
 template <typename Body>
-void ForEachRange(xla::ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, const Body& body) {
+void ForEachRange(ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, const Body& body) {
   const int64_t chunks = std::min(count, ChunksFor(pool, total_bytes));
   ParallelFor(pool, chunks,
               [&](int64_t chunk) { body(ChunkBegin(count, chunks, chunk), ChunkBegin(count, chunks, chunk + 1)); });

@@ -10,10 +10,11 @@
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/subnormals.h"
 #include "ffi/core/thread_sanitizer.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace jax_baracuda {
 
-void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, FunctionRef<void(int64_t)> body) {
+void ParallelFor(ffi::ThreadPool& pool, int64_t num_chunks, FunctionRef<void(int64_t)> body) {
   if (num_chunks <= 1) {
     const ScopedSubnormals subnormals;
     if (num_chunks == 1) body(int64_t{0});
@@ -58,7 +59,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, FunctionRef<voi
     }
   };
   auto state = std::make_shared<State>(num_chunks, body);
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_chunks) - 1;
+  const int64_t helpers = std::min(NumThreadsOf(pool), num_chunks) - 1;
   try {
     for (int64_t i = 0; i < helpers; ++i) pool.Schedule(Task(state));
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
@@ -72,5 +73,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_chunks, FunctionRef<voi
     return state->finished == num_chunks;
   });
 }
+
+int64_t NumThreadsOf(const ffi::ThreadPool& pool) { return std::max<int64_t>(1, pool.num_threads()); }
 
 }  // namespace jax_baracuda

@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "ffi/core/checked_call.h"
-#include "ffi/core/handler.h"
 #include "ffi/core/plan.h"
-#include "xla/ffi/api/ffi.h"
+#include "xla/ffi/api/c_api.h"
 
 namespace jax_baracuda {
 
@@ -31,7 +31,10 @@ inline std::vector<Target>& TargetTable() {
 }
 
 struct TargetRegistration {
-  explicit TargetRegistration(const Target& target) { TargetTable().push_back(target); }
+  TargetRegistration(const char* name, XLA_FFI_Handler* handler, Plan (*plan)(const PlanParameters&),
+                     std::vector<const char*> strategies) {
+    TargetTable().push_back({name, handler, plan, std::move(strategies)});
+  }
 };
 
 }  // namespace jax_baracuda
@@ -39,21 +42,9 @@ struct TargetRegistration {
 #define JB_CONCATENATE_(a, b) a##b
 #define JB_CONCATENATE(a, b) JB_CONCATENATE_(a, b)
 
-#define JB_REGISTER_HANDLER_(symbol, name, plan, ...)                                             \
-  static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_registration_, __LINE__)( \
-      ::jax_baracuda::Target{name, ::jax_baracuda::CheckedHandler<symbol>, plan, {__VA_ARGS__}})
-
-#ifdef JB_CUDA
-// Handlers can be captured into CUDA graphs, since they launch the same kernels every time.
-#define JB_DEFINE_HANDLER_(symbol, handler)                                   \
-  XLA_FFI_DEFINE_HANDLER(symbol, handler, ::jax_baracuda::BindingOf(handler), \
-                         {::xla::ffi::Traits::kCmdBufferCompatible})
-#else
-#define JB_DEFINE_HANDLER_(symbol, handler) XLA_FFI_DEFINE_HANDLER(symbol, handler, ::jax_baracuda::BindingOf(handler))
-#endif
-
-// Defines the target `name` from the function `handler`, and adds it to the module's table. The last arguments are the
-// names of its strategies.
-#define JB_TARGET(name, handler, plan, ...)                        \
-  JB_DEFINE_HANDLER_(JB_CONCATENATE(handler_, __LINE__), handler); \
-  JB_REGISTER_HANDLER_(JB_CONCATENATE(handler_, __LINE__), name, plan, __VA_ARGS__)
+// Adds the target `name` to the module's table. The handler decodes its calls, and `plan` plans them. The last arguments
+// are the names of its strategies.
+#define JB_TARGET(name, handler, plan, ...)                                                                   \
+  static const ::jax_baracuda::TargetRegistration JB_CONCATENATE(target_, __LINE__)(                          \
+      name, [](XLA_FFI_CallFrame* frame) { return ::jax_baracuda::CheckedCall(name, handler, frame); }, plan, \
+      {__VA_ARGS__})

@@ -1,4 +1,4 @@
-// Shared by the handlers of the segment ops: attributes and buffer checks.
+// Shared by the handlers of the segment ops: checks of buffers.
 #pragma once
 
 #include <algorithm>
@@ -7,52 +7,13 @@
 #include <string>
 #include <type_traits>
 
+#include "ffi/core/arguments.h"
 #include "ffi/core/batch.h"
 #include "ffi/core/batch_operand.h"
-#include "ffi/core/handler.h"
-#include "ffi/core/operands.h"
+#include "ffi/core/integers.h"
 #include "ffi/core/run.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/problem.h"
-
-namespace jax_baracuda::segment {
-
-// Op attributes.
-struct GatherOptions {
-  int64_t num_batch_dims;
-};
-
-struct ReductionOptions {
-  int64_t num_batch_dims;
-  bool indices_are_sorted;
-};
-
-struct WinnerOptions {
-  int64_t num_batch_dims;
-  bool indices_are_sorted, first_wins;
-};
-
-struct SumOptions {
-  int64_t num_batch_dims;
-  bool indices_are_sorted, deterministic;
-};
-
-struct SoftmaxOptions {
-  int64_t num_batch_dims, num_segments;
-  bool indices_are_sorted;
-};
-
-}  // namespace jax_baracuda::segment
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::GatherOptions, StructMember<int64_t>("num_batch_dims"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::ReductionOptions, StructMember<int64_t>("num_batch_dims"),
-                                      StructMember<bool>("indices_are_sorted"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::WinnerOptions, StructMember<int64_t>("num_batch_dims"),
-                                      StructMember<bool>("indices_are_sorted"), StructMember<bool>("first_wins"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::SumOptions, StructMember<int64_t>("num_batch_dims"),
-                                      StructMember<bool>("indices_are_sorted"), StructMember<bool>("deterministic"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::segment::SoftmaxOptions, StructMember<int64_t>("num_batch_dims"),
-                                      StructMember<int64_t>("num_segments"), StructMember<bool>("indices_are_sorted"));
 
 namespace jax_baracuda::segment {
 
@@ -83,184 +44,162 @@ Call CallOf(const PlanParameters& parameters) {
 // pointer, the array must have the full batch.
 class Decoder {
  public:
-  Decoder(const char* op, int64_t num_batch_dims, SegmentCall* call)
-      : op_(op), num_batch_dims_(num_batch_dims), batch_(op), call_(*call) {}
+  Decoder(Arguments& arguments, SegmentCall* call)
+      : num_batch_dims_(arguments.Integer("num_batch_dims")), call_(*call) {}
 
   // Any result; it determines the batch size.
-  ffi::Error First(const char* name, const ffi::AnyBuffer& result, const char* trailing) {
-    JB_RETURN_IF_ERROR(batch_.Decode(name, result, num_batch_dims_, trailing));
-    if (batch_.View(result, /*may_be_shared=*/false)->dims.size() == 0) {
-      return batch_.WrongRank(name, result, trailing);
-    }
+  void First(const Buffer& result, const char* trailing) {
+    batch_ = Batch(result, num_batch_dims_, trailing);
+    if (batch_.View(result, /*may_be_shared=*/false)->dims.size() == 0) throw batch_.WrongRank(result, trailing);
     call_.problem.batch = batch_.size();
-    return ffi::Error::Success();
   }
 
-  ffi::Error Ids(const ffi::AnyBuffer& segment_ids, const char* name = "segment_ids") {
-    Problem& problem = call_.problem;
+  void Ids(const Buffer& segment_ids) {
     const auto view = batch_.View(segment_ids, /*may_be_shared=*/true);
-    if (!view || view->dims.size() != 1) return batch_.WrongShape(name, segment_ids, /*may_be_shared=*/true, "rows");
-    if (view->type != ffi::DataType::S32 && view->type != ffi::DataType::S64) {
-      return UnsupportedType(op_, name, view->type);
+    if (!view || view->dims.size() != 1) throw batch_.WrongShape(segment_ids, /*may_be_shared=*/true, "rows");
+    if (segment_ids.type != XLA_FFI_DataType_S32 && segment_ids.type != XLA_FFI_DataType_S64) {
+      throw segment_ids.WrongType("S32 or S64");
     }
     if (view->dims[0] >= std::numeric_limits<int32_t>::max()) {
-      return InvalidArgument(
-          op_, std::string(name) + " has " + std::to_string(view->dims[0]) + " rows; at most 2147483646 are supported");
+      throw segment_ids.Wrong("has " + std::to_string(view->dims[0]) + " rows; at most 2147483646 are supported");
     }
-    call_.segment_ids = view->data;
-    call_.ids_are_64_bit = view->type == ffi::DataType::S64;
-    problem.rows = view->dims[0];
-    problem.ids_are_shared = view->is_shared;
-    return ffi::Error::Success();
+    call_.segment_ids = segment_ids.data;
+    call_.ids_are_64_bit = segment_ids.type == XLA_FFI_DataType_S64;
+    call_.problem.rows = view->dims[0];
+    call_.problem.ids_are_shared = view->is_shared;
   }
 
   // The array [.., rows, ...] that determines the trailing dimensions and the element type.
   template <typename To>
-  ffi::Error FirstRows(const char* name, const ffi::AnyBuffer& buffer, To* data) {
+  void FirstRows(const Buffer& buffer, To* data) {
     const auto view = batch_.View(buffer, kMayBeShared<To>);
     if (!view || view->dims.size() == 0 || view->dims[0] != call_.problem.rows) {
-      return batch_.WrongShape(name, buffer, kMayBeShared<To>, std::to_string(call_.problem.rows) + " rows, ...");
+      throw batch_.WrongShape(buffer, kMayBeShared<To>, std::to_string(call_.problem.rows) + " rows, ...");
     }
-    Take(*view, data);
-    TakeFeatures(*view);
-    return ffi::Error::Success();
+    Set(buffer, *view, data);
+    TakeFeatures(buffer, *view);
   }
 
   // FirstRows of the operand `data`.
-  ffi::Error FirstData(const ffi::AnyBuffer& buffer, const void** data) {
+  void FirstData(const Buffer& buffer, const void** data) {
     BatchOperand operand;
-    JB_RETURN_IF_ERROR(FirstRows("data", buffer, &operand));
+    FirstRows(buffer, &operand);
     *data = operand.data;
     call_.problem.data_is_shared = operand.is_shared;
-    return ffi::Error::Success();
   }
 
   // The edges of a call that gathers from `data`.
-  ffi::Error Edges(const ffi::AnyBuffer& data, const ffi::AnyBuffer& gather_ids, const ffi::AnyBuffer& segment_ids,
-                   GatheringCall* call) {
-    JB_RETURN_IF_ERROR(Ids(segment_ids));
-    return Gathered("data", data, "gather_ids", gather_ids, call);
+  void Edges(const Buffer& data, const Buffer& gather_ids, const Buffer& segment_ids, GatheringCall* call) {
+    Ids(segment_ids);
+    Gathered(data, gather_ids, call);
   }
 
   // The array [.., num_rows, ...] that edges gather from, and the ids by which they gather. The array determines the
   // trailing dimensions and the element type. Call it after Ids.
-  ffi::Error Gathered(const char* name, const ffi::AnyBuffer& data, const char* ids_name,
-                      const ffi::AnyBuffer& gather_ids, GatheringCall* call) {
+  void Gathered(const Buffer& data, const Buffer& gather_ids, GatheringCall* call) {
     const auto view = batch_.View(data, /*may_be_shared=*/true);
-    if (!view || view->dims.size() == 0) return batch_.WrongShape(name, data, /*may_be_shared=*/true, "rows, ...");
-    Take(*view, &call->data);
+    if (!view || view->dims.size() == 0) throw batch_.WrongShape(data, /*may_be_shared=*/true, "rows, ...");
+    Set(data, *view, &call->data);
     call_.problem.data_is_shared = view->is_shared;
     call->num_rows = view->dims[0];
-    TakeFeatures(*view);
-    return EdgeIds(ids_name, gather_ids, &call->gather_ids);
+    TakeFeatures(data, *view);
+    EdgeIds(gather_ids, &call->gather_ids);
   }
 
   // The optional operand `edge_order`.
-  ffi::Error EdgeOrder(bool is_there, OptionalOperands* operands, GatheringCall* call) const {
-    return operands->Next("edge_order", is_there, [&](const ffi::AnyBuffer& edge_order) {
-      return EdgeIds("edge_order", edge_order, &call->edge_order);
-    });
+  void EdgeOrder(Arguments& arguments, GatheringCall* call) const {
+    if (arguments.Flag("has_edge_order")) EdgeIds(arguments.Operand("edge_order"), &call->edge_order);
   }
 
   // int32 [.., edges].
-  ffi::Error EdgeIds(const char* name, const ffi::AnyBuffer& buffer, BatchOperand* ids) const {
-    return Vector(name, buffer, ffi::DataType::S32, call_.problem.rows, ids);
+  void EdgeIds(const Buffer& buffer, BatchOperand* ids) const {
+    Vector(buffer, XLA_FFI_DataType_S32, call_.problem.rows, ids);
   }
 
-  // The trailing dimensions of the rows as (heads, features per head).
-  ffi::Error Heads(const char* name, int64_t* heads) const {
+  // The trailing dimensions of the rows of `buffer` as (heads, features per head).
+  void Heads(const Buffer& buffer, int64_t* heads) const {
     if (features_.size() != 2) {
-      return InvalidArgument(op_, std::string(name) + " has " + std::to_string(features_.size()) +
-                                      " dimensions of features, expected heads and features of a head");
+      throw buffer.Wrong("has " + std::to_string(features_.size()) +
+                         " dimensions of features, expected heads and features of a head");
     }
     *heads = features_[0];
-    return ffi::Error::Success();
   }
 
   // The trailing dimensions of data.
-  ffi::AnyBuffer::Dimensions features() const { return features_; }
+  IntegerSpan features() const { return features_; }
 
   template <typename To>
-  ffi::Error Rows(const char* name, const ffi::AnyBuffer& buffer, To* data) const {
-    return Array(name, buffer, type_, call_.problem.rows, features_, data);
+  void Rows(const Buffer& buffer, To* data) const {
+    Array(buffer, type_, call_.problem.rows, features_, data);
   }
 
   // The array [.., segments, ...] that determines the number of segments.
   template <typename To>
-  ffi::Error FirstCells(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, To* data) {
+  void FirstCells(const Buffer& buffer, DataType type, To* data) {
     const auto view = batch_.View(buffer, kMayBeShared<To>);
-    if (!view || view->dims.size() == 0) {
-      return batch_.WrongShape(name, buffer, kMayBeShared<To>, "segments, ...");
-    }
+    if (!view || view->dims.size() == 0) throw batch_.WrongShape(buffer, kMayBeShared<To>, "segments, ...");
     call_.problem.segments = view->dims[0];
-    return Cells(name, buffer, type, data);
+    Cells(buffer, type, data);
   }
 
   template <typename To>
-  ffi::Error Cells(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, To* data) const {
-    return Array(name, buffer, type, call_.problem.segments, features_, data);
+  void Cells(const Buffer& buffer, DataType type, To* data) const {
+    Array(buffer, type, call_.problem.segments, features_, data);
   }
 
   // The number of segments, if no array has them as a dimension.
-  ffi::Error Segments(int64_t num_segments) {
+  void Segments(int64_t num_segments) {
     Problem& problem = call_.problem;
     const int64_t width = std::max<int64_t>(1, problem.features), max_cells = int64_t{1} << 56;
     if (num_segments < 0 || num_segments > max_cells / width / std::max<int64_t>(1, problem.batch)) {
-      return InvalidArgument(op_, "num_segments is " + std::to_string(num_segments) +
-                                      ", expected a non-negative number of segments that memory can hold");
+      throw InvalidArgument("num_segments is " + std::to_string(num_segments) +
+                            ", expected a non-negative number of segments that memory can hold");
     }
     problem.segments = num_segments;
-    return ffi::Error::Success();
   }
 
   // An array [.., extent, features...].
   template <typename To>
-  ffi::Error Array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
-                   ffi::AnyBuffer::Dimensions features, To* data) const {
-    if (buffer.element_type() != type) return UnsupportedType(op_, name, buffer.element_type());
+  void Array(const Buffer& buffer, DataType type, int64_t extent, IntegerSpan features, To* data) const {
+    buffer.CheckType(type);
     const auto view = batch_.View(buffer, kMayBeShared<To>);
     if (!view || view->dims.size() != 1 + features.size() || view->dims[0] != extent ||
         !(view->dims.last(features.size()) == features)) {
-      return batch_.WrongShape(name, buffer, kMayBeShared<To>,
-                               std::to_string(extent) + (features.size() == 0 ? "" : ",") + TextOf(features));
+      throw batch_.WrongShape(buffer, kMayBeShared<To>,
+                              std::to_string(extent) + (features.size() == 0 ? "" : ",") + TextOf(features));
     }
-    Take(*view, data);
-    return ffi::Error::Success();
+    Set(buffer, *view, data);
   }
 
   // An array with the shape of another one, which is checked: the batch shares both or neither.
-  ffi::Error Like(const char* other_name, const ffi::AnyBuffer& other, const char* name, const ffi::AnyBuffer& buffer,
-                  ffi::DataType type, BatchOperand* data) const {
-    if (buffer.element_type() != type) return UnsupportedType(op_, name, buffer.element_type());
-    if (!(buffer.dimensions() == other.dimensions())) {
-      return WrongShape(op_, name, buffer,
-                        "that of " + std::string(other_name) + " " + ShapeString(other.dimensions()));
+  void Like(const Buffer& other, const Buffer& buffer, DataType type, BatchOperand* data) const {
+    buffer.CheckType(type);
+    if (!(buffer.dims == other.dims)) {
+      throw buffer.WrongShape("that of " + std::string(other.name) + " " + ShapeString(other.dims));
     }
-    Take(*batch_.View(buffer, /*may_be_shared=*/true), data);
-    return ffi::Error::Success();
+    Set(buffer, *batch_.View(buffer, /*may_be_shared=*/true), data);
   }
 
   // An array [.., extent].
   template <typename To>
-  ffi::Error Vector(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t extent,
-                    To* data) const {
-    return Array(name, buffer, type, extent, {}, data);
+  void Vector(const Buffer& buffer, DataType type, int64_t extent, To* data) const {
+    Array(buffer, type, extent, {}, data);
   }
 
   // (data, segment_ids) -> output, one value per cell.
-  ffi::Error Reduction(const ffi::AnyBuffer& data, const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& output,
-                       const void** data_pointer, void** output_pointer) {
-    JB_RETURN_IF_ERROR(First("output", output, "segments, ..."));
-    JB_RETURN_IF_ERROR(Ids(segment_ids));
-    JB_RETURN_IF_ERROR(FirstData(data, data_pointer));
-    return FirstCells("output", output, type_, output_pointer);
+  void Reduction(const Buffer& data, const Buffer& segment_ids, const Buffer& output, const void** data_pointer,
+                 void** output_pointer) {
+    First(output, "segments, ...");
+    Ids(segment_ids);
+    FirstData(data, data_pointer);
+    FirstCells(output, type_, output_pointer);
   }
 
-  ffi::DataType type() const { return type_; }
+  DataType type() const { return type_; }
 
  private:
-  void TakeFeatures(const BatchedBuffer& view) {
-    type_ = view.type;
+  void TakeFeatures(const Buffer& buffer, const BatchView& view) {
+    type_ = buffer.type;
     call_.type = ElementTypeOf(type_);
     features_ = view.dims.last(view.dims.size() - 1);
     call_.problem.features = 1;
@@ -270,28 +209,26 @@ class Decoder {
   template <typename To>
   static constexpr bool kMayBeShared = std::is_same_v<To, BatchOperand>;
 
-  static void Take(const BatchedBuffer& view, BatchOperand* operand) { *operand = {view.data, view.is_shared}; }
+  static void Set(const Buffer& buffer, const BatchView& view, BatchOperand* operand) {
+    *operand = {buffer.data, view.is_shared};
+  }
   template <typename Pointer>
-  static void Take(const BatchedBuffer& view, Pointer* data) {
-    *data = static_cast<Pointer>(view.data);
+  static void Set(const Buffer& buffer, const BatchView& /*view*/, Pointer* data) {
+    *data = static_cast<Pointer>(buffer.data);
   }
 
-  const char* op_;
   int64_t num_batch_dims_;
   Batch batch_;
   SegmentCall& call_;
-  ffi::DataType type_;
-  ffi::AnyBuffer::Dimensions features_;
+  DataType type_ = XLA_FFI_DataType_INVALID;
+  IntegerSpan features_;
 };
 
 // For kernels of edges that must be sorted by segment.
-inline ffi::Error CheckSorted(const char* op, const SegmentCall& call) {
-  if (call.indices_are_sorted) return ffi::Error::Success();
-  return InvalidArgument(op, "indices_are_sorted is false, expected true: segment_order brings edges into order");
-}
-
-inline ffi::Error CheckKernel(const char* op, const char* name, const ffi::AnyBuffer& buffer, bool has_kernel) {
-  return has_kernel ? ffi::Error::Success() : UnsupportedType(op, name, buffer.element_type());
+inline void CheckSorted(const SegmentCall& call) {
+  if (!call.indices_are_sorted) {
+    throw InvalidArgument("indices_are_sorted is false, expected true: segment_order brings edges into order");
+  }
 }
 
 }  // namespace jax_baracuda::segment

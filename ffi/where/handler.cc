@@ -1,13 +1,12 @@
 // The handlers of where and its gradient.
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "ffi/core/arguments.h"
 #include "ffi/core/bit_width.h"
 #include "ffi/core/integers.h"
-#include "ffi/core/operands.h"
 #include "ffi/core/run.h"
 #include "ffi/core/target_table.h"
 #include "ffi/where/where.h"
@@ -15,105 +14,79 @@
 namespace jax_baracuda::where {
 namespace {
 
-// An operand; each dimension is the output's or 1.
-ffi::Error TakeOperand(const char* op, const char* name, const ffi::AnyBuffer& buffer,
-                       ffi::AnyBuffer::Dimensions output, Operand* operand) {
+// Checks that each dimension of an array is the whole's or 1.
+void CheckBroadcast(const Buffer& buffer, IntegerSpan whole) {
   std::vector<Dimension> dimensions;
-  for (const int64_t size : output) dimensions.emplace_back(size, /*or_one=*/true);
-  JB_RETURN_IF_ERROR(CheckShape(op, name, buffer, dimensions));
-  operand->data = buffer.untyped_data();
-  if (MakeRepetition(output, buffer.dimensions(), &operand->repetition)) return ffi::Error::Success();
-  return InvalidArgument(op, std::string(name) + " has shape " + ShapeString(buffer.dimensions()) +
-                                 ", which is repeated along too many dimensions");
+  for (const int64_t size : whole) dimensions.emplace_back(size, /*or_one=*/true);
+  if (!Fits(buffer.dims, dimensions)) throw buffer.WrongShape(ShapeString(dimensions));
 }
 
-ffi::Error TakeCondition(const char* op, const ffi::AnyBuffer& cond, ffi::AnyBuffer::Dimensions output,
-                         Operand* operand) {
-  const ffi::DataType type = cond.element_type();
-  JB_RETURN_IF_ERROR(CheckType(
-      op, "cond", cond, [] { return "PRED or U8"; }, type == ffi::DataType::PRED || type == ffi::DataType::U8));
-  return TakeOperand(op, "cond", cond, output, operand);
+Operand TakeOperand(const Buffer& buffer, IntegerSpan output) {
+  CheckBroadcast(buffer, output);
+  Operand operand{buffer.data, {}};
+  if (MakeRepetition(output, buffer.dims, &operand.repetition)) return operand;
+  throw buffer.Wrong("has shape " + ShapeString(buffer.dims) + ", which is repeated along too many dimensions");
 }
 
-ffi::Error DecodeSelect(const char* op, const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& cond,
-                        const ffi::AnyBuffer& output, SelectCall* call) {
-  const ffi::DataType type = output.element_type();
-  const auto dimensions = output.dimensions();
-  call->element_bytes = WholeByteWidth(type);
-  if (call->element_bytes == 0) return UnsupportedType(op, "output", type);
-  call->size = TrailingSize(output, 0);
-  call->output = output.untyped_data();
-  JB_RETURN_IF_ERROR(CheckType(op, "a", a, type));
-  JB_RETURN_IF_ERROR(CheckType(op, "b", b, type));
-  JB_RETURN_IF_ERROR(TakeOperand(op, "a", a, dimensions, &call->a));
-  JB_RETURN_IF_ERROR(TakeOperand(op, "b", b, dimensions, &call->b));
-  JB_RETURN_IF_ERROR(TakeCondition(op, cond, dimensions, &call->cond));
-  for (size_t i = 0; i < dimensions.size(); ++i) {
-    if (dimensions[i] == 1 || dimensions[i] == a.dimensions()[i] || dimensions[i] == b.dimensions()[i] ||
-        dimensions[i] == cond.dimensions()[i]) {
-      continue;
-    }
-    return InvalidArgument(op, "output has shape " + ShapeString(dimensions) + ", expected 1 in dimension " +
-                                   std::to_string(i) + " as in all operands");
-  }
-  return ffi::Error::Success();
+Operand TakeCondition(const Buffer& cond, IntegerSpan output) {
+  if (cond.type != XLA_FFI_DataType_PRED && cond.type != XLA_FFI_DataType_U8) throw cond.WrongType("PRED or U8");
+  return TakeOperand(cond, output);
 }
 
 // The cotangent of an operand. It has either the shape and type of d_output, or the compute type and size 1 in adjacent
 // dimensions, over which it is summed.
-ffi::Error TakeCotangent(const char* op, const char* name, const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& d_output,
-                         void** data, bool* is_summed, Sum* sum) {
-  const auto own = buffer.dimensions(), whole = d_output.dimensions();
-  *data = buffer.untyped_data();
-  *is_summed = false;
-  const ffi::DataType type = d_output.element_type();
-  if (buffer.element_type() == type && own.size() == whole.size() &&
-      std::equal(own.begin(), own.end(), whole.begin())) {
-    return ffi::Error::Success();
+void TakeCotangent(const Buffer& buffer, const Buffer& d_output, void** data, bool* is_summed, Sum* sum) {
+  *data = buffer.data;
+  *is_summed = buffer.type != d_output.type || !(buffer.dims == d_output.dims);
+  if (!*is_summed) return;
+  CheckBroadcast(buffer, d_output.dims);
+  d_output.CheckKernel(IsFloating(ElementTypeOf(d_output.type)));
+  buffer.CheckType(ComputeDataType(d_output.type));
+  if (!MakeSum(d_output.dims, buffer.dims, sum)) {
+    throw buffer.WrongShape("sizes of 1 in neighbouring dimensions only");
   }
-  std::vector<Dimension> dimensions;
-  for (const int64_t size : whole) dimensions.emplace_back(size, /*or_one=*/true);
-  JB_RETURN_IF_ERROR(CheckShape(op, name, buffer, dimensions));
-  if (!IsFloating(ElementTypeOf(type))) return UnsupportedType(op, "d_output", type);
-  JB_RETURN_IF_ERROR(CheckType(op, name, buffer, ComputeDataType(type)));
-  *is_summed = true;
-  if (MakeSum(whole, own, sum)) return ffi::Error::Success();
-  return WrongShape(op, name, buffer, "sizes of 1 in neighbouring dimensions only");
 }
 
-ffi::Error DecodeSplit(const char* op, const ffi::AnyBuffer& d_output, const ffi::AnyBuffer& cond,
-                       const ffi::AnyBuffer& da, const ffi::AnyBuffer& db, SplitCall* call) {
-  call->element_bytes = WholeByteWidth(d_output.element_type());
-  if (call->element_bytes == 0) return UnsupportedType(op, "d_output", d_output.element_type());
-  call->type = ElementTypeOf(d_output.element_type());
-  call->size = TrailingSize(d_output, 0);
-  call->d_output = d_output.untyped_data();
-  JB_RETURN_IF_ERROR(TakeCondition(op, cond, d_output.dimensions(), &call->cond));
-  Sum sum_of_b{};
-  JB_RETURN_IF_ERROR(TakeCotangent(op, "da", da, d_output, &call->da, &call->a_is_summed, &call->sum));
-  JB_RETURN_IF_ERROR(TakeCotangent(op, "db", db, d_output, &call->db, &call->b_is_summed, &sum_of_b));
-  if (call->a_is_summed && call->b_is_summed && !(call->sum == sum_of_b)) {
-    return InvalidArgument(op, "db has shape " + ShapeString(db.dimensions()) + ", expected that of da, " +
-                                   ShapeString(da.dimensions()) + ", or that of d_output");
-  }
-  if (call->b_is_summed) call->sum = sum_of_b;
-  return ffi::Error::Success();
-}
-
-ffi::Error HandleSelect(Context context, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer cond,
-                        ffi::Result<ffi::AnyBuffer> output) {
-  constexpr const char* kOp = "where";
+void HandleSelect(Arguments& arguments) {
+  const Buffer a = arguments.Operand("a"), b = arguments.Operand("b"), cond = arguments.Operand("cond");
+  const Buffer output = arguments.Result("output");
   SelectCall call;
-  JB_RETURN_IF_ERROR(DecodeSelect(kOp, a, b, cond, *output, &call));
-  return ToError(kOp, call.Run(context));
+  call.element_bytes = WholeByteWidth(output.type);
+  output.CheckKernel(call.element_bytes > 0);
+  call.size = output.Size();
+  call.output = output.data;
+  a.CheckType(output.type);
+  b.CheckType(output.type);
+  call.a = TakeOperand(a, output.dims);
+  call.b = TakeOperand(b, output.dims);
+  call.cond = TakeCondition(cond, output.dims);
+  for (size_t i = 0; i < output.dims.size(); ++i) {
+    const int64_t size = output.dims[i];
+    if (size != 1 && size != a.dims[i] && size != b.dims[i] && size != cond.dims[i]) {
+      throw output.WrongShape("1 in dimension " + std::to_string(i) + " as in all operands");
+    }
+  }
+  Run(arguments, call);
 }
 
-ffi::Error HandleSplit(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer cond, ffi::Result<ffi::AnyBuffer> da,
-                       ffi::Result<ffi::AnyBuffer> db, ffi::RemainingRets scratch) {
-  constexpr const char* kOp = "where_backward";
+void HandleSplit(Arguments& arguments) {
+  const Buffer d_output = arguments.Operand("d_output"), cond = arguments.Operand("cond");
+  const Buffer da = arguments.Result("da"), db = arguments.Result("db");
   SplitCall call;
-  JB_RETURN_IF_ERROR(DecodeSplit(kOp, d_output, cond, *da, *db, &call));
-  return RunCall(context, {kOp, scratch}, &call);
+  call.element_bytes = WholeByteWidth(d_output.type);
+  d_output.CheckKernel(call.element_bytes > 0);
+  call.type = ElementTypeOf(d_output.type);
+  call.size = d_output.Size();
+  call.d_output = d_output.data;
+  call.cond = TakeCondition(cond, d_output.dims);
+  Sum sum_of_b{};
+  TakeCotangent(da, d_output, &call.da, &call.a_is_summed, &call.sum);
+  TakeCotangent(db, d_output, &call.db, &call.b_is_summed, &sum_of_b);
+  if (call.a_is_summed && call.b_is_summed && !(call.sum == sum_of_b)) {
+    throw db.WrongShape("that of da, " + ShapeString(da.dims) + ", or that of d_output");
+  }
+  if (call.b_is_summed) call.sum = sum_of_b;
+  RunWithScratch(arguments, &call);
 }
 
 // ---- The calls described by the parameters of a plan, without data. Shapes are given dimension by dimension.

@@ -5,29 +5,12 @@
 
 namespace jax_baracuda::write_rows {
 
-struct Attributes {
-  int64_t axis;
-  bool has_layer, has_unique_slots;
-  ffi::Span<const int64_t> scales;  // a ScaleKind for each pool
-  int64_t num_batch_dims;
-};
-
-}  // namespace jax_baracuda::write_rows
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_baracuda::write_rows::Attributes, StructMember<int64_t>("axis"),
-                                      StructMember<bool>("has_layer"), StructMember<bool>("has_unique_slots"),
-                                      StructMember<ffi::Span<const int64_t>>("scales"),
-                                      StructMember<int64_t>("num_batch_dims"));
-
-namespace jax_baracuda::write_rows {
 namespace {
 
-ffi::Error HandleRows(Context context, ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes attributes) {
-  constexpr const char* kOp = "write_rows";
+void HandleRows(Arguments& arguments) {
   Call call;
-  Decoder decoder(kOp, operands, operands.size(), results, results.size());
-  JB_RETURN_IF_ERROR(decoder.Decode(attributes, &call));
-  return ToError(kOp, call.Run(context));
+  Decoder(arguments, arguments.NumResultsLeft()).Decode(&call);
+  Run(arguments, call);
 }
 
 constexpr const char* kStrategyNames[] = {kNothing, "copy", "convert"};

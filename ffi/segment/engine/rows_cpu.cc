@@ -592,7 +592,7 @@ Strategy ChooseStrategy(const Problem& problem, CellType type, bool has_counts) 
 }
 
 int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes) {
-  return std::min<int64_t>(ChunksFor(pool, total_bytes), std::max<int64_t>(1, pool.num_threads()));
+  return std::min(ChunksFor(pool, total_bytes), NumThreadsOf(pool));
 }
 
 bool Scan(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts) {

@@ -1,6 +1,4 @@
 // The handlers of segment_max, segment_min, segment_argmax, segment_argmin and their gradients.
-#include <type_traits>
-
 #include "ffi/segment/decoding.h"
 #include "ffi/segment/extremum/call.h"
 
@@ -8,67 +6,56 @@ namespace jax_baracuda::segment {
 namespace {
 
 template <bool kIsMinimum, bool kWithWinner>
-ffi::Error HandleExtremum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                          ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results,
-                          std::conditional_t<kWithWinner, WinnerOptions, ReductionOptions> options) {
-  constexpr const char* kOp = kWithWinner ? (kIsMinimum ? "segment_min_with_winner" : "segment_max_with_winner")
-                                          : (kIsMinimum ? "segment_min" : "segment_max");
+void HandleExtremum(Arguments& arguments) {
+  const Buffer data = arguments.Operand("data"), segment_ids = arguments.Operand("segment_ids");
+  const Buffer output = arguments.Result("output");
   ExtremumCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
-  const bool has_kernel = kWithWinner ? IsFloating(call.type) : DispatchOrdered(call.type, [](auto) {});
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, has_kernel));
-  OptionalResults results(kOp, more_results);
-  JB_RETURN_IF_ERROR(results.Next("winner", kWithWinner, [&](const ffi::AnyBuffer& winner) {
-    return decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner);
-  }));
+  Decoder decoder(arguments, &call);
+  decoder.Reduction(data, segment_ids, output, &call.data, &call.output);
+  data.CheckKernel(kWithWinner ? IsFloating(call.type) : DispatchOrdered(call.type, [](auto) {}));
+  if (kWithWinner) {
+    decoder.Cells(arguments.Result("winner"), XLA_FFI_DataType_S32, &call.winner);
+    call.first_wins = arguments.Flag("first_wins");
+  }
   call.is_minimum = kIsMinimum;
   call.with_winner = kWithWinner;
-  if constexpr (kWithWinner) call.first_wins = options.first_wins;
-  call.indices_are_sorted = options.indices_are_sorted;
-  return RunCall(context, results, &call);
+  call.indices_are_sorted = arguments.Flag("indices_are_sorted");
+  RunWithScratch(arguments, &call);
 }
 
-// The operands are (d_output, winner, segment_ids) and, if ties are shared, data and output.
-template <bool kIsMinimum>
-ffi::Error HandleExtremumBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer winner,
-                                  ffi::AnyBuffer segment_ids, ffi::RemainingArgs data_and_output,
-                                  ffi::Result<ffi::AnyBuffer> d_data, ffi::RemainingRets scratch,
-                                  GatherOptions options) {
-  constexpr const char* kOp = kIsMinimum ? "segment_min_backward" : "segment_max_backward";
+// The last operands, data and output, are there if ties are shared.
+void HandleExtremumBackward(Arguments& arguments) {
+  const Buffer d_output = arguments.Operand("d_output"), winner = arguments.Operand("winner");
+  const Buffer segment_ids = arguments.Operand("segment_ids"), d_data = arguments.Result("d_data");
   ExtremumBackwardCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.First("d_data", *d_data, "rows, ..."));
-  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", *d_data, &call.d_data));
-  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output));
-  JB_RETURN_IF_ERROR(decoder.Cells("winner", winner, ffi::DataType::S32, &call.winner));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, IsFloating(call.type)));
-  OptionalOperands operands(kOp, data_and_output);
-  const bool shares_ties = data_and_output.size() > 0;
-  JB_RETURN_IF_ERROR(operands.Next("data", shares_ties,
-                                   [&](const ffi::AnyBuffer& data) { return decoder.Rows("data", data, &call.data); }));
-  JB_RETURN_IF_ERROR(operands.Next("output", shares_ties, [&](const ffi::AnyBuffer& output) {
-    return decoder.Like("winner", winner, "output", output, decoder.type(), &call.output);
-  }));
-  JB_RETURN_IF_ERROR(operands.End());
-  return RunCall(context, {kOp, scratch}, &call);
+  Decoder decoder(arguments, &call);
+  decoder.First(d_data, "rows, ...");
+  decoder.Ids(segment_ids);
+  decoder.FirstRows(d_data, &call.d_data);
+  decoder.FirstCells(d_output, decoder.type(), &call.d_output);
+  decoder.Cells(winner, XLA_FFI_DataType_S32, &call.winner);
+  d_output.CheckKernel(IsFloating(call.type));
+  if (arguments.NumOperandsLeft() > 0) {
+    decoder.Rows(arguments.Operand("data"), &call.data);
+    decoder.Like(winner, arguments.Operand("output"), decoder.type(), &call.output);
+  }
+  RunWithScratch(arguments, &call);
 }
 
 template <bool kIsMinimum>
-ffi::Error HandleArg(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                     ffi::Result<ffi::AnyBuffer> winner, ffi::RemainingRets scratch, ReductionOptions options) {
-  constexpr const char* kOp = kIsMinimum ? "segment_argmin" : "segment_argmax";
+void HandleArg(Arguments& arguments) {
+  const Buffer data = arguments.Operand("data"), segment_ids = arguments.Operand("segment_ids");
+  const Buffer winner = arguments.Result("winner");
   ArgCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.First("winner", *winner, "segments, ..."));
-  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstData(data, &call.data));
-  JB_RETURN_IF_ERROR(decoder.FirstCells("winner", *winner, ffi::DataType::S32, &call.row));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, DispatchWide(call.type, [](auto) {})));
+  Decoder decoder(arguments, &call);
+  decoder.First(winner, "segments, ...");
+  decoder.Ids(segment_ids);
+  decoder.FirstData(data, &call.data);
+  decoder.FirstCells(winner, XLA_FFI_DataType_S32, &call.row);
+  data.CheckKernel(DispatchWide(call.type, [](auto) {}));
   call.is_minimum = kIsMinimum;
-  call.indices_are_sorted = options.indices_are_sorted;
-  return RunCall(context, {kOp, scratch}, &call);
+  call.indices_are_sorted = arguments.Flag("indices_are_sorted");
+  RunWithScratch(arguments, &call);
 }
 
 // The calls that plan parameters describe.
@@ -87,9 +74,9 @@ JB_TARGET("segment_max_with_winner", (HandleExtremum<false, true>), PlanOf<Extre
           ExtremumCall::Strategies(/*with_winner=*/true));
 JB_TARGET("segment_min_with_winner", (HandleExtremum<true, true>), PlanOf<ExtremumCallOf<true>>,
           ExtremumCall::Strategies(/*with_winner=*/true));
-JB_TARGET("segment_max_backward", HandleExtremumBackward<false>, PlanOf<CallOf<ExtremumBackwardCall>>,
+JB_TARGET("segment_max_backward", HandleExtremumBackward, PlanOf<CallOf<ExtremumBackwardCall>>,
           ExtremumBackwardCall::Strategies());
-JB_TARGET("segment_min_backward", HandleExtremumBackward<true>, PlanOf<CallOf<ExtremumBackwardCall>>,
+JB_TARGET("segment_min_backward", HandleExtremumBackward, PlanOf<CallOf<ExtremumBackwardCall>>,
           ExtremumBackwardCall::Strategies());
 JB_TARGET("segment_argmax", HandleArg<false>, PlanOf<CallOf<ArgCall>>, ArgCall::Strategies());
 JB_TARGET("segment_argmin", HandleArg<true>, PlanOf<CallOf<ArgCall>>, ArgCall::Strategies());

@@ -204,7 +204,7 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
       FinishStreaming();
       return true;
     };
-    return ForEachGroupedBlock(pool, problem, /*item_size=*/0, std::max<int64_t>(1, pool.num_threads()), ids, write);
+    return ForEachGroupedBlock(pool, problem, /*item_size=*/0, NumThreadsOf(pool), ids, write);
   }
   ForEachBlockOfResult(pool, problem, ids, call.d_data, sizeof(T), kConvertedIds,
                        [&](int64_t batch, const RowBlock& block) {

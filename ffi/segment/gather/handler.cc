@@ -5,37 +5,26 @@
 namespace jax_baracuda::segment {
 namespace {
 
-ffi::Error DecodeGather(const char* op, Decoder* decoder, const ffi::AnyBuffer& d_output,
-                        const ffi::AnyBuffer& segment_ids, const ffi::AnyBuffer& d_data, GatherCall* call) {
-  JB_RETURN_IF_ERROR(decoder->First("d_data", d_data, "rows, ..."));
-  JB_RETURN_IF_ERROR(decoder->Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder->FirstRows("d_data", d_data, &call->rows));
-  JB_RETURN_IF_ERROR(decoder->FirstCells("d_output", d_output, decoder->type(), &call->cells));
-  return CheckKernel(op, "d_output", d_output, IsFloating(call->type));
-}
-
-ffi::Error HandleSumBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer segment_ids,
-                             ffi::Result<ffi::AnyBuffer> d_data, ffi::RemainingRets scratch, GatherOptions options) {
-  constexpr const char* kOp = "segment_sum_backward";
+template <bool kIsMean>
+void HandleGather(Arguments& arguments) {
+  const Buffer d_output = arguments.Operand("d_output");
+  const Buffer count = kIsMean ? arguments.Operand("count") : Buffer{};
+  const Buffer segment_ids = arguments.Operand("segment_ids"), d_data = arguments.Result("d_data");
   GatherCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(DecodeGather(kOp, &decoder, d_output, segment_ids, *d_data, &call));
-  return RunCall(context, {kOp, scratch}, &call);
+  Decoder decoder(arguments, &call);
+  decoder.First(d_data, "rows, ...");
+  decoder.Ids(segment_ids);
+  decoder.FirstRows(d_data, &call.rows);
+  decoder.FirstCells(d_output, decoder.type(), &call.cells);
+  d_output.CheckKernel(IsFloating(call.type));
+  if (kIsMean) decoder.Vector(count, XLA_FFI_DataType_S32, call.problem.segments, &call.count);
+  RunWithScratch(arguments, &call);
 }
 
-ffi::Error HandleMeanBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer count,
-                              ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_data,
-                              ffi::RemainingRets scratch, GatherOptions options) {
-  constexpr const char* kOp = "segment_mean_backward";
-  GatherCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(DecodeGather(kOp, &decoder, d_output, segment_ids, *d_data, &call));
-  JB_RETURN_IF_ERROR(decoder.Vector("count", count, ffi::DataType::S32, call.problem.segments, &call.count));
-  return RunCall(context, {kOp, scratch}, &call);
-}
-
-JB_TARGET("segment_sum_backward", HandleSumBackward, PlanOf<CallOf<GatherCall>>, GatherCall::Strategies());
-JB_TARGET("segment_mean_backward", HandleMeanBackward, PlanOf<CallOf<GatherCall>>, GatherCall::Strategies());
+JB_TARGET("segment_sum_backward", HandleGather</*kIsMean=*/false>, PlanOf<CallOf<GatherCall>>,
+          GatherCall::Strategies());
+JB_TARGET("segment_mean_backward", HandleGather</*kIsMean=*/true>, PlanOf<CallOf<GatherCall>>,
+          GatherCall::Strategies());
 
 }  // namespace
 }  // namespace jax_baracuda::segment

@@ -5,22 +5,20 @@
 namespace jax_baracuda::segment {
 namespace {
 
-// The context is the stream or the thread pool.
-ffi::Error HandleLogSumExp(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                           ffi::Result<ffi::AnyBuffer> maxima, ffi::Result<ffi::AnyBuffer> totals,
-                           ffi::RemainingRets scratch, ReductionOptions options) {
-  constexpr const char* kOp = "segment_logsumexp";
+void HandleLogSumExp(Arguments& arguments) {
+  const Buffer data = arguments.Operand("data"), segment_ids = arguments.Operand("segment_ids");
+  const Buffer maxima = arguments.Result("maxima"), totals = arguments.Result("totals");
   LogSumExpCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.First("maxima", *maxima, "segments, ..."));
-  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstData(data, &call.data));
-  const ffi::DataType of_states = ComputeDataType(decoder.type());
-  JB_RETURN_IF_ERROR(decoder.FirstCells("maxima", *maxima, of_states, &call.maxima));
-  JB_RETURN_IF_ERROR(decoder.Cells("totals", *totals, of_states, &call.totals));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, IsFloating(call.type)));
-  call.indices_are_sorted = options.indices_are_sorted;
-  return RunCall(context, {kOp, scratch}, &call);
+  Decoder decoder(arguments, &call);
+  decoder.First(maxima, "segments, ...");
+  decoder.Ids(segment_ids);
+  decoder.FirstData(data, &call.data);
+  const DataType of_states = ComputeDataType(decoder.type());
+  decoder.FirstCells(maxima, of_states, &call.maxima);
+  decoder.Cells(totals, of_states, &call.totals);
+  data.CheckKernel(IsFloating(call.type));
+  call.indices_are_sorted = arguments.Flag("indices_are_sorted");
+  RunWithScratch(arguments, &call);
 }
 
 JB_TARGET("segment_logsumexp", HandleLogSumExp, PlanOf<CallOf<LogSumExpCall>>, LogSumExpCall::Strategies());

@@ -6,42 +6,36 @@ namespace jax_baracuda::segment {
 namespace {
 
 template <bool kHasResidual>
-ffi::Error HandleProduct(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                         ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results,
-                         ReductionOptions options) {
-  constexpr const char* kOp = kHasResidual ? "segment_prod_with_residual" : "segment_prod";
+void HandleProduct(Arguments& arguments) {
+  const Buffer data = arguments.Operand("data"), segment_ids = arguments.Operand("segment_ids");
+  const Buffer output = arguments.Result("output");
   ProductCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
-  const bool has_kernel = kHasResidual ? IsFloating(call.type) : DispatchWrapping(call.type, [](auto) {});
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, has_kernel));
-  OptionalResults results(kOp, more_results);
-  JB_RETURN_IF_ERROR(results.Next("mantissa", kHasResidual, [&](const ffi::AnyBuffer& mantissa) {
-    return decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa);
-  }));
-  JB_RETURN_IF_ERROR(results.Next("packed", kHasResidual, [&](const ffi::AnyBuffer& packed) {
-    return decoder.Cells("packed", packed, ffi::DataType::S32, &call.packed);
-  }));
-  call.indices_are_sorted = options.indices_are_sorted;
-  return RunCall(context, results, &call);
+  Decoder decoder(arguments, &call);
+  decoder.Reduction(data, segment_ids, output, &call.data, &call.output);
+  data.CheckKernel(kHasResidual ? IsFloating(call.type) : DispatchWrapping(call.type, [](auto) {}));
+  if (kHasResidual) {
+    decoder.Cells(arguments.Result("mantissa"), ComputeDataType(decoder.type()), &call.mantissa);
+    decoder.Cells(arguments.Result("packed"), XLA_FFI_DataType_S32, &call.packed);
+  }
+  call.indices_are_sorted = arguments.Flag("indices_are_sorted");
+  RunWithScratch(arguments, &call);
 }
 
-ffi::Error HandleProductBackward(Context context, ffi::AnyBuffer d_output, ffi::AnyBuffer mantissa,
-                                 ffi::AnyBuffer packed, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                                 ffi::Result<ffi::AnyBuffer> d_data, ffi::RemainingRets scratch,
-                                 GatherOptions options) {
-  constexpr const char* kOp = "segment_prod_backward";
+void HandleProductBackward(Arguments& arguments) {
+  const Buffer d_output = arguments.Operand("d_output"), mantissa = arguments.Operand("mantissa");
+  const Buffer packed = arguments.Operand("packed"), data = arguments.Operand("data");
+  const Buffer segment_ids = arguments.Operand("segment_ids"), d_data = arguments.Result("d_data");
   ProductBackwardCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.First("d_data", *d_data, "rows, ..."));
-  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstRows("d_data", *d_data, &call.d_data));
-  JB_RETURN_IF_ERROR(decoder.Rows("data", data, &call.data));
-  JB_RETURN_IF_ERROR(decoder.FirstCells("d_output", d_output, decoder.type(), &call.d_output));
-  JB_RETURN_IF_ERROR(decoder.Cells("mantissa", mantissa, ComputeDataType(decoder.type()), &call.mantissa));
-  JB_RETURN_IF_ERROR(decoder.Like("mantissa", mantissa, "packed", packed, ffi::DataType::S32, &call.packed));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "d_output", d_output, IsFloating(call.type)));
-  return RunCall(context, {kOp, scratch}, &call);
+  Decoder decoder(arguments, &call);
+  decoder.First(d_data, "rows, ...");
+  decoder.Ids(segment_ids);
+  decoder.FirstRows(d_data, &call.d_data);
+  decoder.Rows(data, &call.data);
+  decoder.FirstCells(d_output, decoder.type(), &call.d_output);
+  decoder.Cells(mantissa, ComputeDataType(decoder.type()), &call.mantissa);
+  decoder.Like(mantissa, packed, XLA_FFI_DataType_S32, &call.packed);
+  d_output.CheckKernel(IsFloating(call.type));
+  RunWithScratch(arguments, &call);
 }
 
 JB_TARGET("segment_prod", HandleProduct</*kHasResidual=*/false>, PlanOf<CallOf<ProductCall>>,

@@ -5,40 +5,38 @@
 namespace jax_baracuda::segment {
 namespace {
 
-ffi::Error HandleSoftmax(Context context, ffi::AnyBuffer logits, ffi::AnyBuffer segment_ids,
-                         ffi::Result<ffi::AnyBuffer> probabilities, ffi::RemainingRets scratch,
-                         SoftmaxOptions options) {
-  constexpr const char* kOp = "segment_softmax";
+void HandleSoftmax(Arguments& arguments) {
+  const Buffer logits = arguments.Operand("logits"), segment_ids = arguments.Operand("segment_ids");
+  const Buffer probabilities = arguments.Result("probabilities");
   SoftmaxCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.First("probabilities", *probabilities, "rows, ..."));
-  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstRows("logits", logits, &call.inputs[0]));
-  JB_RETURN_IF_ERROR(decoder.Rows("probabilities", *probabilities, &call.output));
-  JB_RETURN_IF_ERROR(decoder.Segments(options.num_segments));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "logits", logits, IsFloating(call.type)));
+  Decoder decoder(arguments, &call);
+  decoder.First(probabilities, "rows, ...");
+  decoder.Ids(segment_ids);
+  decoder.FirstRows(logits, &call.inputs[0]);
+  decoder.Rows(probabilities, &call.output);
+  decoder.Segments(arguments.Integer("num_segments"));
+  logits.CheckKernel(IsFloating(call.type));
   call.problem.data_is_shared = call.inputs[0].is_shared;
-  call.indices_are_sorted = options.indices_are_sorted;
-  return RunCall(context, {kOp, scratch}, &call);
+  call.indices_are_sorted = arguments.Flag("indices_are_sorted");
+  RunWithScratch(arguments, &call);
 }
 
-ffi::Error HandleSoftmaxBackward(Context context, ffi::AnyBuffer probabilities, ffi::AnyBuffer d_probabilities,
-                                 ffi::AnyBuffer segment_ids, ffi::Result<ffi::AnyBuffer> d_logits,
-                                 ffi::RemainingRets scratch, SoftmaxOptions options) {
-  constexpr const char* kOp = "segment_softmax_backward";
+void HandleSoftmaxBackward(Arguments& arguments) {
+  const Buffer probabilities = arguments.Operand("probabilities"), d_output = arguments.Operand("d_output");
+  const Buffer segment_ids = arguments.Operand("segment_ids"), d_logits = arguments.Result("d_logits");
   SoftmaxCall call;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.First("d_logits", *d_logits, "rows, ..."));
-  JB_RETURN_IF_ERROR(decoder.Ids(segment_ids));
-  JB_RETURN_IF_ERROR(decoder.FirstRows("probabilities", probabilities, &call.inputs[0]));
-  JB_RETURN_IF_ERROR(decoder.Rows("d_output", d_probabilities, &call.inputs[1]));
-  JB_RETURN_IF_ERROR(decoder.Rows("d_logits", *d_logits, &call.output));
-  JB_RETURN_IF_ERROR(decoder.Segments(options.num_segments));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "probabilities", probabilities, IsFloating(call.type)));
+  Decoder decoder(arguments, &call);
+  decoder.First(d_logits, "rows, ...");
+  decoder.Ids(segment_ids);
+  decoder.FirstRows(probabilities, &call.inputs[0]);
+  decoder.Rows(d_output, &call.inputs[1]);
+  decoder.Rows(d_logits, &call.output);
+  decoder.Segments(arguments.Integer("num_segments"));
+  probabilities.CheckKernel(IsFloating(call.type));
   call.problem.data_is_shared = call.inputs[0].is_shared;
   call.is_backward = true;
-  call.indices_are_sorted = options.indices_are_sorted;
-  return RunCall(context, {kOp, scratch}, &call);
+  call.indices_are_sorted = arguments.Flag("indices_are_sorted");
+  RunWithScratch(arguments, &call);
 }
 
 template <bool kIsBackward>

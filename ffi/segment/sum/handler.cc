@@ -6,26 +6,19 @@ namespace jax_baracuda::segment {
 namespace {
 
 template <bool kIsMean, bool kInFloat64>
-constexpr const char* kSumName = kInFloat64 ? (kIsMean ? "segment_mean_in_float64" : "segment_sum_in_float64")
-                                            : (kIsMean ? "segment_mean" : "segment_sum");
-
-template <bool kIsMean, bool kInFloat64>
-ffi::Error HandleSum(Context context, ffi::AnyBuffer data, ffi::AnyBuffer segment_ids,
-                     ffi::Result<ffi::AnyBuffer> output, ffi::RemainingRets more_results, SumOptions options) {
-  constexpr const char* kOp = kSumName<kIsMean, kInFloat64>;
+void HandleSum(Arguments& arguments) {
+  const Buffer data = arguments.Operand("data"), segment_ids = arguments.Operand("segment_ids");
+  const Buffer output = arguments.Result("output");
   SumCall call;
   call.is_mean = kIsMean;
   call.in_float64 = kInFloat64;
-  call.indices_are_sorted = options.indices_are_sorted;
-  call.deterministic = options.deterministic;
-  Decoder decoder(kOp, options.num_batch_dims, &call);
-  JB_RETURN_IF_ERROR(decoder.Reduction(data, segment_ids, *output, &call.data, &call.output));
-  JB_RETURN_IF_ERROR(CheckKernel(kOp, "data", data, call.HasKernel()));
-  OptionalResults results(kOp, more_results);
-  JB_RETURN_IF_ERROR(results.Next("count", kIsMean, [&](const ffi::AnyBuffer& count) {
-    return decoder.Vector("count", count, ffi::DataType::S32, call.problem.segments, &call.count);
-  }));
-  return RunCall(context, results, &call);
+  call.indices_are_sorted = arguments.Flag("indices_are_sorted");
+  call.deterministic = arguments.Flag("deterministic");
+  Decoder decoder(arguments, &call);
+  decoder.Reduction(data, segment_ids, output, &call.data, &call.output);
+  data.CheckKernel(call.HasKernel());
+  if (kIsMean) decoder.Vector(arguments.Result("count"), XLA_FFI_DataType_S32, call.problem.segments, &call.count);
+  RunWithScratch(arguments, &call);
 }
 
 template <bool kIsMean, bool kInFloat64>
@@ -36,13 +29,13 @@ SumCall SumCallOf(const PlanParameters& parameters) {
   return call;
 }
 
-JB_TARGET((kSumName<false, false>), (HandleSum<false, false>), (PlanOf<SumCallOf<false, false>>),
+JB_TARGET("segment_sum", (HandleSum<false, false>), (PlanOf<SumCallOf<false, false>>),
           SumCall::Strategies(/*is_mean=*/false, /*in_float64=*/false));
-JB_TARGET((kSumName<true, false>), (HandleSum<true, false>), (PlanOf<SumCallOf<true, false>>),
+JB_TARGET("segment_mean", (HandleSum<true, false>), (PlanOf<SumCallOf<true, false>>),
           SumCall::Strategies(/*is_mean=*/true, /*in_float64=*/false));
-JB_TARGET((kSumName<false, true>), (HandleSum<false, true>), (PlanOf<SumCallOf<false, true>>),
+JB_TARGET("segment_sum_in_float64", (HandleSum<false, true>), (PlanOf<SumCallOf<false, true>>),
           SumCall::Strategies(/*is_mean=*/false, /*in_float64=*/true));
-JB_TARGET((kSumName<true, true>), (HandleSum<true, true>), (PlanOf<SumCallOf<true, true>>),
+JB_TARGET("segment_mean_in_float64", (HandleSum<true, true>), (PlanOf<SumCallOf<true, true>>),
           SumCall::Strategies(/*is_mean=*/true, /*in_float64=*/true));
 
 }  // namespace
