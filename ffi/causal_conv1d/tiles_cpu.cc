@@ -27,7 +27,7 @@ JB_INLINE C Silu(C z) {
 // Transposes numbers [begin, begin + times) of each channel's row to [times, channels]. Rows have kLength numbers, or
 // `length` if kLength is 0.
 template <int kLength, typename T, typename C>
-JB_AVX2_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
+JB_CPU_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, int64_t times, int64_t channels, C* to) {
   const int64_t stride = kLength == 0 ? length : kLength;
   for (int64_t time = 0; time < times; ++time, to += channels) {
     const T* const from = rows + begin + time;
@@ -38,7 +38,7 @@ JB_AVX2_CLONES void LoadColumns(const T* rows, int64_t length, int64_t begin, in
 
 // Transposes a tile to the first `times` numbers of rows of `length` numbers. kLength is 0, or equal to both.
 template <int kLength, typename T, typename C>
-JB_AVX2_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, int64_t channels, T* rows) {
+JB_CPU_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, int64_t channels, T* rows) {
   const int64_t stride = kLength == 0 ? length : kLength, count = kLength == 0 ? times : kLength;
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) {
@@ -48,8 +48,8 @@ JB_AVX2_CLONES void StoreColumns(const C* from, int64_t length, int64_t times, i
 
 // kLength is 0 or the length.
 template <int kLength, typename T>
-JB_AVX2_CLONES void ShiftStatesOfLength(const T* old_states, int64_t length, const T* x, int64_t channels,
-                                        T* new_states) {
+JB_CPU_CLONES void ShiftStatesOfLength(const T* old_states, int64_t length, const T* x, int64_t channels,
+                                       T* new_states) {
   const int64_t count = kLength == 0 ? length : kLength;
   JB_VECTORIZE
   for (int64_t c = 0; c < channels; ++c) {
@@ -68,7 +68,7 @@ void WithLength(int64_t length, const Body& body) {
   }
 }
 
-template <int kWidth, bool kOverTimes, typename C>
+template <int kWidth, bool kOverTimes, bool kSilu, typename C>
 JB_CPU_CLONES void CorrelateWhole(const C* __restrict in, int64_t in_stride, const C* __restrict weights,
                                   int64_t weight_stride, const C* __restrict biases, int64_t times, int64_t channels,
                                   C* __restrict out, int64_t out_stride) {
@@ -84,7 +84,7 @@ JB_CPU_CLONES void CorrelateWhole(const C* __restrict in, int64_t in_stride, con
       for (int row = 0; row < kRows; ++row) {
         C sum = biases[kOverTimes ? 0 : i];
         for (int k = 0; k < kWidth; ++k) sum += weights[k * weight_stride + (kOverTimes ? 0 : i)] * window[row + k];
-        to[row * out_stride + i] = sum;
+        to[row * out_stride + i] = kSilu ? Silu(sum) : sum;
       }
     }
   };
@@ -119,21 +119,17 @@ JB_CPU_CLONES void AddTap(const C* __restrict in, int64_t in_stride, const C* __
   }
 }
 
-// Replaces `rows` rows of z, of `count` numbers each, by their silu.
 template <typename C>
-JB_CPU_CLONES void ApplySilu(View<C> z, int64_t rows, int64_t count) {
-  for (int64_t row = 0; row < rows; ++row) {
-    C* const numbers = z.data + row * z.stride;
-    JB_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) numbers[i] = Silu(numbers[i]);
-  }
+JB_CPU_CLONES void ApplySilu(C* z, int64_t count) {
+  JB_VECTORIZE
+  for (int64_t i = 0; i < count; ++i) z[i] = Silu(z[i]);
 }
 
-// The numbers of a vector register for AVX2. Without AVX-512, GCC would keep vectors of 64 bytes in memory.
+// The numbers of one 64-byte vector register, or of several shorter ones.
 template <typename C>
 struct Lanes {
-  static constexpr int64_t kBytes = 32, kCount = kBytes / sizeof(C);
-  typedef C Type __attribute__((vector_size(kBytes)));
+  static constexpr int64_t kCount = kCacheLine / sizeof(C);
+  typedef C Type __attribute__((vector_size(kCacheLine)));
 };
 
 // Adds the sum over t of dz[t, c] * in[t + k, c] to sums[k, c], and the sum of dz to sums_of_dz[c] unless that is
@@ -290,6 +286,9 @@ void Correlate(const Tile& tile, View<const C> in, View<const C> weights, const 
           AddTap<over_times>(in.From(begin + k).data, in.stride, weights.From(k).data, of_tap, of_run.count - later,
                              bit, end - begin, tile.channels, out.From(begin).data, out.stride);
         }
+        if (!silu) return;
+        const int64_t rows = over_times ? 1 : end - begin, columns = over_times ? end - begin : tile.channels;
+        for (int64_t row = 0; row < rows; ++row) ApplySilu(out.From(begin + row).data, columns);
       };
       if (has_masks) {
         if (over_times) {
@@ -299,14 +298,17 @@ void Correlate(const Tile& tile, View<const C> in, View<const C> weights, const 
         }
         return add_taps(0, masks.From(begin));
       }
+      const bool is_wide = tile.width > kMaxConstantWidth;
       DispatchWidth(std::min(tile.width, kMaxConstantWidth), [&](auto width) {
-        CorrelateWhole<width, over_times>(in.From(begin).data, in.stride, weights.data, weights.stride, biases,
-                                          end - begin, tile.channels, out.From(begin).data, out.stride);
+        const auto run = [&](auto with_silu) {
+          CorrelateWhole<width, over_times, with_silu>(in.From(begin).data, in.stride, weights.data, weights.stride,
+                                                       biases, end - begin, tile.channels, out.From(begin).data,
+                                                       out.stride);
+        };
+        silu && !is_wide ? run(std::true_type{}) : run(std::false_type{});
       });
-      add_taps(kMaxConstantWidth, {nullptr, 0, false});
+      if (is_wide) add_taps(kMaxConstantWidth, {nullptr, 0, false});
     });
-    const int64_t times = end - begin;
-    if (silu) ApplySilu(out.From(begin), tile.over_times ? 1 : times, tile.over_times ? times : tile.channels);
   });
 }
 
