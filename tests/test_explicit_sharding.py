@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from segment.reference import DIFFERENTIABLE, Reduction
 from support import cases, programs, recorded
 from support.meshes import MESH_SHAPE, make_mesh
 
@@ -54,6 +55,12 @@ def of_split_sizes(example: Example) -> Example:
     if "entry" in sizes:
         sizes["entry"] = sizes["tap"] + sizes["time"]  # a state must hold all new inputs
     return dataclasses.replace(example, sizes={"small": sizes})
+
+
+def sum_of_squares(results: Any) -> jax.Array:
+    """Extrema of empty segments are infinite."""
+    floating = (x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.floating))
+    return sum(jnp.sum(jnp.where(jnp.isfinite(x), x, 0) ** 2) for x in floating)
 
 
 def random_spec(rng: np.random.Generator, shape: tuple[int, ...]) -> P:
@@ -116,12 +123,21 @@ def test_second_derivatives(rng: np.random.Generator, example: Example, axis_typ
 
     def gradients(*arrays: jax.Array) -> Any:
         given = dict(zip(operands, arrays, strict=True))
-        first = jax.grad(lambda chosen: programs.sum_of_squares(example.call("small")(**{**given, **chosen})))
-        second = jax.grad(lambda chosen: programs.sum_of_squares(first(chosen)))
+        first = jax.grad(lambda chosen: sum_of_squares(example.call("small")(**{**given, **chosen})))
+        second = jax.grad(lambda chosen: sum_of_squares(first(chosen)))
         return second({name: given[name] for name in names})
 
     arrays = list(operands.values())
     assert_split_results_agree(gradients, arrays, [random_spec(rng, x.shape) for x in arrays], axis_type)
+
+
+@each_axis_type
+@pytest.mark.parametrize("reduction", DIFFERENTIABLE, ids=str)
+def test_gradient_of_broadcast_data(rng: np.random.Generator, reduction: Reduction, axis_type: AxisType) -> None:
+    """One row for all ids, whose gradient is a sum over devices."""
+    row, ids = rng.normal(size=(1, 6)).astype(np.float32), rng.integers(-1, 9, 16).astype(np.int32)
+    gradient = jax.grad(lambda row, ids: sum_of_squares(reduction(row, ids, 8)))
+    assert_split_results_agree(gradient, [row, ids], [P(None, "y"), P("x")], axis_type)
 
 
 WITH_PLAN = [x for x in NOT_MAPPED if recorded.takes_plan(x) and "indices_are_sorted" not in x.options]
@@ -140,7 +156,7 @@ def test_plans_of_split_ids(rng: np.random.Generator, example: Example) -> None:
             return recorded.by_plan(example, {**given, **chosen}, plan)
 
         chosen = {name: given[name] for name in names}
-        return call(chosen), jax.grad(lambda chosen: programs.sum_of_squares(call(chosen)))(chosen) if names else ()
+        return call(chosen), jax.grad(lambda chosen: sum_of_squares(call(chosen)))(chosen) if names else ()
 
     def of_split_ids(*arrays: jax.Array) -> Any:
         given = dict(zip(operands, arrays, strict=True))
@@ -184,7 +200,7 @@ def test_rows_whose_dimensions_are_merged(rng: np.random.Generator, dims: int) -
     def call(data: jax.Array, weights: jax.Array) -> jax.Array:
         return jax_baracuda.gather_segment_sum(data, ids, ids, 8, weights=weights)
 
-    gradient = jax.grad(lambda *arrays: programs.sum_of_squares(call(*arrays)), (0, 1))
+    gradient = jax.grad(lambda *arrays: sum_of_squares(call(*arrays)), (0, 1))
     for split in (P(None, "x"), P(None, None, "x"), P(None, None, None, "x")):
         for implementation in ("kernel", "xla"):
             with jax_baracuda.implementation(implementation):

@@ -583,7 +583,7 @@ def test_large_graphs_run_by_kernels(users_rules: None, cuda_module: None, name:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Results agree.
+# Several devices.
 
 
 @cases.on_two_devices

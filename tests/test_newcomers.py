@@ -15,7 +15,6 @@ import pytest
 import jax_baracuda as jb
 
 IDS = np.array([0, 1, 0, 2, 1, 0])
-OTHER_IDS = np.array([0, 1, 0, 2, 1, 1])
 ROWS = np.ones((6, 2), np.float32)
 HEADS = np.ones((6, 1, 2), np.float32)
 LOGITS = np.ones(6, np.float32)
@@ -42,8 +41,8 @@ GATHERED: dict[str, Callable[..., Any]] = {
 """Functions of edges, called with ``gather_ids, segment_ids`` or with a plan."""
 
 
-def plan(ids: np.ndarray = IDS) -> jb.SegmentPlan:
-    return jb.segment_plan(ids, 3, ids, 6)
+def plan() -> jb.SegmentPlan:
+    return jb.segment_plan(IDS, 3, IDS, 6)
 
 
 @pytest.mark.parametrize("function", REDUCTIONS, ids=lambda f: f.__name__)

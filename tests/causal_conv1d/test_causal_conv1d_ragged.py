@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,6 +74,17 @@ def test_ragged(rng: np.random.Generator, dtype: str, width: int) -> None:
             assert_equal(states, expected_states, where)
 
 
+def test_plain_jax(rng: np.random.Generator) -> None:
+    """So is the result of plain JAX, for filters that have no kernel, too."""
+    for width, tokens, sequences in ((1, 9, 3), (4, 50, 9), (8, 40, 6), (11, 70, 8)):
+        arrays = random_parameters(rng, (tokens, 5), (11, width), width)
+        batch = random_batch(rng, tokens, sequences, 11)
+        y, states = ragged(arrays, batch, implementation="xla")
+        expected_y, expected_states = in_float64(pools.ragged, arrays, batch)
+        assert_close(y, expected_y, f"width {width}")
+        assert_equal(states, expected_states, f"width {width}")
+
+
 def test_nothing_leaks(rng: np.random.Generator) -> None:
     """NaN in one sequence, in padding, or in a state that no sequence reads reaches nothing else."""
     arrays = random_parameters(rng, (64, 8), (6, 3), 4)
@@ -137,6 +149,80 @@ def test_integers_of_every_dtype(rng: np.random.Generator, ids_dtype: str) -> No
     expected_y, expected_states = in_float64(pools.ragged, arrays, (cu_seqlens, slots, has_state))
     assert_close(y, expected_y)
     assert_equal(states, expected_states)
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("width", [4, 1, 2, 7])
+def test_gradients(rng: np.random.Generator, width: int, implementation: str) -> None:
+    with cases.x64_for("float64"):
+        for tokens, sequences, slots, channels in ((40, 9, 4, 5), (160, 5, 20, 16)):
+            arrays = random_parameters(rng, (tokens, channels), (slots, width), width, "float64")
+            cu_seqlens, own_slots, has_state = random_batch(rng, tokens, sequences, slots)
+            batch = cu_seqlens, own_slots % (slots + 1), has_state  # some slots are equal
+            cotangents = tuple(rng.normal(size=arrays[name].shape) for name in ("x", "states"))
+
+            def pulled(function: Callable[..., Any], arrays: Any = arrays, cotangents: Any = cotangents) -> Any:
+                return jax.jit(lambda given: jax.vjp(function, given)[1](cotangents)[0])(arrays)
+
+            expected = pulled(lambda given, batch=batch: pools.ragged(given, batch))
+            actual = pulled(lambda given, batch=batch: ragged(given, batch, implementation=implementation))
+            for name in arrays:
+                np.testing.assert_allclose(actual[name], expected[name], 1e-9, 1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradients_of_rounded_numbers(rng: np.random.Generator, dtype: str) -> None:
+    """Gradients have the dtypes of their arrays, and are as close to those in float64 as two roundings allow."""
+    arrays = random_parameters(rng, (90, 12), (8, 3), 4, dtype, "float32")
+    batch = random_batch(rng, 90, 6, 8)
+    cotangents = tuple(rng.normal(size=arrays[name].shape).astype(arrays[name].dtype) for name in ("x", "states"))
+    actual = jax.vjp(lambda given: ragged(given, batch, implementation="kernel"), arrays)[1](cotangents)[0]
+    with cases.x64_for("float64"):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), (arrays, cotangents))
+        expected = jax.vjp(lambda given: pools.ragged(given, batch), wide[0])[1](wide[1])[0]
+    for name, x in arrays.items():
+        assert actual[name].dtype == x.dtype, name
+        tolerance = 4 * max(float(jnp.finfo(dtype if name in ("x", "states") else "float32").eps), 1e-6)
+        scale = np.max(np.abs(expected[name]))
+        np.testing.assert_allclose(np.asarray(actual[name], np.float64), expected[name], 0, tolerance * scale, name)
+
+
+def test_second_derivatives(rng: np.random.Generator) -> None:
+    with cases.x64_for("float64"):
+        arrays = random_parameters(rng, (20, 3), (4, 2), 3, "float64")
+        batch = random_batch(rng, 20, 4, 4)
+
+        def gradient(function: Callable[..., Any]) -> Any:
+            def loss(given: Any) -> Any:
+                y, states = function(given, batch)
+                return jnp.sum(y**2) + jnp.sum(states**3)
+
+            return jax.jit(jax.grad(lambda given: sum(jnp.sum(g**2) for g in jax.grad(loss)(given).values())))(arrays)
+
+        expected = gradient(pools.ragged)
+        actual = gradient(lambda given, batch: ragged(given, batch, implementation="kernel"))
+        for name in arrays:
+            np.testing.assert_allclose(actual[name], expected[name], 1e-8, 1e-8, err_msg=name)
+
+
+@pytest.mark.parametrize("mapped", [("x",), ("states",), ("cu_seqlens", "state_slots"), ("weight", "bias"), "all"])
+def test_vmap(rng: np.random.Generator, mapped: Any) -> None:
+    """Mapped and shared operands, in one launch."""
+    arrays = [random_parameters(rng, (50, 8), (7, 3), 4) for _ in range(3)]
+    batches = [dict(zip(("cu_seqlens", "state_slots", "has_state"), random_batch(rng, 50, 5, 7), strict=True))
+               for _ in range(3)]  # fmt: skip
+    operands = [own | batch for own, batch in zip(arrays, batches, strict=True)]
+    names = tuple(operands[0]) if mapped == "all" else mapped
+    given = {name: np.stack([own[name] for own in operands]) if name in names else x for name, x in operands[0].items()}
+    axes = {name: 0 if name in names else None for name in given}
+    call = lambda own: causal_conv1d_ragged(**own, activation="silu", implementation="kernel")  # noqa: E731
+    y, states = jax.jit(jax.vmap(call, (axes,)))(given)
+    for i in range(3):
+        own = {name: x[i] if name in names else x for name, x in given.items()}
+        batch = (own.pop("cu_seqlens"), own.pop("state_slots"), own.pop("has_state"))
+        expected_y, expected_states = in_float64(pools.ragged, own, batch)
+        assert_close(y[i], expected_y)
+        assert_equal(states[i], expected_states)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -229,6 +315,43 @@ def test_equal_slots_of_an_update(rng: np.random.Generator) -> None:
         assert_equal(states, expected_states)
 
 
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("width", [4, 1, 2])
+def test_gradients_of_an_update(rng: np.random.Generator, width: int, implementation: Any) -> None:
+    with cases.x64_for("float64"):
+        for inputs, has_accepted in ((1, False), (3, False), (3, True)):
+            arrays = random_parameters(rng, (6, inputs, 5), (5, width + inputs), width, "float64")
+            slots, num_accepted = random_slots(rng, 6, 5), rng.integers(1, inputs + 1, 6)
+
+            accepted = num_accepted if has_accepted else None
+            functions = (
+                lambda given: update(given, slots, accepted, activation="silu", implementation=implementation),  # noqa: B023
+                lambda given: pools.updated(given, slots, accepted),  # noqa: B023
+            )
+            cotangents = tuple(rng.normal(size=arrays[name].shape) for name in ("x", "states"))
+            actual, expected = (jax.vjp(f, arrays)[1](cotangents)[0] for f in functions)
+            for name in arrays:
+                np.testing.assert_allclose(actual[name], expected[name], 1e-9, 1e-9, err_msg=name)
+
+
+def test_vmap_of_an_update(rng: np.random.Generator) -> None:
+    arrays = [random_parameters(rng, (4, 2, 8), (7, 4), 4) for _ in range(3)]
+    slots = random_slots(rng, 4, 7)
+    given = {name: np.stack([own[name] for own in arrays]) for name in ("x", "states")}
+    others = {name: arrays[0][name] for name in ("weight", "bias")}
+
+    def call(own: Any, accepted: Any) -> Any:
+        return update(own | others, slots, accepted, activation="silu", implementation="kernel")
+
+    accepted = np.array([[1, 2, 1, 2], [2, 2, 1, 1], [1, 1, 1, 1]])
+    y, states = jax.vmap(call)(given, accepted)
+    for i in range(3):
+        own = {name: x[i] for name, x in given.items()} | others
+        expected_y, expected_states = in_float64(pools.updated, own, slots, accepted[i])
+        assert_close(y[i], expected_y)
+        assert_equal(states[i], expected_states)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # In place.
 
@@ -264,6 +387,16 @@ def test_donated_pools_are_updated_in_place(rng: np.random.Generator, is_loop: b
     others = np.setdiff1d(np.arange(50), slots)
     np.testing.assert_array_equal(np.asarray(new)[others], before[others])
     assert not np.any(np.asarray(new)[slots, :, 0] == before[slots, :, 0])
+
+
+def test_pools_that_are_used_again(rng: np.random.Generator) -> None:
+    """Without a donation, the old pool stays as it is."""
+    arrays = random_parameters(rng, (40, 8), (6, 3), 4)
+    batch = random_batch(rng, 40, 4, 6)
+    states = jnp.asarray(arrays["states"])
+    y, new = ragged(arrays | {"states": states}, batch)
+    assert_equal(states, arrays["states"])
+    assert_equal(new, in_float64(pools.ragged, arrays, batch)[1])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

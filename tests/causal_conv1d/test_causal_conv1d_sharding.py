@@ -45,7 +45,7 @@ def put(mesh: Mesh, operands: dict[str, Any], specs: dict[str, P]) -> dict[str, 
 
 @each_layout
 @cases.each_pair(
-    length=[8, 24, 25, 88],
+    length=[8, 24, 25, 40, 88],
     width=[1, 2, 4, 8, 10],
     time_axes=["examples", ("examples", "channels"), ("channels", "examples")],
 )

@@ -249,7 +249,7 @@ def test_many_rows(rng: np.random.Generator, dtype: str, layout: str) -> None:
 
 
 def as_in_gpt_j(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
-    """As above, with repeated angles and swapped neighbours."""
+    """Rotates x ``[B, H, S, D]`` by positions ``[B, S]``, with repeated angles and swapped neighbours."""
     size = x.shape[-1]
     angles = np.repeat(positions[:, None, :, None] * (1.0 / base ** (np.arange(0, size, 2) / size)), 2, axis=-1)
     swapped = np.stack([-x[..., 1::2], x[..., ::2]], axis=-1).reshape(x.shape)

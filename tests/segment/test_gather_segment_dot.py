@@ -15,6 +15,16 @@ from support import cases
 from jax_baracuda import gather_segment_dot, segment_plan
 
 
+def test_clipped_ids(rng: np.random.Generator) -> None:
+    """With mode "clip", ids out of range name the nearest segment."""
+    graph = with_segment_data(rng, make_graph(rng, 40, 500, 30, (2, 8)))
+    d_output = cases.cotangent(rng, (500, 2), "float32")
+    clipped = dataclasses.replace(graph, segment_ids=np.clip(graph.segment_ids, 0, 29))
+    output, vjp = jax.vjp(lambda arrays: call_of("dot", graph, "ids", mode="clip")(**arrays), graph.arrays())
+    for name, allowed in clipped.expected("dot", d_output).items():
+        allowed.check({"value": output, **vjp(d_output)[0]}[name], name)
+
+
 @pytest.mark.parametrize("implementation", ["kernel", "xla"])
 @pytest.mark.parametrize("form", ["ids", "plan"])
 def test_dropped_edges(rng: np.random.Generator, form: str, implementation: str) -> None:

@@ -321,3 +321,22 @@ def test_unsorted_edges_are_refused(target: str) -> None:
     call, _ = good_call(target, indices_are_sorted=True)
     unsorted = dataclasses.replace(call, attributes={**call.attributes, "indices_are_sorted": False})
     handlers.assert_refused(unsorted, "unsorted", "indices_are_sorted")
+
+
+def test_weights_and_a_plan_in_plain_jax(rng: np.random.Generator) -> None:
+    """Weights and their gradient are in the order of the ids, not in the order of the plan."""
+    data, weights = small_floats(rng, 20, 3), small_floats(rng, 400)
+    gather_ids, segment_ids = rng.integers(0, 20, 400), rng.integers(0, 11, 400)  # id 10 is out of range
+    cotangent = small_floats(rng, 10, 3)
+    plan = segment_plan(segment_ids, 10, gather_ids, 20)
+    output, pull_back = jax.vjp(
+        lambda x, w: gather_segment_sum(x, weights=w, plan=plan, implementation="xla"), data, weights
+    )
+    expected, d_data, of_segment = np.zeros((10, 3)), np.zeros((20, 3)), np.concatenate([cotangent, np.zeros((1, 3))])
+    inside = segment_ids < 10
+    np.add.at(expected, segment_ids[inside], (weights[:, None] * data[gather_ids])[inside])
+    np.add.at(d_data, gather_ids, weights[:, None] * of_segment[segment_ids])
+    np.testing.assert_array_equal(output, expected)
+    gradients = pull_back(cotangent)
+    np.testing.assert_array_equal(gradients[0], d_data)
+    np.testing.assert_array_equal(gradients[1], (data[gather_ids] * of_segment[segment_ids]).sum(axis=1))

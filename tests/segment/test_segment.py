@@ -44,6 +44,7 @@ from support.cases import (
     assert_same_values,
 )
 from support.kernels import Batch, kernels_in
+from support.programs import small_integers
 
 import jax_baracuda
 from jax_baracuda._core.call import OpCall
@@ -306,6 +307,25 @@ def test_clip_clamps_by_value(reduction: Reduction) -> None:
             output = reduction(data, ids, segments, mode="clip")
         reduction.value(data, cases.in_mode(ids, segments, "clip"), segments).check(output, f"{ids_dtype} {segments}")
     assert reduction(data[:3], np.arange(3), 0, mode="clip").shape == ((3,) if reduction.result_has_rows else (0,))
+
+
+EMPTY_VALUES = {MAX: -np.inf, MIN: np.inf, SUM: 0, MEAN: 0, PROD: 1, ARGMAX: 2, ARGMIN: 2}
+
+
+@pytest.mark.parametrize("reduction", EMPTY_VALUES, ids=str)
+def test_empty_segments(reduction: Reduction) -> None:
+    """Empty segments have the identity of the reduction. For argmax and argmin, they have the number of rows."""
+    for dtype in reduction.dtypes:
+        dtype = jnp.dtype(dtype)
+        empty = EMPTY_VALUES[reduction]
+        if not np.isfinite(empty) and not cases.is_floating(dtype):
+            limits = (False, True) if dtype == np.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+            empty = limits[empty > 0]
+        with cases.x64_for(dtype):
+            output = reduction(np.ones((2, 3), dtype), np.array([4, -4]), 6)
+        expected = np.full((6, 3), empty, np.int32 if reduction in (ARGMAX, ARGMIN) else dtype)
+        expected[4] = 0 if reduction in (ARGMAX, ARGMIN) else 1
+        assert_same_bits(output, expected)
 
 
 @pytest.mark.parametrize("hot", ["no segment", "one segment", "all in one"])
@@ -671,6 +691,63 @@ def test_tangents_are_kernels(rng: np.random.Generator, reduction: Reduction, op
     if reduction.derivatives_are_exact and reduction not in (PROD, SOFTMAX):
         of_gradient = kernels_in(lowered(jax.grad(lambda x: (call(reduction, x) ** 2).sum())))
         assert set(of_gradient) >= set(reduction.kernels)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("reduction", [MAX, MIN, PROD, SOFTMAX], ids=str)
+def test_tangents_against_gradients(rng: np.random.Generator, reduction: Reduction, dtype: str) -> None:
+    """Tangents are sums over rows, weighted by the gradient of ones. Tangents of losing rows may be NaN."""
+    shape, batch = Shape(40, (3,), 12), Batch()
+    ids = np.stack([cases.make_ids(rng, shape.rows, shape.segments) for _ in range(2)])
+    data = np.stack([reduction.make_data(rng, shape, dtype) for _ in range(2)])
+    if reduction is PROD:  # the product of all other rows must be in range of the dtype
+        data = rng.choice([0.5, -1.0, 1.0, 2.0, 0.0, np.inf, np.nan], data.shape, p=[0.2] * 4 + [0.1, 0.05, 0.05])
+    data, tangents = data.astype(dtype), small_integers(rng, data.shape, dtype)
+
+    def weights_of(i: int, options: Options) -> np.ndarray:
+        ones, wide = np.ones((shape.segments, *shape.row_shape)), data[i].astype(np.float64)
+        return np.asarray(reduction.gradient(ones, wide, ids[i], shape.segments, **options).exact, np.float64)
+
+    def add(maps: tuple[bool, bool], options: Options, implementation: str = "kernel") -> None:
+        is_shared = [not is_mapped for is_mapped in maps]
+        elements = [tuple(0 if shared else i for shared in is_shared) for i in range(2)]
+
+        def jvp(data: jax.Array, ids: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+            call = functools.partial(reduction.in_forward_mode, **options, implementation=implementation)
+            return jax.jvp(lambda x: call(x, ids, shape.segments), (data,), (tangent,))
+
+        own_tangents = tangents
+        if reduction in (MAX, MIN):
+            loses = np.stack([weights_of(i, options) == 0 for i in range(2)])
+            any_number = rng.choice([np.nan, np.inf, -np.inf], tangents.shape).astype(dtype)
+            if not maps[0]:
+                loses[1] = loses[0]
+            own_tangents = np.where(loses, any_number, tangents)
+
+        def check(values: jax.Array, actual: jax.Array) -> None:
+            for i, (of_data, of_ids) in enumerate(elements):
+                where, own_ids, t = f"{maps} {options} {implementation} {i}", ids[of_ids], own_tangents[i]
+                if reduction is SOFTMAX:
+                    residual = np.asarray(values[i])
+                    reduction.gradient(t, residual, own_ids, shape.segments, **options).check(actual[i], where)
+                    continue
+                weights = weights_of(of_data, options)
+                with np.errstate(invalid="ignore"):  # infinite products have no tangent
+                    terms = np.where(weights != 0, weights * t.astype(np.float64), 0)
+                sums = cases.segment_sum(terms, own_ids, shape.segments)
+                Expected(sums, dtype, cases.sum_error(terms, own_ids, shape.segments, dtype)).check(actual[i], where)
+
+        axes = tuple(0 if is_mapped else None for is_mapped in maps)
+        operands = [x if is_mapped else x[0] for x, is_mapped in zip((data, ids), maps, strict=True)]
+        batch.add(jax.vmap(jvp, (*axes, 0)), (*operands, own_tangents), check)
+
+    for options in reduction.options:
+        add((True, True), options)
+        add((False, False), options)
+    if dtype == "float64":  # in narrower dtypes, XLA may leave intermediate results such as probabilities unrounded
+        add((False, False), reduction.options[0], "xla")
+    with cases.x64_for(dtype), np.errstate(invalid="ignore"):
+        batch.run()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,20 @@ def test_shift_invariance(rng: np.random.Generator, dtype: str) -> None:
             SOFTMAX.value(shifted, ids, 9).check(moved)
 
 
+@each_dtype
+def test_backward_of_any_probabilities(rng: np.random.Generator, dtype: str) -> None:
+    """The backward function accepts any probabilities, also if they do not sum to 1."""
+    p, d = rng.normal(size=(2, 400, 5)).astype(jnp.dtype(dtype))
+    ids = cases.make_ids(rng, 400, 30)
+    expected = SOFTMAX.gradient(d, p, ids, 30, deterministic=False)
+    order = np.argsort(ids, kind="stable")
+    with cases.x64_for(dtype):
+        expected.check(segment_softmax_backward(d, p, ids, 30))
+        expected.check(segment_softmax_backward(d, p, ids, 30, deterministic=True))
+        is_sorted = segment_softmax_backward(d[order], p[order], ids[order], 30, indices_are_sorted=True)
+        expected.check(is_sorted[np.argsort(order)])
+
+
 @pytest.mark.parametrize("asked_for", ["kernel", "xla"])
 @pytest.mark.parametrize("bad_cotangent", [np.nan, np.inf])
 def test_nan_stays_in_its_segment(rng: np.random.Generator, asked_for: str, bad_cotangent: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -201,6 +202,19 @@ def test_empty_arrays(shapes: tuple[tuple[int, int], tuple[int, int]]) -> None:
     assert_same_memory(batched(dest[None], rows, slots), dest[None])
 
 
+def test_vmap(rng: np.random.Generator) -> None:
+    """One launch for any mapped operands; mapped slots or rows and a shared pool, too."""
+    dest, rows = random_numbers(rng, (4, 9, 3), "float32"), random_numbers(rng, (4, 6, 3), "float32")
+    slots = np.stack([random_slots(rng, 6, 9) for _ in range(4)])
+    for mapped in ((0, 0, 0), (0, None, 0), (0, 0, None), (None, 0, None), (None, None, 0)):
+        operands = [x if axis == 0 else x[0] for x, axis in zip((dest, rows, slots), mapped, strict=True)]
+        run = jax.jit(jax.vmap(write_rows, mapped))
+        each = [[x[i] if axis == 0 else x for x, axis in zip(operands, mapped, strict=True)] for i in range(4)]
+        assert_same_numbers(run(*operands), np.stack([reference_write(*x) for x in each]), str(mapped))
+        by_kernel = jax.vmap(lambda *x: write_rows(*x, implementation="kernel"), mapped)
+        assert kernels_of(by_kernel, *operands) == ["write_rows"]
+
+
 @pytest.mark.parametrize("has_layer", [False, True])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_vmap_of_conversions(rng: np.random.Generator, axis: int, has_layer: bool) -> None:
@@ -249,6 +263,27 @@ def test_gradient(rng: np.random.Generator, dtype: str, implementation: str) -> 
             rest, taken = reference_taken(cotangent, slots, axis, layer)
             assert_same_memory(d_dest, rest)
             assert_same_memory(d_rows, taken)
+
+
+def plain(dest: Any, rows: Any, slots: np.ndarray) -> Any:
+    """In plain JAX, for derivatives of every order."""
+    last = {slot: t for t, slot in enumerate(slots.tolist()) if 0 <= slot < dest.shape[0]}
+    return dest.at[np.array(list(last))].set(rows[np.array(list(last.values()))])
+
+
+def test_every_order_and_mode(rng: np.random.Generator) -> None:
+    dest, rows = small_integers(rng, (5, 2), "float32"), small_integers(rng, (6, 2), "float32")
+    slots = np.array([1, 3, 1, -1, 5, 0])
+
+    def loss(write: Callable[..., Any], dest: Any, rows: Any) -> Any:
+        return (write(dest, rows, slots) ** 3 * np.arange(1, 11).reshape(5, 2)).sum()
+
+    for derivative, write in ((jax.grad, write_rows), (jax.jacfwd, forward_mode.write_rows), (jax.hessian, write_rows)):
+        got, want = (
+            derivative(lambda d, r, f=function: loss(f, d, r), (0, 1))(dest, rows) for function in (write, plain)
+        )
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(x, y)  # products of small integers are exact
 
 
 def test_gradient_of_scaled_rows(rng: np.random.Generator) -> None:
@@ -329,6 +364,12 @@ def test_carried_pools_are_not_copied(rng: np.random.Generator, layout: str) -> 
         ]
     for got, want in zip(jax.jit(fill)((dest, dest), rows, slots), expected, strict=True):
         assert_same_memory(got, want)
+
+
+def test_pool_that_is_not_donated_is_unchanged(rng: np.random.Generator) -> None:
+    dest, rows = jnp.zeros((5, 2)), jnp.ones((2, 2))
+    result = write_rows(dest, rows, jnp.array([1, 3]), implementation="kernel")
+    assert float(dest.sum()) == 0 and float(result.sum()) == 4
 
 
 def test_rows_of_the_pool_itself(rng: np.random.Generator) -> None:
