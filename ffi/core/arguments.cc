@@ -18,6 +18,10 @@ InvalidArgument Missing(const char* name, int64_t number, size_t got, const char
                                                                            " " + what);
 }
 
+void CheckIsBuffer(bool is_buffer, const char* name) {
+  if (!is_buffer) throw InvalidArgument(std::string(name) + " is no buffer, expected one");
+}
+
 void CheckCount(int64_t got, size_t expected, const char* what) {
   if (static_cast<size_t>(got) == expected) return;
   throw InvalidArgument("got " + std::to_string(got) + " " + what + ", expected " + std::to_string(expected));
@@ -38,7 +42,7 @@ DataType TypeOf(XLA_FFI_AttrType kind, const void* attribute) {
   }
 }
 
-std::string TextOf(XLA_FFI_AttrType kind, DataType type) {
+std::string AttributeText(XLA_FFI_AttrType kind, DataType type) {
   switch (kind) {
     case XLA_FFI_AttrType_SCALAR:
       return "a scalar of type " + TypeName(type);
@@ -55,11 +59,13 @@ std::string TextOf(XLA_FFI_AttrType kind, DataType type) {
 
 Buffer Arguments::Operand(const char* name, int64_t number) {
   if (NumOperandsLeft() == 0) throw Missing(name, number, num_operands_, "operands");
+  CheckIsBuffer(frame_.args.types[num_operands_] == XLA_FFI_ArgType_BUFFER, name);
   return BufferOf(frame_.args.args[num_operands_++], name, number);
 }
 
 Buffer Arguments::Result(const char* name, int64_t number) {
   if (NumResultsLeft() == 0) throw Missing(name, number, num_results_, "results");
+  CheckIsBuffer(frame_.rets.types[num_results_] == XLA_FFI_RetType_BUFFER, name);
   return BufferOf(frame_.rets.rets[num_results_++], name, number);
 }
 
@@ -84,10 +90,10 @@ const void* Arguments::Attribute(std::string_view name, XLA_FFI_AttrType kind, D
     taken_attributes_ |= uint64_t{1} << i;
     const DataType own_type = TypeOf(attributes.types[i], attributes.attrs[i]);
     if (attributes.types[i] == kind && own_type == type) return attributes.attrs[i];
-    throw InvalidArgument(std::string(name) + " is " + TextOf(attributes.types[i], own_type) + ", expected " +
-                          TextOf(kind, type));
+    throw InvalidArgument(std::string(name) + " is " + AttributeText(attributes.types[i], own_type) + ", expected " +
+                          AttributeText(kind, type));
   }
-  throw InvalidArgument(std::string(name) + " is missing, expected an attribute that is " + TextOf(kind, type));
+  throw InvalidArgument(std::string(name) + " is missing, expected an attribute that is " + AttributeText(kind, type));
 }
 
 const void* Arguments::Scalar(std::string_view name, DataType type) {

@@ -18,7 +18,8 @@ class Arguments {
 
   Executor executor() const { return executor_; }
 
-  // The next operand or result. Operands that a call may lack are taken only if its attributes say that it has them.
+  // The next operand or result. Operands that a call may lack are taken only if its attributes, or the number
+  // of operands left, say that it has them.
   Buffer Operand(const char* name, int64_t number = -1);
   Buffer Result(const char* name, int64_t number = -1);
   // The next `count` of them, numbered from 0.

@@ -1,5 +1,5 @@
 // Operands and results as handlers see them. Handlers do not trust Python: every check throws an error that names the
-// argument, what came and what is allowed.
+// argument and says what is wrong with it.
 #pragma once
 
 #include <algorithm>

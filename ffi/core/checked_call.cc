@@ -93,6 +93,7 @@ void PoisonResults(const XLA_FFI_CallFrame* frame, Executor executor) {
   }
 }
 
+// XLA checked the size of the frame when the handler was registered.
 void Execute(Handler* handler, const XLA_FFI_CallFrame* frame) {
   const ScopedHandler running;
   ForgetStaleErrors();

@@ -10,7 +10,7 @@
 
 namespace jax_baracuda {
 
-// Decodes a call and runs it. What is wrong with the call it throws.
+// Decodes a call and runs it. Throws an error if the call is wrong.
 using Handler = void(Arguments& arguments);
 
 // Calls the handler and turns exceptions into errors that name the op: none may cross XLA's C interface.

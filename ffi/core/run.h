@@ -50,7 +50,7 @@ void RunWithScratch(Arguments& arguments, Call* call) {
 
 inline constexpr bool kOnCuda = false;
 
-inline void CheckStatus(bool has_memory) {
+inline void CheckStatus(RunStatus has_memory) {
   if (!has_memory) throw std::bad_alloc();
 }
 

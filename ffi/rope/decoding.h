@@ -36,7 +36,7 @@ inline Sections DecodeSections(IntegerSpan sizes, bool are_interleaved, int64_t 
   Sections sections{1, are_interleaved, {}};
   if (sizes.size() == 0) return sections;
   const auto wrong = [&] {
-    return InvalidArgument("sections expected: at most " + std::to_string(kMaxSections) +
+    return InvalidArgument("sections are " + ShapeString(sizes) + ", expected at most " + std::to_string(kMaxSections) +
                            " numbers of at least 0 that sum to " + std::to_string(pairs));
   };
   if (sizes.size() > kMaxSections) throw wrong();

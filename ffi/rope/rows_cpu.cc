@@ -1,3 +1,4 @@
+// The rotation of rows on CPUs, for rope and rope_write.
 #include "ffi/rope/rows_cpu.h"
 
 #include <algorithm>

@@ -37,7 +37,7 @@ class Decoder {
     const bool is_valid = scales.size() == num_pools && std::all_of(scales.begin(), scales.end(), [](int64_t kind) {
                             return kNoScale <= kind && kind <= kScalePerHead;
                           });
-    if (!is_valid) throw InvalidArgument("scales expected: 0, 1 or 2 for each result");
+    if (!is_valid) throw InvalidArgument("scales are " + ShapeString(scales) + ", expected 0, 1 or 2 for each result");
     if (num_pools == 0) throw InvalidArgument("got no results, expected at least one");
     call->has_unique_slots = arguments_.Flag("has_unique_slots");
     const bool has_layer = arguments_.Flag("has_layer");

@@ -200,12 +200,12 @@ def single_feature(traits: Traits) -> bool:
     return traits.measures["features"] == 1
 
 
-def short_rows(traits: Traits) -> bool:
+def at_most_16_features(traits: Traits) -> bool:
     """Rows have at most 16 numbers: one vector of a CPU, and half of the lanes of a warp."""
     return traits.measures["features"] <= 16
 
 
-def narrow(traits: Traits) -> bool:
+def at_most_4_features(traits: Traits) -> bool:
     """Rows have so few numbers that kernels for GPUs leave lanes idle: at most 4."""
     return traits.measures["features"] <= 4
 

@@ -19,7 +19,6 @@ inline constexpr C kLowestLogit = std::numeric_limits<C>::lowest();
 // of the sum by a feature of the query and of the key.
 template <typename C>
 struct DotScore {
-  using Number = C;
   static constexpr bool kIsGiven = false, kIsAdditive = false;
   C scale;
 
@@ -34,7 +33,6 @@ struct DotScore {
 
 template <typename C>
 struct AdditiveScore {
-  using Number = C;
   static constexpr bool kIsGiven = false, kIsAdditive = true;
   C slope;  // of negative numbers
 
@@ -51,7 +49,6 @@ struct AdditiveScore {
 // The bias is the logit.
 template <typename C>
 struct GivenLogits {
-  using Number = C;
   static constexpr bool kIsGiven = true, kIsAdditive = false;
 
   static GivenLogits Of(const AttentionCall&) { return {}; }

@@ -257,7 +257,8 @@ JB_CPU_CLONES void WriteProbabilities(const EdgeBlock<C>& block, const Softmax<C
 
 // Merges the state of later edges into `state`.
 template <typename C>
-void MergeStates(int64_t heads, int64_t head_features, const SegmentStates<C>& later, const SegmentStates<C>& state) {
+JB_CPU_CLONES void MergeStates(int64_t heads, int64_t head_features, const SegmentStates<C>& later,
+                               const SegmentStates<C>& state) {
   for (int64_t head = 0; head < heads; ++head) {
     const C largest = std::max(state.maxima[head], later.maxima[head]);
     const C shrinkage = Exp(state.maxima[head] - largest), of_later = Exp(later.maxima[head] - largest);
@@ -271,7 +272,7 @@ void MergeStates(int64_t heads, int64_t head_features, const SegmentStates<C>& l
 }
 
 template <typename C>
-void DivideByTotals(int64_t heads, int64_t head_features, const C* totals, C* sums) {
+JB_CPU_CLONES void DivideByTotals(int64_t heads, int64_t head_features, const C* totals, C* sums) {
   for (int64_t head = 0; head < heads; ++head, sums += head_features) {
     const C inverse = InverseTotal(totals[head]);
     JB_VECTORIZE
@@ -280,7 +281,7 @@ void DivideByTotals(int64_t heads, int64_t head_features, const C* totals, C* su
 }
 
 template <typename C>
-void AddSums(int64_t features, const C* later, C* sums) {
+JB_CPU_CLONES void AddSums(int64_t features, const C* later, C* sums) {
   JB_VECTORIZE
   for (int64_t i = 0; i < features; ++i) sums[i] += later[i];
 }
@@ -623,7 +624,7 @@ class AttentionPass {
   const EdgeNumbers numbers_;
   const int32_t* const rows_of_edges_;
   const C* const bias_;
-  const char* operands_[kOperands];  // nullptr if the call does not have it
+  const char* operands_[kOperands];  // nullptr if the call lacks it, or has no edges
   const C* score_weights_ = nullptr;
   Softmax<C> softmax_;
   char *first_, *second_;  // results, see Results

@@ -438,7 +438,7 @@ bool ReduceElements(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& r
 bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts,
                   const FunctionRef<void(const Block&, const RowBlock&)>* then) {
   const Problem& problem = reduction.problem;
-  const int64_t num_threads = NumThreads(pool, BytesOfWork(problem, RowBytes(reduction)));
+  const int64_t num_threads = NumThreadsFor(pool, BytesOfWork(problem, RowBytes(reduction)));
   const int64_t item_size = reduction.splits_features ? reduction.type.element_bytes : 0;
   const auto reduce = [&](const Block& block, const GroupedRows& grouped) {
     const int64_t width = block.feature_end - block.feature_begin;
@@ -591,7 +591,7 @@ Strategy ChooseStrategy(const Problem& problem, CellType type, bool has_counts) 
              : Strategy::kGroupBySegment;
 }
 
-int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes) {
+int64_t NumThreadsFor(ffi::ThreadPool& pool, int64_t total_bytes) {
   return std::min(ChunksFor(pool, total_bytes), NumThreadsOf(pool));
 }
 
@@ -599,7 +599,7 @@ bool Scan(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, 
   const Problem& problem = reduction.problem;
   const bool rounds = reduction.type.rounds;
   const int64_t row_bytes = RowBytes(reduction), total_bytes = BytesOfWork(problem, row_bytes);
-  const int64_t num_threads = NumThreads(pool, total_bytes);
+  const int64_t num_threads = NumThreadsFor(pool, total_bytes);
   const int64_t num_ranges = NumRanges(problem, rounds, row_bytes, num_threads);
   if (ChooseScan(problem, rounds, row_bytes) == Strategy::kScan) {
     const int64_t parts = CeilDivide(std::min(num_threads, total_bytes / kMinBytesPerPart + 1), problem.batch);

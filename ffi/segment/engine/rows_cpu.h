@@ -242,7 +242,7 @@ Strategy ChooseScan(const Problem& problem, bool rounds, int64_t row_bytes);
 Strategy ChooseStrategy(const Problem& problem, CellType type, bool has_counts);
 
 // The number of threads worth waking for this much work.
-int64_t NumThreads(ffi::ThreadPool& pool, int64_t total_bytes);
+int64_t NumThreadsFor(ffi::ThreadPool& pool, int64_t total_bytes);
 
 // Reduces all rows, in order or as ChooseStrategy says; return false if allocation fails. `row_counts`, if not nullptr,
 // receives the number of rows of each segment [batch, segments].

@@ -18,7 +18,7 @@ void HandleGatherSum(Arguments& arguments) {
   decoder.Edges(data, gather_ids, segment_ids, &call);
   const DataType type = call.is_wide ? ComputeDataType(decoder.type()) : decoder.type();
   decoder.FirstCells(output, type, &call.output);
-  if (call.has_weights) {
+  if (call.has_weights) {  // [.., edges, heads], and data [.., rows, heads, features of a head]
     const Buffer weights = arguments.Operand("weights");
     decoder.Heads(data, &call.heads);
     decoder.Array(weights, decoder.type(), call.problem.rows, decoder.features().first(1), &call.weights);

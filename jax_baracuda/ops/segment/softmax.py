@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import at_most, in_cache, narrow, on_gpu, uncontended, unordered
+from jax_baracuda._core.dispatch import at_most, at_most_4_features, in_cache, on_gpu, uncontended, unordered
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.public import public_function
@@ -212,7 +212,7 @@ SEGMENT_SOFTMAX = Op(
     # 0.6 to 0.7 for 1M to 20M rows of 1 and 2 (50 loops). Two cores: 0.5 for single features, gradients 0.66.
     xla_rules=(
         on_gpu("XLA sorts no rows", unordered, uncontended, in_cache),
-        on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, narrow),
+        on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most_4_features),
         NOTHING_TO_VECTORISE,
     ),
     shard_program=_shard_program,
