@@ -583,7 +583,23 @@ def test_large_graphs_run_by_kernels(users_rules: None, cuda_module: None, name:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Several devices.
+# Results agree.
+
+ONES_AND_NANS = np.array([[1.0, np.nan, np.inf], [np.nan, 2.0, -np.inf]], np.float32)
+
+
+@pytest.mark.parametrize("asked_for", ["kernel", "xla"])
+def test_zeros_are_exact(asked_for: str) -> None:
+    """Elements that are not selected, and elements that are overwritten, get zeros, whatever the cotangent."""
+    cond = ~np.isfinite(ONES_AND_NANS)
+    da, db = jb.where_backward(ONES_AND_NANS, cond, implementation=asked_for)
+    np.testing.assert_array_equal(da, np.where(cond, ONES_AND_NANS, 0))
+    np.testing.assert_array_equal(db, np.where(cond, 0, ONES_AND_NANS))
+    write = lambda d, s: jb.write_slice(d, s, (0, 1), mode="drop", implementation=asked_for)  # noqa: E731
+    dest, source = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    d_dest, d_source = jax.vjp(write, dest, source)[1](ONES_AND_NANS)
+    np.testing.assert_array_equal(d_dest, np.concatenate([ONES_AND_NANS[:, :1], np.zeros((2, 2))], axis=1))
+    np.testing.assert_array_equal(d_source, np.concatenate([ONES_AND_NANS[:, 1:], np.zeros((2, 1))], axis=1))
 
 
 @cases.on_two_devices

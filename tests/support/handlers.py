@@ -219,9 +219,7 @@ def assert_refused(call: Call, what: str, *names: str) -> None:
     message = refusal(call, what)
     any_name = "|".join(names or [x.name for x in call.arrays()])
     assert re.search(rf"{call.target}: ({any_name})\b", message), f"{what}: {message}"
-    says = (
-        r"has shape \[|has element type|has \d+ (rows|bytes)|expected|is missing|is empty where"
-    )
+    says = r"has shape \[|has element type|has \d+ (rows|bytes)|expected|is missing|is empty where"
     assert re.search(says, message), f"{what}: {message}"
 
 

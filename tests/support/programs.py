@@ -123,7 +123,7 @@ def temp_bytes(function: Callable[..., Any], *operands: Any) -> int:
 
 def copies_of(array: Any, text: str) -> list[str]:
     """The sizes of arrays, as large as this one or larger, that a compiled program copies or transposes."""
-    sizes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* (?:\S+ )?(?:copy(?:-start)?|transpose)\(", text)
+    sizes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* (?:[^ (]+ )*(?:copy(?:-start)?|transpose)\(", text)
     return [shape for shape in sizes if math.prod(map(int, shape.split(","))) >= array.size]
 
 
