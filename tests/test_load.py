@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.programs import plain_jax, tiny_programs
+from support.programs import Program, plain_jax, tiny_programs
 
 pytestmark = pytest.mark.thorough
 
@@ -23,6 +23,13 @@ CALLS = 10_000
 CALLS_OF_WARM_UP = 5000
 
 PROGRAMS = tiny_programs(np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_program_alone(program: Program) -> None:
+    """Each program agrees with plain JAX, up to the rounding of numbers around 1."""
+    for actual, expected in zip(program.results(), program.expected(), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_many_rounds_of_many_threads() -> None:

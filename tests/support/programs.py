@@ -60,6 +60,12 @@ class Program:
         with cases.x64_for(*(x.dtype for x in self.operands)):
             return [np.asarray(x) for x in jax.tree.leaves(jax.jit(self.function)(*self.operands))]
 
+    def expected(self) -> list[np.ndarray]:
+        """The results of one call in plain JAX."""
+        with plain_jax():
+            # A new function, so that JAX traces it again.
+            return dataclasses.replace(self, function=lambda *operands: self.function(*operands)).results()
+
 
 def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return rng.integers(-3, 4, shape).astype(dtype)
