@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "ffi/core/integers.h"
-
 namespace jax_baracuda {
 namespace {
 
@@ -22,7 +20,7 @@ Batch::Batch(const Buffer& result, int64_t num_dims, const char* trailing) {
   const auto count = static_cast<size_t>(num_dims);
   if (count > result.dims.size()) throw WrongRankFor(count, result, trailing);
   dims_ = result.dims.first(count);
-  for (const int64_t size : dims_) size_ = MultiplySizes(size_, size);
+  size_ = NumElements(dims_);
 }
 
 InvalidArgument Batch::WrongRank(const Buffer& result, const char* trailing) const {

@@ -2,7 +2,6 @@
 
 #include <sstream>
 
-#include "ffi/core/integers.h"
 #include "xla/ffi/api/api.h"
 
 namespace jax_baracuda {
@@ -48,12 +47,6 @@ ElementType ElementTypeOf(DataType type) {
     default:
       return ElementType::kUnsupported;
   }
-}
-
-int64_t Buffer::Size() const {
-  int64_t size = 1;
-  for (const int64_t dimension : dims) size = MultiplySizes(size, dimension);
-  return size;
 }
 
 InvalidArgument Buffer::Wrong(const std::string& what) const {

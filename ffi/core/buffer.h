@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ffi/core/element_type.h"
+#include "ffi/core/integers.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jax_baracuda {
@@ -70,6 +71,14 @@ std::string TextOf(const Dimensions& dims) {
   return text;
 }
 
+// The number of elements of an array of these dimensions.
+template <typename Dimensions>
+int64_t NumElements(const Dimensions& dims) {
+  int64_t size = 1;
+  for (const int64_t dimension : dims) size = MultiplySizes(size, dimension);
+  return size;
+}
+
 template <typename Dimensions>
 std::string ShapeString(const Dimensions& dims) {
   return "[" + TextOf(dims) + "]";
@@ -83,8 +92,7 @@ struct Buffer {
   void* data = nullptr;
   IntegerSpan dims;
 
-  // The number of elements.
-  int64_t Size() const;
+  int64_t Size() const { return NumElements(dims); }
 
   void CheckType(DataType expected) const {
     if (type != expected) throw WrongType(TypeName(expected));

@@ -10,7 +10,6 @@
 #include "ffi/core/arguments.h"
 #include "ffi/core/batch.h"
 #include "ffi/core/batch_operand.h"
-#include "ffi/core/integers.h"
 #include "ffi/core/run.h"
 #include "ffi/core/target_table.h"
 #include "ffi/segment/problem.h"
@@ -202,8 +201,7 @@ class Decoder {
     type_ = buffer.type;
     call_.type = ElementTypeOf(type_);
     features_ = view.dims.last(view.dims.size() - 1);
-    call_.problem.features = 1;
-    for (const int64_t size : features_) call_.problem.features = MultiplySizes(call_.problem.features, size);
+    call_.problem.features = NumElements(features_);
   }
 
   template <typename To>

@@ -6,7 +6,6 @@
 
 #include "ffi/core/arguments.h"
 #include "ffi/core/bit_width.h"
-#include "ffi/core/integers.h"
 #include "ffi/core/run.h"
 #include "ffi/core/target_table.h"
 #include "ffi/where/where.h"
@@ -97,16 +96,10 @@ std::vector<int64_t> ShapeOf(const PlanParameters& parameters, const std::string
   return shape;
 }
 
-int64_t SizeOf(const std::vector<int64_t>& shape) {
-  int64_t size = 1;
-  for (const int64_t dimension : shape) size = MultiplySizes(size, dimension);
-  return size;
-}
-
 SelectCall SelectOf(const PlanParameters& parameters) {
   const std::vector<int64_t> output = ShapeOf(parameters, "output");
   SelectCall call{};
-  call.size = SizeOf(output);
+  call.size = NumElements(output);
   call.element_bytes = static_cast<int>(parameters.at("element_bytes"));
   MakeRepetition(output, ShapeOf(parameters, "a"), &call.a.repetition);
   MakeRepetition(output, ShapeOf(parameters, "b"), &call.b.repetition);
@@ -117,7 +110,7 @@ SelectCall SelectOf(const PlanParameters& parameters) {
 SplitCall SplitOf(const PlanParameters& parameters) {
   const std::vector<int64_t> d_output = ShapeOf(parameters, "d_output");
   SplitCall call{};
-  call.size = SizeOf(d_output);
+  call.size = NumElements(d_output);
   call.element_bytes = static_cast<int>(parameters.at("element_bytes"));
   call.a_is_summed = parameters.at("a_is_summed") != 0;
   call.b_is_summed = parameters.at("b_is_summed") != 0;
