@@ -44,8 +44,8 @@ def gather_segment_dot(
 
     ``out[e, ...] = sum(data[gather_ids[e], ..., :] * segment_data[segment_ids[e], ..., :])``, over the last dimension.
 
-    The same as ``(data[gather_ids] * segment_data[segment_ids]).sum(-1)``, but neither this function nor its gradient
-    writes or reads an array of edges times features.
+    The same as ``(data[gather_ids] * segment_data[segment_ids]).sum(-1)``. The kernels of this function and of its
+    gradient write and read no array of edges times features.
 
     Args:
       data: ``[N, ..., D]``, the rows (features of nodes), a floating dtype. float16, bfloat16, float32 and float64 have

@@ -53,8 +53,8 @@ def gather_segment_max(
 
     ``out[s, ...] = max { data[gather_ids[e], ...] : segment_ids[e] == s }``
 
-    The same as ``segment_max(data[gather_ids], segment_ids, num_segments)``, but neither this function nor its gradient
-    writes or reads an array of edges times features.
+    The same as ``segment_max(data[gather_ids], segment_ids, num_segments)``. The kernels of this function and of its
+    gradient write and read no array of edges times features.
 
     Args:
       tie_break: how edges that tie for the maximum share the gradient. "split": equally, as in JAX; if the maximum is

@@ -41,8 +41,8 @@ def gather_segment_sum(
 
     ``out[s, ...] = sum { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
 
-    The same as ``segment_sum(weights * data[gather_ids], segment_ids, num_segments)``, but neither this function nor
-    its gradient writes or reads an array of edges times features. (Exception: on GPUs, without weights, that array is
+    The same as ``segment_sum(weights * data[gather_ids], segment_ids, num_segments)``. The kernels of this function and
+    of its gradient write and read no array of edges times features. (Exception: on GPUs, without weights, that array is
     written for rows of up to 16 bytes or for few edges, where this is faster.)
 
     Args:
@@ -114,9 +114,8 @@ def gather_segment_mean(
 
     ``out[s, ...] = mean { weights[e] * data[gather_ids[e], ...] : segment_ids[e] == s }``
 
-    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, but neither this function nor
-    its gradient writes or reads an array of edges times features. The divisor is the number of edges, whatever their
-    weights.
+    The same as ``segment_mean(weights * data[gather_ids], segment_ids, num_segments)``, by the kernels of
+    :func:`gather_segment_sum`. The divisor is the number of edges, whatever their weights.
 
     Numerical guarantees: terms are added in float32 (float64 for float64), the sum is divided there by the exact number
     of edges, and rounded once to the dtype. Bit-equal from run to run, except on GPUs (see `deterministic`).

@@ -111,16 +111,16 @@ def segment_sum(
       indices_are_sorted: promises that `segment_ids` is non-decreasing, which is faster on GPUs. If the promise is
         false, the result may hold anything.
       unique_indices: accepted for compatibility; nothing depends on it.
-      bucket_size: as in :func:`jax.ops.segment_sum`, rows are added in buckets of this size, and then the buckets.
+      bucket_size: as in :func:`jax.ops.segment_sum`, rows are added in buckets of this size, and then the buckets. It
+        has no effect with `accumulator`.
       mode: what happens to ids out of range. None, "fill", "drop", "promise_in_bounds" and "one_hot": the row is
         dropped. "clip": the id is clamped to ``[0, S - 1]``.
       out_sharding: sharding of the result, for meshes with explicit axes.
       deterministic: on GPUs, floating rows with unsorted ids are added in an order that varies from run to run, unless
         this is True. Everything else has the same bits in every run anyway.
       accumulator: "float64": rows of 16 and 32 bits are added in float64, also if ``jax_enable_x64`` is off and float64
-        arrays do not exist, and so are those of all derivatives; the result still has the dtype of `data`.
-        `bucket_size` is ignored then, and rows with a plan are moved into its order first. Integers and float64 stay as
-        they are.
+        arrays do not exist, and so are those of all derivatives; the result still has the dtype of `data`. Rows with a
+        plan are moved into its order first. Integers and float64 stay as they are.
       plan: a :func:`segment_plan` of the rows, which replaces `segment_ids`, `num_segments` and `mode`. With a plan,
         neither this call nor its gradient sorts, and both have the same bits in every run. Calls trust it;
         :meth:`SegmentPlan.validate` checks it.

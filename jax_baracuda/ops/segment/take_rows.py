@@ -50,7 +50,7 @@ def take_rows(
     """Rows by their numbers: ``out[..., :] = data[ids[...], :]``, the look-up of embeddings.
 
     The same as ``data[ids]`` for an integer array, by the same XLA gather, which XLA fuses with its neighbours. The
-    gradient is a kernel.
+    gradient has a kernel, that of :func:`segment_sum`.
 
     Args:
       data: ``[N, ...]``, the rows, any dtype. The gradients of float16, bfloat16, float32 and float64 have kernels.
