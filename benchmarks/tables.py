@@ -35,7 +35,7 @@ def markdown(run: Run, only: str = "") -> str:
 
 
 def header(run: Run) -> str:
-    names = ("driver", "jax", "torch", *TORCH_PEERS)
+    names = ("jax_baracuda", "driver", "jax", "torch", *TORCH_PEERS)
     versions = ", ".join(f"{name} {run.environment[name]}" for name in names if run.environment.get(name))
     text = f"{run.environment['device']}, {versions}, copy {run.copy_terabytes_per_second:.3g} TB/s"
     return (
