@@ -268,7 +268,7 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
     For each call, a kernel or plain JAX is picked when the program is lowered, by the rules of the op. Calls that no
     kernel serves run as plain JAX. The report says what runs for each call, and why. Where plain JAX is picked for a
     gather or an update, the program is the same as without the context. There is one exception: on GPUs, rows such as
-    ``[F, 3]`` are added as flat rows, outside ``vmap`` and in programs that are not split over devices.
+    ``[F, 3]`` are flattened before they are added, outside ``vmap`` and in programs that are not split over devices.
 
     Both modes of differentiation apply. The context applies to code traced and lowered inside: ``jax.jit`` keeps one
     trace for each context, so programs that were traced outside are traced again inside, and vice versa. The context
