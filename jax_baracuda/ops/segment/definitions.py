@@ -133,7 +133,7 @@ def index_of_first_row(segment_ids: Array, row_axes: Sequence[str]) -> Array:
     return (jax.lax.axis_index(row_axes) * segment_ids.shape[0]).astype(jnp.int32)
 
 
-def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ()) -> Array:
+def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes) -> Array:
     """The sum over the shards: an all-reduce, or a reduce-scatter if the row axes also split the segments."""
     if segment_axes == row_axes:
         return jax.lax.psum_scatter(cells, row_axes, tiled=True)
@@ -141,7 +141,7 @@ def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ())
 
 
 def merge_over_shards(
-    merge: Callable[..., Sequence[Array]], cells: Sequence[Array], row_axes: MeshAxes, segment_axes: MeshAxes = ()
+    merge: Callable[..., Sequence[Array]], cells: Sequence[Array], row_axes: MeshAxes, segment_axes: MeshAxes
 ) -> Sequence[Array]:
     """Merges the cells of all shards. If the row axes also split the segments, each device gets its own segments.
 

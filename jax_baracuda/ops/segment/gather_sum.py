@@ -90,10 +90,9 @@ def gather_segment_sum(
       [[8. 8.]
        [4. 6.]]
     """
-    name = "gather_segment_sum"
-    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    call = canonicalize_edges("gather_segment_sum", data, gather_ids, segment_ids, num_segments, mode, plan)
     params = call.params(indices_are_sorted, deterministic, is_mean=False)
-    return _reduce(name, _gather_segment_sum, call, params, weights)
+    return _reduce(_gather_segment_sum, call, params, weights)
 
 
 @public_function(gather_segment_sum)
@@ -137,25 +136,25 @@ def gather_segment_mean(
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     check_numbered(name, "edges", call.edges["segment_ids"].shape[0])
     params = call.params(indices_are_sorted, deterministic, is_mean=True)
-    return _reduce(name, _gather_segment_mean, call, params, weights)
+    return _reduce(_gather_segment_mean, call, params, weights)
 
 
-def _reduce(name: str, reduction: BatchedVjp, call: EdgeCall, params: Params, weights: ArrayLike | None) -> Array:
+def _reduce(reduction: BatchedVjp, call: EdgeCall, params: Params, weights: ArrayLike | None) -> Array:
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
         return reduction(params, data=call.data, **call.edges)
-    weights, data = by_heads(name, "weights", as_array(name, "weights", weights), call)
+    weights, data = by_heads(call, "weights", as_array(call.name, "weights", weights))
     output = reduction(params, data=data, weights=weights.astype(data.dtype), **call.edges)
     return output.reshape(call.num_segments, *call.data.shape[1:])
 
 
-def by_heads(name: str, argument: str, weights: Array, call: EdgeCall) -> tuple[Array, Array]:
+def by_heads(call: EdgeCall, argument: str, weights: Array) -> tuple[Array, Array]:
     """Weights (or logits) ``[E, *dims]`` of the edges as ``[E, H]``, and the data as ``[N, H, features]``."""
     data, num_edges = call.data, call.edges["segment_ids"].shape[0]
     if weights.ndim == 0 or weights.shape != (num_edges, *data.shape[1 : weights.ndim]):
         raise ValueError(
-            f"{name}: {argument} must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
-            f"{argument}.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
+            f"{call.name}: {argument} must be [E] or [E, *dims], where dims are the first dimensions of a row of data; "
+            f"got {argument}.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
     heads = math.prod(weights.shape[1:])
     weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, data))
