@@ -165,10 +165,6 @@ class Op:
         """The results for operands by name, among other arrays."""
         return self(*(arrays.get(name) for name in self.operand_names(params)), **params)
 
-    def types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
-        """The shapes and dtypes of the results for operands of these types."""
-        return OpCall(self, operands, params).result_types()
-
     def dtypes_of(self, target: str) -> frozenset[str]:
         """The dtypes that a native target, or an alias, supports."""
         return resolved(self.dtypes, self.targets.get(target, {}))
