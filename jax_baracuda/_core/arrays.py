@@ -134,6 +134,12 @@ def check_shape(
         raise ValueError(f"{function}: {argument} must have shape {expected}{why}, got {array.shape}{advice}")
 
 
+def check_same_dtype(function: str, argument: str, array: Array, like_name: str, like: Array) -> None:
+    """Raises TypeError unless an array has the dtype of another argument."""
+    if array.dtype != like.dtype:
+        raise TypeError(f"{function}: {argument} must have the dtype of {like_name}, {like.dtype}, got {array.dtype}")
+
+
 def check_one_for_each(function: str, argument: str, values: Any, dests: Sequence[Any]) -> None:
     """Checks that `values` is a list or tuple with one entry for each of the argument `dests`."""
     if not isinstance(values, list | tuple):

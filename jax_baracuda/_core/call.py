@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits, in_automatic_mode
-from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
+from jax_baracuda._core.batch import is_shared, map_over_batch, vmap_sizes
 from jax_baracuda._core.functions import keyword_names, resolved, with_named
 from jax_baracuda._core.native import NATIVE_MODULES, Plan, missing_target
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, selecting
@@ -170,11 +170,10 @@ class OpCall:
         """The call in plain JAX. Under explicit sharding, mesh axes are automatic inside; results get a sharding."""
         # When JAX differentiates a jitted function, its constants are NumPy arrays, which take no tracer as an index.
         operands = tuple(map(jnp.asarray, operands))
-        mapped = mapped_dims(operands, self.num_batch_dims)
         own_reference = self.of_operands(self.op.reference)
 
         def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(map_over_batch(own_reference, mapped, *operands))
+            return tuple(map_over_batch(own_reference, self.num_batch_dims, *operands))
 
         types = [jax.typeof(x) for x in operands]
         if any(jax_versions.explicit_spec(x) is not None for x in types):

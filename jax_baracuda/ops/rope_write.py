@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import (
     FLOATING_DTYPES,
     accumulation_dtype,
+    check_same_dtype,
     check_shape,
     floating_array,
     index_array,
@@ -271,8 +272,7 @@ _rope_write = vjp_of_linear("rope_write", ROPE_WRITE)
 def _check_rows(name: str, rows: dict[str, Array]) -> None:
     q = rows["q"]
     for argument, x in rows.items():
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: {argument} must have the dtype of q, {q.dtype}, got {x.dtype}")
+        check_same_dtype(name, argument, x, "q", q)
         if x.ndim != 3:
             advice = ""
             if x.ndim == 4:

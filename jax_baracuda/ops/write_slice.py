@@ -24,6 +24,7 @@ from jax_baracuda._core.arrays import (
     as_bits,
     check_choice,
     check_one_for_each,
+    check_same_dtype,
     element_bits,
     in_range,
     of_bits,
@@ -545,8 +546,7 @@ def _canonicalize(
 ) -> _Update:
     check_choice(name, "mode", mode, "clip", "drop")
     dest, source = as_array(name, dest_name, dest), as_array(name, source_name, source)
-    if source.dtype != dest.dtype:
-        raise TypeError(f"{name}: {source_name} must have the dtype of {dest_name}, {dest.dtype}, got {source.dtype}")
+    check_same_dtype(name, source_name, source, dest_name, dest)
     is_too_long = any(
         jax_versions.is_static_shape((size, dim)) and size > dim
         for size, dim in zip(source.shape, dest.shape, strict=False)

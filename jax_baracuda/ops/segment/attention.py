@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, floating_array, real_number
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, check_same_dtype, floating_array, real_number
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges, canonicalize_edges_between
@@ -259,8 +259,8 @@ def _heads(name: str, argument: str, value: ArrayLike, query: Array | None = Non
     array = floating_array(name, argument, value)
     if array.ndim != 3:
         raise ValueError(f"{name}: {argument} must have the dimensions [rows, heads, features], got {array.shape}")
-    if query is not None and array.dtype != query.dtype:
-        raise TypeError(f"{name}: {argument} must have the dtype of query, got {array.dtype} and {query.dtype}")
+    if query is not None:
+        check_same_dtype(name, argument, array, "query", query)
     return array
 
 

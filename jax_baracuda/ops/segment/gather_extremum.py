@@ -13,7 +13,7 @@ import jax
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batch import map_over_batch
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
@@ -148,8 +148,7 @@ def _gradient(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     ids = operands["gather_ids"], operands["segment_ids"]
     order = operands.get("edge_order")
     if order is not None and num_joined > 0:  # plans of different batch elements cannot be merged
-        arrays = order, *ids
-        ids = map_over_batch(lambda order, *ids: unpermuted_ids(ids, order), mapped_dims(arrays, num_joined), *arrays)
+        ids = map_over_batch(lambda order, *ids: unpermuted_ids(ids, order), num_joined, order, *ids)
         order = None
     gather_ids, segment_ids = ids
     if order is None:

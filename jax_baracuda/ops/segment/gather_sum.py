@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array, with_whole_dims
-from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batch import map_over_batch
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
@@ -185,8 +185,7 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
     gather_ids, segment_ids, weights = (residuals.get(name) for name in ("gather_ids", "segment_ids", "weights"))
     if params["is_mean"]:
-        arrays = d_output, segment_ids
-        d_output = map_over_batch(functools.partial(_divided, params), mapped_dims(arrays, num_joined), *arrays)
+        d_output = map_over_batch(functools.partial(_divided, params), num_joined, d_output, segment_ids)
     d_data = gathered_sum_by_row(params, residuals, d_output, weights, num_joined)
     if weights is None:
         return {"data": d_data}
@@ -195,8 +194,8 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     def gradient_of_weights(d_output: Array, *edges: Array | None) -> Array:
         return GATHER_SEGMENT_DOT(d_output, data, *edges, deterministic=params["deterministic"])[0]
 
-    operands = d_output, gather_ids, segment_ids, residuals.get("edge_order")
-    d_weights = map_over_batch(gradient_of_weights, mapped_dims(operands, num_joined), *operands)
+    edges = gather_ids, segment_ids, residuals.get("edge_order")
+    d_weights = map_over_batch(gradient_of_weights, num_joined, d_output, *edges)
     return {"data": d_data, "weights": d_weights}
 
 
