@@ -169,9 +169,14 @@ def real_number(function: str, argument: str, value: Any, *, positive: bool = Fa
     return number
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of Python or NumPy, and no truth value."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def whole_number(function: str, argument: str, value: Any, *, minimum: int) -> int:
     """An integer that is `minimum` or more."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+    if not is_integer(value):
         raise static_type_error(function, argument, "an integer", value)
     if value < minimum:
         raise ValueError(f"{function}: {argument} must be {minimum} or more, got {value!r}")

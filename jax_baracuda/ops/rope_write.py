@@ -21,6 +21,7 @@ from jax_baracuda._core.arrays import (
     check_shape,
     floating_array,
     index_array,
+    is_integer,
 )
 from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.functions import Params, with_named
@@ -135,7 +136,7 @@ def rope_write(
     q = rows["q"]
     slots = index_array(name, "slots", slots)
     check_shape(name, "slots", slots, q.shape[:1], "[T]", why=", one for each token")
-    if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (0, 1):
+    if not is_integer(axis) or axis not in (0, 1):
         raise ValueError(f"{name}: axis must be 0 or 1, the axis of slots in caches [slots, H, D], got {axis!r}")
     names = [PoolNames("key_cache", "k", "k_scale"), PoolNames("value_cache", "v", "v_scale")]
     caches, scales = (key_cache, value_cache), (k_scale, v_scale)

@@ -26,6 +26,7 @@ from jax_baracuda._core.arrays import (
     divided,
     in_range,
     index_array,
+    is_integer,
     of_bits,
     static_type_error,
 )
@@ -498,7 +499,7 @@ def checked_write(
     if slots.ndim != 1:
         advice = "; slots[None] and rows[None] write one row" if slots.ndim == 0 else ""
         raise ValueError(f"{name}: slots must have shape [T], one for each row, got {slots.shape}{advice}")
-    if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
+    if not is_integer(axis):
         raise static_type_error(name, "axis", "an integer", axis)
     if layer is not None:
         layer = index_array(name, "layer", layer)

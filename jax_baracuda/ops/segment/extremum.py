@@ -300,7 +300,7 @@ def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     call = call.sorted_by_plan(unless=FLOATING_DTYPES)
     params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
-    over_buckets = None if params["first_wins"] else lambda cells, axis: _over_buckets(minimum, cells)
+    over_buckets = None if params["first_wins"] else functools.partial(_over_buckets, minimum)
     return call.reduce(_extrema[minimum], params, over_buckets)
 
 

@@ -154,7 +154,8 @@ def segment_sum(
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
     params = call.params(deterministic=deterministic, accumulator=accumulator)
-    return reduce_numbers(call, _segment_sum, params, jnp.sum if accumulator is None else None)
+    over_buckets = functools.partial(jnp.sum, axis=0) if accumulator is None else None
+    return reduce_numbers(call, _segment_sum, params, over_buckets)
 
 
 @public_function(segment_sum, has_twin=False)
