@@ -198,9 +198,8 @@ class OpCall:
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes of the named dimensions, without those that ``vmap`` has added."""
-        given = self.op.result_sizes
-        of_params = self.resolve(given) if callable(given) else {dim: self.params[name] for dim, name in given.items()}
-        return joint_sizes(self._with_names(self.operand_dims, [x.shape for x in self.own_operands])) | of_params
+        of_operands = joint_sizes(self._with_names(self.operand_dims, [x.shape for x in self.own_operands]))
+        return {**of_operands, **self.resolve(self.op.result_sizes)}
 
     def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
         """The shapes of operands or results, which start with the batch dimensions, and the names of all dimensions."""

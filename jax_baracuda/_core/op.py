@@ -81,8 +81,8 @@ class Op:
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The params that callers may omit, and their values."""
-    result_sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
-    """{dimension that no operand has: the param with its size}, or ``(**params)`` -> the sizes."""
+    result_sizes: OfParams[Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    """The sizes of dimensions that no operand has."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
     """``(*operand avals, **params)`` -> the dtypes of the results; None: all have the dtype of the first operand."""
     result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None

@@ -17,7 +17,7 @@ from jax_baracuda._core.call import num_features
 from jax_baracuda._core.dispatch import on_cpu, single_feature
 from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions, OfParams, Op
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 
@@ -87,7 +87,7 @@ def limit_of_32_bits(*_: Any, sizes: Mapping[str, int]) -> str | None:
 
 
 SEGMENT_FIELDS: Any = {
-    "result_sizes": {"segment": "num_segments"},
+    "result_sizes": lambda *, num_segments: {"segment": num_segments},
     "plan_parameters": plan_parameters,
     "limit": limit_of_32_bits,
 }
@@ -97,7 +97,7 @@ SEGMENT_FIELDS: Any = {
 def reduction_op(
     name: str,
     *,
-    results: NamedDimensions | Callable[..., NamedDimensions],
+    results: OfParams[NamedDimensions],
     shard_program: ShardProgram,
     **fields: Any,
 ) -> Op:

@@ -823,7 +823,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     operands=_OPERANDS_OF_BACKWARD,
     optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_TIES,
     results={"d_data": _GATHERED},
-    result_sizes={"gathered": "num_rows"},
+    result_sizes=lambda *, num_rows: {"gathered": num_rows},
     reference=_reference_backward_of_edges,
     # Time of plain JAX / kernel: up to 64 MB 0.5 (H100, 24 loops). Two cores: 0.33 for single features.
     xla_rules=(
