@@ -243,29 +243,29 @@ def scatter(primitive: str, ctx: Any, *operands: Any, dimension_numbers: Any, **
 
     Returns:
       The decision, and the value of the result. None: JAX's rule lowers the scatter.
+
+    Raises:
+      Unserved: JAX's rule lowers the scatter.
     """
-    try:
-        platform, is_write = _platform_of(ctx), primitive == WRITE
-        require(not is_write or params["update_jaxpr"] is None, "a function is applied to rows")
-        clips = params["mode"] == jax.lax.GatherScatterMode.CLIP
-        selection = current_selection() or (KERNEL_IF_ANY if _rounds_each_term(ctx, platform) else None)
-        of_call = (_types_of(ctx), dimension_numbers, clips, selection)
-        if is_write:
-            service = _service_of_write(*of_call)
-        else:
-            operand, indices, _ = operands
-            replaces = _is_identity(primitive, ctx, operand)
-            is_promised_sorted = params["indices_are_sorted"]
-            is_sorted = is_promised_sorted, not is_promised_sorted and is_ascending(ctx, indices)
-            service = _service_of_reduction(primitive, *of_call, replaces, *is_sorted)
-        site = _site(service, platform, ctx, operands)
-        decision, result = _lowered(service, site, ctx, operands)
-        # With devices that split the program, one may have a part of any axis.
-        if result is None and primitive == "scatter-add" and platform == "cuda" and not site.is_split:
-            result = _add_flat_rows(ctx, operands, dimension_numbers, params)
-        return decision, result
-    except Unserved as reason:
-        return Decision("xla", str(reason)), None
+    platform, is_write = _platform_of(ctx), primitive == WRITE
+    require(not is_write or params["update_jaxpr"] is None, "a function is applied to rows")
+    clips = params["mode"] == jax.lax.GatherScatterMode.CLIP
+    selection = current_selection() or (KERNEL_IF_ANY if _rounds_each_term(ctx, platform) else None)
+    of_call = (_types_of(ctx), dimension_numbers, clips, selection)
+    if is_write:
+        service = _service_of_write(*of_call)
+    else:
+        operand, indices, _ = operands
+        replaces = _is_identity(primitive, ctx, operand)
+        is_promised_sorted = params["indices_are_sorted"]
+        is_sorted = is_promised_sorted, not is_promised_sorted and is_ascending(ctx, indices)
+        service = _service_of_reduction(primitive, *of_call, replaces, *is_sorted)
+    site = _site(service, platform, ctx, operands)
+    decision, result = _lowered(service, site, ctx, operands)
+    # With devices that split the program, one may have a part of any axis.
+    if result is None and primitive == "scatter-add" and platform == "cuda" and not site.is_split:
+        result = _add_flat_rows(ctx, operands, dimension_numbers, params)
+    return decision, result
 
 
 def _is_identity(primitive: str, ctx: Any, operand: Any) -> bool:
@@ -366,19 +366,16 @@ _MIN_WINDOWS = 8
 
 
 def slice_update(ctx: Any, *operands: Any) -> tuple[Decision, Any]:
-    """Decides what serves an update of a slice, and lowers it unless JAX's own rule has to. Returns as `scatter`."""
-    try:
-        platform = _platform_of(ctx)
-        may_copy = current_selection() is None and platform == "cpu" and _may_copy(ctx, operands[0])
-        service = _service_of_slice(_types_of(ctx), KERNEL_IF_ANY if may_copy else current_selection())
-        # `misreads` is about a read before the update of `write_slice`, which JAX's own update does not have.
-        site = dataclasses.replace(_site(service, platform, ctx, operands), misreads=False)
-        decision, result = _lowered(service, site, ctx, operands)
-        if may_copy and result is not None:
-            decision = Decision("kernel", "a loop carries the array, which XLA might copy in each step")
-        return decision, result
-    except Unserved as reason:
-        return Decision("xla", str(reason)), None
+    """Decides what serves an update of a slice, and lowers it unless JAX's own rule has to, like :func:`scatter`."""
+    platform = _platform_of(ctx)
+    may_copy = current_selection() is None and platform == "cpu" and _may_copy(ctx, operands[0])
+    service = _service_of_slice(_types_of(ctx), KERNEL_IF_ANY if may_copy else current_selection())
+    # `misreads` is about a read before the update of `write_slice`, which JAX's own update does not have.
+    site = dataclasses.replace(_site(service, platform, ctx, operands), misreads=False)
+    decision, result = _lowered(service, site, ctx, operands)
+    if may_copy and result is not None:
+        decision = Decision("kernel", "a loop carries the array, which XLA might copy in each step")
+    return decision, result
 
 
 @_cached

@@ -153,7 +153,10 @@ def _wrap_lowering(primitive: str, own: Callable[..., Any]) -> Callable[..., Any
         if kind not in kinds or not (is_update or kind == _MARKED):
             return own(ctx, *operands, **params)
         serve = functools.partial(_indexed.scatter, primitive) if is_update else _indexed.slice_update
-        decision, result = serve(ctx, *operands, **params)
+        try:
+            decision, result = serve(ctx, *operands, **params)
+        except Unserved as reason:
+            decision, result = Decision("xla", str(reason)), None
         _count(name, decision)
         return own(ctx, *operands, **params) if result is None else [result]
 
@@ -173,7 +176,7 @@ lowering.listeners.append(_count_op)
 _SCATTERS, _SLICES = "scatters", "slice updates"
 _PLACES: dict[str, Callable[[], list[Patch]]] = {
     _SCATTERS: lambda: [
-        jax_versions.patch_in_scatter("_segment_update", _wrap_segments),  # all jax.ops.segment_* call it
+        jax_versions.patch_of_segment_functions(_wrap_segments),
         jax_versions.patch_of_transposed_gathers(lambda: in_named_scope(_OF_GATHER)),
         *jax_versions.patches_of_lowering(_indexed.SCATTERS, _wrap_lowering),
         jax_versions.patch_of_lowering_by_platform(),

@@ -134,6 +134,12 @@ def check_shape(
         raise ValueError(f"{function}: {argument} must have shape {expected}{why}, got {array.shape}{advice}")
 
 
+def check_same_dtype(function: str, argument: str, array: Array, like_name: str, like: Array) -> None:
+    """Raises TypeError unless an array has the dtype of another argument."""
+    if array.dtype != like.dtype:
+        raise TypeError(f"{function}: {argument} must have the dtype of {like_name}, {like.dtype}, got {array.dtype}")
+
+
 def check_one_for_each(function: str, argument: str, values: Any, dests: Sequence[Any]) -> None:
     """Checks that `values` is a list or tuple with one entry for each of the argument `dests`."""
     if not isinstance(values, list | tuple):
@@ -163,9 +169,14 @@ def real_number(function: str, argument: str, value: Any, *, positive: bool = Fa
     return number
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of Python or NumPy, and no truth value."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def whole_number(function: str, argument: str, value: Any, *, minimum: int) -> int:
     """An integer that is `minimum` or more."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+    if not is_integer(value):
         raise static_type_error(function, argument, "an integer", value)
     if value < minimum:
         raise ValueError(f"{function}: {argument} must be {minimum} or more, got {value!r}")

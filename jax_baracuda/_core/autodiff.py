@@ -30,16 +30,11 @@ _mode = threading.local()
 class _Types:
     """The types of a call's arrays, as a static residual; None for an array that is not differentiated."""
 
-    structure: Any
-    of_leaves: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
 
     @staticmethod
-    def of(structure: Any, leaves: Sequence[Any], is_differentiated: Sequence[bool]) -> _Types:
-        types = (jax.typeof(x) if use else None for x, use in zip(leaves, is_differentiated, strict=True))
-        return _Types(structure, tuple(types))
-
-    def by_name(self) -> dict[str, Any]:
-        return jax.tree.unflatten(self.structure, self.of_leaves)
+    def of(differentiated: Mapping[str, Any]) -> _Types:
+        return _Types(tuple((name, None if x is None else jax.typeof(x)) for name, x in differentiated.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +103,18 @@ class KernelVjp:
         return function(_Call(params, current_selection(), SCOPE_NAME.value), arrays)
 
     def _forward_with_types(self, call: _Call, primals: Mapping[str, Any]) -> tuple[Any, tuple[_Types, Any]]:
-        leaves, structure = jax.tree.flatten(primals)
-        is_differentiated = [not self._symbolic_zeros or x.perturbed for x in leaves]
-        arrays = [x.value if self._symbolic_zeros else x for x in leaves]
-        types = _Types.of(structure, arrays, is_differentiated)
+        arrays = differentiated = primals
+        if self._symbolic_zeros:
+            arrays = jax.tree.map(lambda x: x.value, primals)
+            differentiated = jax.tree.map(lambda x: x.value if x.perturbed else None, primals)
         with selecting(call.selection), both_modes():  # forward mode over reverse mode differentiates these ops
-            result, residuals = self.forward(call.params, **jax.tree.unflatten(structure, arrays))
-        return result, (types, residuals)
+            result, residuals = self.forward(call.params, **arrays)
+        return result, (_Types.of(differentiated), residuals)
 
     def _backward_with_types(
         self, call: _Call, residuals: tuple[_Types, Any], cotangent: Any
     ) -> tuple[Mapping[str, Any]]:
-        types = residuals[0].by_name()
+        types = dict(residuals[0].named)
         if self._symbolic_zeros:
             if all(isinstance(x, jax.custom_derivatives.SymbolicZero) for x in jax.tree.leaves(cotangent)):
                 return (dict.fromkeys(types),)
@@ -137,14 +132,15 @@ class KernelVjp:
         self, call: _Call, primals: tuple[Mapping[str, Any]], tangents: tuple[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
         """The rule of ``jax.custom_jvp``. The tangent needs only the residuals of reverse mode."""
-        structure: Any
-        leaves, structure = jax.tree.flatten(primals[0])
-        of_leaves = structure.flatten_up_to(tangents[0])
-        is_differentiated = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in of_leaves]
-        types = _Types.of(structure, leaves, is_differentiated)
-        leaf_types = [jax.typeof(x) for x in leaves]
+        [arrays], [of_arrays] = primals, tangents
+        nonzero = {
+            name: x
+            for name, x in of_arrays.items()
+            if x is not None and not isinstance(x, jax.custom_derivatives.SymbolicZero)
+        }
+        types = {name: jax.typeof(x) if name in nonzero else None for name, x in arrays.items()}
         with selecting(call.selection), both_modes():  # JAX may call this outside of the caller's context
-            result, residuals = self.forward(call.params, **primals[0])
+            result, residuals = self.forward(call.params, **arrays)
         results, result_structure = jax.tree.flatten(result)
         result_types = [jax.typeof(x) for x in results]
         residual_leaves, residual_structure = jax.tree.flatten(residuals)
@@ -153,20 +149,15 @@ class KernelVjp:
         def pull_back(*operands: jax.Array) -> list[jax.Array]:
             own_residuals = jax.tree.unflatten(residual_structure, operands[:num_residuals])
             cotangent = jax.tree.unflatten(result_structure, _with_float0(operands[num_residuals:], result_types))
-            of_names = self._pull_back(call, types.by_name(), own_residuals, cotangent)
-            cotangents = structure.flatten_up_to(of_names)
+            cotangents = self._pull_back(call, types, own_residuals, cotangent)
             return [
-                jnp.zeros_like(leaf) if x is None else x
-                for x, leaf, use in zip(cotangents, leaf_types, is_differentiated, strict=True)
-                if use
+                jnp.zeros_like(type_) if cotangents[name] is None else cotangents[name]
+                for name, type_ in types.items()
+                if type_ is not None
             ]
 
-        pushed = _transposed(
-            pull_back,
-            residual_leaves,
-            [x for x, use in zip(of_leaves, is_differentiated, strict=True) if use],
-            [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)],
-        )
+        types_of_inexact = [type_ for type_ in result_types if jnp.issubdtype(type_.dtype, jnp.inexact)]
+        pushed = _transposed(pull_back, residual_leaves, list(nonzero.values()), types_of_inexact)
         return result, jax.tree.unflatten(result_structure, _with_float0(pushed, result_types))
 
 
@@ -188,17 +179,15 @@ def vjp_of_linear(name: str, op: Op) -> Callable[..., list[jax.Array]]:
 
     def forward(params: Mapping[str, Any], **arrays: Any) -> tuple[list[jax.Array], Any]:
         names, _ = transpose_of(params)
-        leaves, structure = jax.tree.flatten({name: arrays[name] for name in names})
-        types = _Types.of(structure, leaves, [True] * len(leaves))
+        types = _Types.of({name: arrays[name] for name in names})
         others = {name: x for name, x in arrays.items() if name not in names}
         return op.of_arrays(arrays, **params), (types, others)
 
     def backward(params: Mapping[str, Any], residuals: Any, cotangents: Sequence[jax.Array]) -> dict[str, Any]:
         names, pull_back = transpose_of(params)
         types, others = residuals
-        types_by_name = types.by_name()
         in_order = (others[name] for name in op.operand_names(params) if name in others)
-        pulled = pull_back([types_by_name[name] for name in names], cotangents, *in_order)
+        pulled = pull_back([type_ for _, type_ in types.named], cotangents, *in_order)
         return dict(zip(names, pulled, strict=True))
 
     vjp = KernelVjp(name, forward, backward)

@@ -46,11 +46,16 @@ def mapped_dims(operands: Sequence[Any], num_batch_dims: int) -> MappedDims:
     return [[x is not None and x.shape[i] == size for x in operands] for i, size in enumerate(sizes)]
 
 
-def map_over_batch(function: Callable[..., Any], mapped: MappedDims, *operands: jax.Array | None) -> Any:
+def map_over_batch(function: Callable[..., Any], num_batch_dims: int, *operands: jax.Array | None) -> Any:
     """Maps a function over the batch dimensions of the operands; the function does not see them."""
+    return map_over_dims(function, mapped_dims(operands, num_batch_dims), *operands)
+
+
+def map_over_dims(function: Callable[..., Any], mapped: MappedDims, *operands: jax.Array | None) -> Any:
+    """The same, where sizes do not tell which operands a dimension maps, as in the program of a shard."""
     if not mapped:
         return function(*operands)
-    inner = functools.partial(map_over_batch, function, mapped[1:])
+    inner = functools.partial(map_over_dims, function, mapped[1:])
     operands = tuple(
         x if is_mapped or x is None else jax.lax.squeeze(x, [0])
         for x, is_mapped in zip(operands, mapped[0], strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits, in_automatic_mode
-from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims, vmap_sizes
+from jax_baracuda._core.batch import is_shared, map_over_batch, vmap_sizes
 from jax_baracuda._core.functions import keyword_names, resolved, with_named
 from jax_baracuda._core.native import NATIVE_MODULES, Plan, missing_target
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, selecting
@@ -170,11 +170,10 @@ class OpCall:
         """The call in plain JAX. Under explicit sharding, mesh axes are automatic inside; results get a sharding."""
         # When JAX differentiates a jitted function, its constants are NumPy arrays, which take no tracer as an index.
         operands = tuple(map(jnp.asarray, operands))
-        mapped = mapped_dims(operands, self.num_batch_dims)
         own_reference = self.of_operands(self.op.reference)
 
         def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(map_over_batch(own_reference, mapped, *operands))
+            return tuple(map_over_batch(own_reference, self.num_batch_dims, *operands))
 
         types = [jax.typeof(x) for x in operands]
         if any(jax_versions.explicit_spec(x) is not None for x in types):
@@ -199,9 +198,8 @@ class OpCall:
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes of the named dimensions, without those that ``vmap`` has added."""
-        given = self.op.result_sizes
-        of_params = self.resolve(given) if callable(given) else {dim: self.params[name] for dim, name in given.items()}
-        return joint_sizes(self._with_names(self.operand_dims, [x.shape for x in self.own_operands])) | of_params
+        of_operands = joint_sizes(self._with_names(self.operand_dims, [x.shape for x in self.own_operands]))
+        return {**of_operands, **self.resolve(self.op.result_sizes)}
 
     def _with_names(self, arrays: Any, shapes: Sequence[Shape], num_batch_dims: int = 0) -> list[NamedShape]:
         """The shapes of operands or results, which start with the batch dimensions, and the names of all dimensions."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from jax_baracuda._core import jax_versions
+from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.functions import resolved, with_fixed, with_named
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def derivative_op(kind: Kind, op: Op, num_operands: int, differentiated: Positio
     def result_types(*avals: Any, **params: Any) -> list[ShapeAndDtype]:
         if kind == "cotangent":
             return [(avals[i].shape, avals[i].dtype) for i in differentiated]
-        of_op = op.types(*avals[:num_operands], **params)
+        of_op = OpCall(op, avals[:num_operands], params).result_types()
         return [of_op[i] for i in results]
 
     def dimensions(params: Mapping[str, Any]) -> tuple[list[Dimensions], list[Dimensions]]:

@@ -175,21 +175,6 @@ def mostly_empty_segments(traits: Traits) -> bool:
     return traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
 
 
-def launch_bound(traits: Traits) -> bool:
-    """A launch takes longer than the work on so few bytes, at most 4 MB."""
-    return traits.measures["bytes"] <= 4 * MB
-
-
-def call_bound(traits: Traits) -> bool:
-    """On CPUs, the call of a kernel takes longer than the work on so few bytes, at most 1 MB."""
-    return traits.measures["bytes"] <= MB
-
-
-def in_cache(traits: Traits) -> bool:
-    """All operands and results fit in the L2 cache of a GPU. 64 MB is the measured limit on an H100 and an H200."""
-    return traits.measures["bytes"] <= 64 * MB
-
-
 def few_numbers(traits: Traits) -> bool:
     """All rows, or those that edges gather, have at most 4M numbers, which GPUs reduce faster than they sort ids."""
     return traits.measures["rows"] * traits.measures["features"] <= 1 << 22
@@ -198,16 +183,6 @@ def few_numbers(traits: Traits) -> bool:
 def single_feature(traits: Traits) -> bool:
     """Rows are single numbers. Kernels for CPUs vectorise along rows."""
     return traits.measures["features"] == 1
-
-
-def at_most_16_features(traits: Traits) -> bool:
-    """Rows have at most 16 numbers: one vector of a CPU, and half of the lanes of a warp."""
-    return traits.measures["features"] <= 16
-
-
-def at_most_4_features(traits: Traits) -> bool:
-    """Rows have so few numbers that kernels for GPUs leave lanes idle: at most 4."""
-    return traits.measures["features"] <= 4
 
 
 def param(name: str, value: Any) -> Condition:
@@ -222,3 +197,11 @@ def at_most(**measures: int) -> Condition:
 
 def at_least(**measures: int) -> Condition:
     return lambda traits: all(traits.measures[name] >= least for name, least in measures.items())
+
+
+launch_bound = at_most(bytes=4 * MB)
+"""On GPUs, a launch takes longer than the work on so few bytes."""
+call_bound = at_most(bytes=MB)
+"""On CPUs, the call of a kernel takes longer than the work on so few bytes."""
+in_cache = at_most(bytes=64 * MB)
+"""All operands and results fit in the L2 cache of a GPU. This is the measured limit on an H100 and an H200."""

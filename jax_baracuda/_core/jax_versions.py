@@ -408,11 +408,11 @@ def _patch_of_function(module: Any, name: str, wrap: Wrap) -> Patch:
     return _patch(vars(module), [name], lambda _, own: wrap(own))
 
 
-def patch_in_scatter(name: str, wrap: Wrap) -> Patch:
-    """Replaces the function of this name in the module of JAX with all scatters."""
+def patch_of_segment_functions(wrap: Wrap) -> Patch:
+    """`wrap` replaces the function that all ``jax.ops.segment_*`` call."""
     from jax._src.ops import scatter
 
-    return _patch_of_function(scatter, name, wrap)
+    return _patch_of_function(scatter, "_segment_update", wrap)
 
 
 def patch_of_transposed_gathers(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Patch:

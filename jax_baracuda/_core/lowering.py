@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import element_bits
-from jax_baracuda._core.batch import is_shared, map_over_batch, mapped_dims
+from jax_baracuda._core.batch import is_shared, map_over_batch, map_over_dims, mapped_dims
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dataflow import is_computed, is_donated_argument, may_read, repeats_softmax, updated_argument
 from jax_baracuda._core.dispatch import Decision, Site, alternative_of, decide, missing_kernel
@@ -191,7 +191,7 @@ def _lower_partitioned(
         program = (
             call.of_operands(op.shard_program, run_kernel, axes) if op.shard_program else call.of_operands(run_kernel)
         )
-        return tuple(map_over_batch(program, mapped, *shards))
+        return tuple(map_over_dims(program, mapped, *shards))
 
     partitioned_call = partitioned(
         call,
@@ -214,8 +214,8 @@ def _call_target(call: OpCall, site: Site, ctx: mlir.LoweringRuleContext, operan
     if (constants := _constant_results(call, ctx, operands)) is not None:
         return lower_without_mesh(lambda *_: [jnp.asarray(x) for x in constants], ctx, operands)
     if (program := op.program or alternative_of(call, site)) is not None:
-        mapped = mapped_dims(ctx.avals_in, call.num_batch_dims)
-        return lower_without_mesh(functools.partial(map_over_batch, call.of_operands(program), mapped), ctx, operands)
+        mapped_program = functools.partial(map_over_batch, call.of_operands(program), call.num_batch_dims)
+        return lower_without_mesh(mapped_program, ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)
     num_results = len(ctx.avals_out)
     if op.plan_parameters is not None:

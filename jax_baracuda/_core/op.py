@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
 import jax.export
@@ -38,6 +38,10 @@ Transpose = Callable[..., Sequence[jax.Array | None]]
 linear operands, None for those without."""
 Transposes = Mapping[tuple[str, ...], Transpose]
 
+T = TypeVar("T")
+OfParams: TypeAlias = T | Callable[..., T]
+"""A field of a definition: its value, or a function ``(**params)`` -> the value."""
+
 
 _lock = threading.RLock()
 
@@ -61,25 +65,24 @@ class Op:
 
     name: str
     """The name of the primitive."""
-    operands: NamedDimensions | Callable[..., NamedDimensions]
-    """By name and in order. Or ``(**params)`` -> these. A call may lack the `optional` ones: callers pass None or omit
-    trailing ones, and the functions of the definition get None."""
-    results: NamedDimensions | Callable[..., NamedDimensions]
-    """By name and in order. Or ``(**params)`` -> these."""
+    operands: OfParams[NamedDimensions]
+    """By name and in order. A call may lack the `optional` ones: callers pass None or omit trailing ones, and the
+    functions of the definition get None."""
+    results: OfParams[NamedDimensions]
+    """By name and in order."""
     reference: Callable[..., Sequence[jax.Array]]
     """The same computation in plain JAX. It serves calls without a kernel, and derivatives that neither `transposes`
     nor `tangent` gives."""
-    dtypes: frozenset[str] | Callable[..., frozenset[str]]
-    """The dtypes that the kernel supports, of the first operand and of those in `transposes`. Or ``(**params)`` ->
-    these."""
+    dtypes: OfParams[frozenset[str]]
+    """The dtypes that the kernel supports, of the first operand and of those in `transposes`."""
     guarantee: Guarantee | Callable[..., Guarantee]
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The params that callers may omit, and their values."""
-    result_sizes: Mapping[str, str] | Callable[..., Mapping[str, int]] = dataclasses.field(default_factory=dict)
-    """{dimension that no operand has: the param with its size}. Or ``(**params)`` -> the sizes."""
+    result_sizes: OfParams[Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    """The sizes of dimensions that no operand has."""
     result_dtypes: Callable[..., Sequence[Any]] | None = None
     """``(*operand avals, **params)`` -> the dtypes of the results; None: all have the dtype of the first operand."""
     result_types: Callable[..., Sequence[ShapeAndDtype]] | None = None
@@ -88,17 +91,15 @@ class Op:
     """The native targets by name, each with the params of the calls it serves. Empty: one target with the op's name."""
     aliases: tuple[str, ...] = ()
     """Other public functions that return this op's result."""
-    attributes: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
-    """The names of the params that the native handler takes. Tuples of integers, nested or not, become one array. Or
-    ``(**params)`` -> these."""
+    attributes: OfParams[tuple[str, ...]] = ()
+    """The names of the params that the native handler takes. Tuples of integers, nested or not, become one array."""
     plan_parameters: Callable[..., Mapping[str, int]] | None = None
     """``(*operand avals, **params)`` -> the integers from which the native module chooses a strategy. ``_core`` adds
     the size of the batch as ``batch``, and ``<operand>_is_shared`` for each operand."""
-    replicated_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
-    """Dimensions that must not be split over devices. Or ``(**params)`` -> these."""
-    reduction_dims: tuple[str, ...] | Callable[..., tuple[str, ...]] = ()
-    """Operand dimensions that are summed away. Where one is sharded, each device has a partial result. Or
-    ``(**params)`` -> these."""
+    replicated_dims: OfParams[tuple[str, ...]] = ()
+    """Dimensions that must not be split over devices."""
+    reduction_dims: OfParams[tuple[str, ...]] = ()
+    """Operand dimensions that are summed away. Where one is sharded, each device has a partial result."""
     independent_dims: tuple[str, ...] = ("...",)
     """Dimensions whose slices do not depend on each other, as if ``vmap`` had mapped them; a result that lacks one is a
     sum over it. Only along these may devices split a derivative that has no kernel. "...": all dimensions without a
@@ -121,19 +122,19 @@ class Op:
     integers (:func:`.known_values.known_integers`), outside of ``vmap`` and on one device."""
     limit: Callable[..., str | None] | None = None
     """``(*operand avals, **params)`` -> why these shapes or params are unsupported, or None."""
-    in_place: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
+    in_place: OfParams[Mapping[int, int]] = dataclasses.field(default_factory=dict)
     """{position of an operand: position of the result that may alias it}. They alias if their shapes are equal. XLA
-    first copies an operand that is used again. Or ``(**params)`` -> these."""
-    in_place_if_donated: Mapping[int, int] | Callable[..., Mapping[int, int]] = dataclasses.field(default_factory=dict)
+    first copies an operand that is used again."""
+    in_place_if_donated: OfParams[Mapping[int, int]] = dataclasses.field(default_factory=dict)
     """Like `in_place`, but only if the operand is a donated argument of the compiled program. For ops that are as fast
     out of place: a copy by XLA would double their time."""
     broadcasts: tuple[str, ...] = ()
     """The operands that broadcast along every dimension, as in ``jax.numpy``. ``vmap`` then adds one more such
     dimension, which the functions of the definition and the handler see like any other."""
-    transposes: Transposes | Callable[..., Transposes] = dataclasses.field(default_factory=dict)
+    transposes: OfParams[Transposes] = dataclasses.field(default_factory=dict)
     """{operands, by name, in which the op is jointly linear while all others are fixed: its transpose}. Several entries
     are like the factors of a product. If only these operands have tangents, derivatives run kernels: the result's
-    tangent is the op applied to the tangents of an entry, summed over the entries. Or ``(**params)`` -> these."""
+    tangent is the op applied to the tangents of an entry, summed over the entries."""
     tangent: Callable[..., Sequence[jax.Array]] | None = None
     """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, if no other
     operand has a tangent. Use when the tangent follows from the results. Integer results have none."""
@@ -163,10 +164,6 @@ class Op:
     def of_arrays(self, arrays: Mapping[str, jax.Array], **params: Any) -> list[jax.Array]:
         """The results for operands by name, among other arrays."""
         return self(*(arrays.get(name) for name in self.operand_names(params)), **params)
-
-    def types(self, *operands: Any, **params: Any) -> list[ShapeAndDtype]:
-        """The shapes and dtypes of the results for operands of these types."""
-        return OpCall(self, operands, params).result_types()
 
     def dtypes_of(self, target: str) -> frozenset[str]:
         """The dtypes that a native target, or an alias, supports."""

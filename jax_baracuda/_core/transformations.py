@@ -14,7 +14,7 @@ from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import reshard_like
-from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
+from jax_baracuda._core.batch import map_over_batch, with_mapped_dim
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.derivatives import derivative_op
 from jax_baracuda._core.selection import selecting
@@ -116,7 +116,7 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
 
 def _map_over_batch(call: OpCall, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:
     with selecting(call.selection):
-        return map_over_batch(function, mapped_dims(arrays, call.num_batch_dims), *arrays)
+        return map_over_batch(function, call.num_batch_dims, *arrays)
 
 
 def _sum_over_shared_batch(cotangent: jax.Array, primal: Any) -> jax.Array:

@@ -27,6 +27,7 @@ from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
     check_choice,
+    check_same_dtype,
     check_shape,
     flag,
     floating_array,
@@ -827,8 +828,7 @@ def _check_parameter_dtype(name: str, argument: str, parameter: Array, x: Array)
 
 def with_dtype_of_x(name: str, argument: str, value: ArrayLike, x: Array) -> Array:
     array = as_array(name, argument, value)
-    if array.dtype != x.dtype:
-        raise TypeError(f"{name}: {argument} must have the dtype of x, {x.dtype}, got {array.dtype}")
+    check_same_dtype(name, argument, array, "x", x)
     return array
 
 

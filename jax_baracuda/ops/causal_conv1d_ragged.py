@@ -108,7 +108,7 @@ def causal_conv1d_ragged(
     given_x = f"[T, C] = {x.shape}"
     params, arrays = canonicalize(name, x[None], weight, bias, activation, True, None, None, given_x)
     states = with_dtype_of_x(name, "states", states, x)
-    states = checked_pool(name, "states", states, arrays["x"], arrays["weight"], num_written=0)
+    states = checked_pool(name, "states", states, arrays["weight"], num_written=0)
     states = reshard_as(states, x, (None, 1, None))
     slots = index_array(name, "state_slots", state_slots)
     if slots.ndim != 1:

@@ -156,14 +156,11 @@ def _update_of_pool(
     if num_accepted is not None:
         num_accepted = index_array(name, "num_accepted", num_accepted)
         check_shape(name, "num_accepted", num_accepted, x.shape[:1], "[B]")
-    pool = checked_pool(
-        name, "state", pool, x, weight, _num_written(weight.shape[1], num_inputs, num_accepted is not None)
-    )
+    pool = checked_pool(name, "state", pool, weight, _num_written(weight.shape[1], num_inputs, num_accepted))
     slots = index_array(name, "state_slots", state_slots)
     check_shape(name, "state_slots", slots, x.shape[:1], "[B]")
     pool = reshard_as(pool, x, (None, 2 if channels_last else 1, None))
-    y, new_pool = _pool_update(params, states=pool, slots=slots, num_accepted=num_accepted, **arrays)
-    return y, new_pool
+    return _pool_update(params, states=pool, slots=slots, num_accepted=num_accepted, **arrays)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -222,9 +219,9 @@ def with_added_states(pool: Array, slots: Array, entries: Array, states: Array) 
         return pool.at[rows[:, None], :, entries].add(jnp.swapaxes(states, 1, 2).astype(pool.dtype), mode="drop")
 
 
-def _num_written(width: int, num_inputs: int, has_num_accepted: bool) -> int:
+def _num_written(width: int, num_inputs: int, num_accepted: Array | None) -> int:
     """The number of entries of a row that an update of a pool writes."""
-    return 0 if width == 1 else width - 2 + num_inputs if has_num_accepted else width - 1
+    return 0 if width == 1 else width - 1 if num_accepted is None else width - 2 + num_inputs
 
 
 def _entries(pool: Array, width: int, num_sequences: int, num_accepted: Array | None) -> Array:
@@ -252,7 +249,7 @@ def _reference_pool_update(
     history = states_of_slots(states, slots, _entries(states, width, x.shape[0], num_accepted))
     [y] = reference_convolution(x, weight, bias, history, None, channels_last=channels_last, silu=silu)
     inputs = jnp.concatenate([history, in_layout(x, channels_last)], axis=2)
-    num_written = _num_written(width, num_inputs, num_accepted is not None)
+    num_written = _num_written(width, num_inputs, num_accepted)
     return y, with_states(states, written_slots(states, slots), inputs[..., inputs.shape[2] - num_written :])
 
 
@@ -271,7 +268,7 @@ def _pool_update_backward(
     width, num_inputs = weight.shape[1], x.shape[time_axis(channels_last)]
     entries = _entries(states, width, x.shape[0], num_accepted)
     writers = written_slots(states, slots)
-    num_written = _num_written(width, num_inputs, num_accepted is not None)
+    num_written = _num_written(width, num_inputs, num_accepted)
     first = jnp.broadcast_to(jnp.arange(num_written), (x.shape[0], num_written))
     d_written = states_of_slots(d_states, writers, first)
     history = states_of_slots(states, slots, entries) if width > 1 else None
@@ -439,8 +436,8 @@ _pool_update = vjp_of_pools("causal_conv1d_update", CAUSAL_CONV1D_UPDATE_POOL, C
 # Canonicalisation of the arguments of pools.
 
 
-def checked_pool(name: str, argument: str, pool: Array, x: Array, weight: Array, num_written: int) -> Array:
-    """A pool of states for signals `x` whose rows have room for `num_written` inputs."""
+def checked_pool(name: str, argument: str, pool: Array, weight: Array, num_written: int) -> Array:
+    """A pool of states whose rows have room for `num_written` inputs."""
     channels, width = weight.shape
     at_least = max(width - 1, num_written)
     if pool.ndim != 3 or pool.shape[1] != channels or pool.shape[2] < at_least:

@@ -28,6 +28,7 @@ from jax_baracuda._core.arrays import (
     accumulation_dtype,
     as_array,
     check_choice,
+    check_same_dtype,
     flag,
     floating_array,
     integer_array,
@@ -683,8 +684,7 @@ def _canonicalize(
     sequence_axis = 2 if heads_first else 1
     first_name, first = next(iter(arrays.items()))
     for argument, x in arrays.items():
-        if x.dtype != first.dtype:
-            raise TypeError(f"{name}: {argument} must have the dtype of {first_name}, {first.dtype}, got {x.dtype}")
+        check_same_dtype(name, argument, x, first_name, first)
         if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
             fits_other_layout = layout is None and all(x.shape[axis] == first.shape[axis] for axis in (0, 1, 3))
             raise ValueError(

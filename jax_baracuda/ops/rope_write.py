@@ -17,10 +17,11 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import (
     FLOATING_DTYPES,
     accumulation_dtype,
-    as_array,
+    check_same_dtype,
     check_shape,
     floating_array,
     index_array,
+    is_integer,
 )
 from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.functions import Params, with_named
@@ -43,7 +44,6 @@ from jax_baracuda.ops.write_rows import (
     ATTRIBUTES_OF_WRITE,
     CONVERTIBLE_POOLS,
     PoolNames,
-    PoolWrite,
     WriteOperands,
     checked_write,
     kernel_converts,
@@ -136,20 +136,17 @@ def rope_write(
     q = rows["q"]
     slots = index_array(name, "slots", slots)
     check_shape(name, "slots", slots, q.shape[:1], "[T]", why=", one for each token")
-    if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (0, 1):
+    if not is_integer(axis) or axis not in (0, 1):
         raise ValueError(f"{name}: axis must be 0 or 1, the axis of slots in caches [slots, H, D], got {axis!r}")
     names = [PoolNames("key_cache", "k", "k_scale"), PoolNames("value_cache", "v", "v_scale")]
-    pools = [
-        PoolWrite(as_array(name, own.dest, cache), rows[own.rows], own_scale)
-        for own, cache, own_scale in zip(names, (key_cache, value_cache), (k_scale, v_scale), strict=True)
-    ]
-    write = checked_write(name, names, pools, slots, axis, layer)
+    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
+    write = checked_write(name, names, caches, (rows["k"], rows["v"]), slots, axis, layer, scales)
     rotation, frequencies, _ = options.checked(name, "q", q.shape[2], np.dtype(accumulation_dtype(q.dtype)))
     positions = _checked_positions(name, positions, q.shape[0], rotation["sections"])
     if q.shape[0] == 0:
-        return q, *(pool.dest for pool in write.pools)
-    operands = *write.operands(), q, frequencies, positions
-    key_cache, value_cache, q = _rope_write(Params(write.params(), **rotation), *operands)
+        return q, *write.pools
+    operands = *write.flat(), q, frequencies, positions
+    key_cache, value_cache, q = _rope_write(Params(write.params(axis), **rotation), *operands)
     return q, key_cache, value_cache
 
 
@@ -276,8 +273,7 @@ _rope_write = vjp_of_linear("rope_write", ROPE_WRITE)
 def _check_rows(name: str, rows: dict[str, Array]) -> None:
     q = rows["q"]
     for argument, x in rows.items():
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: {argument} must have the dtype of q, {q.dtype}, got {x.dtype}")
+        check_same_dtype(name, argument, x, "q", q)
         if x.ndim != 3:
             advice = ""
             if x.ndim == 4:

@@ -26,6 +26,7 @@ from jax_baracuda._core.arrays import (
     divided,
     in_range,
     index_array,
+    is_integer,
     of_bits,
     static_type_error,
 )
@@ -105,11 +106,9 @@ def write_rows(
     all_dests, all_rows, all_scales = _as_lists(name, is_one, dests, rows, scale)
     labels = [""] if is_one else [f"[{i}]" for i in range(len(all_dests))]
     names = [PoolNames(f"dests{label}", f"rows{label}", f"scale{label}") for label in labels]
-    pools = [
-        PoolWrite(as_array(name, own.dest, dest), as_array(name, own.rows, own_rows), own_scale)
-        for own, dest, own_rows, own_scale in zip(names, all_dests, all_rows, all_scales, strict=True)
-    ]
-    results = _write(checked_write(name, names, pools, slots, axis, layer)) if pools else []
+    results: list[Array] = []
+    if names:
+        results = _write(checked_write(name, names, all_dests, all_rows, slots, axis, layer, all_scales), axis)
     if is_one:
         return results[0]
     return results if isinstance(dests, list) else tuple(results)
@@ -141,6 +140,16 @@ class WriteOperands(NamedTuple):
     def flat(self) -> list[Array]:
         optional = [self.layer, *self.scales]
         return [*self.pools, *self.rows, self.slots, *(x for x in optional if x is not None), *self.others]
+
+    def params(self, axis: int) -> Params:
+        """The params of a write."""
+        return Params(
+            ranks=tuple(x.ndim for x in self.rows),
+            axis=int(axis),
+            has_layer=self.layer is not None,
+            scales=tuple(0 if x is None else PER_HEAD if x.ndim else ONE_SCALE for x in self.scales),
+            has_unique_slots=False,
+        )
 
 
 MAX_COMPARED_ROWS = 32
@@ -444,49 +453,17 @@ class PoolNames(NamedTuple):
     scale: str
 
 
-class PoolWrite(NamedTuple):
-    dest: Array
-    rows: Array
-    scale: Any
-
-
-class CheckedWrite(NamedTuple):
-    """Checked arguments."""
-
-    pools: Sequence[PoolWrite]
-    slots: Array
-    axis: int
-    layer: Array | None
-
-    def params(self) -> Params:
-        """Those of the op."""
-        scales = (pool.scale for pool in self.pools)
-        return Params(
-            ranks=tuple(pool.rows.ndim for pool in self.pools),
-            axis=self.axis,
-            has_layer=self.layer is not None,
-            scales=tuple(0 if x is None else PER_HEAD if x.ndim else ONE_SCALE for x in scales),
-            has_unique_slots=False,
-        )
-
-    def operands(self) -> list[Array]:
-        dests, rows, scales = zip(*self.pools, strict=True)
-        return WriteOperands(dests, rows, self.slots, self.layer, scales).flat()
-
-
-def _write(call: CheckedWrite) -> list[Array]:
-    call = call._replace(pools=[_for_kernel(pool) for pool in call.pools])
-    if call.slots.shape[0] == 0:
-        return [pool.dest for pool in call.pools]
-    return _write_op(call.params(), *call.operands())
-
-
-def _for_kernel(pool: PoolWrite) -> PoolWrite:
+def _write(own: WriteOperands, axis: int) -> list[Array]:
     """Converts rows in plain JAX where the kernel does not."""
-    dest, rows, scale = pool
-    if kernel_converts(rows.dtype, dest.dtype, scale is not None):
-        return pool
-    return PoolWrite(dest, _converted(_scaled(rows, scale), dest.dtype), None)
+    rows, scales = [], []
+    for pool, x, scale in zip(own.pools, own.rows, own.scales, strict=True):
+        converts = kernel_converts(x.dtype, pool.dtype, scale is not None)
+        rows.append(x if converts else _converted(_scaled(x, scale), pool.dtype))
+        scales.append(scale if converts else None)
+    if own.slots.shape[0] == 0:
+        return list(own.pools)
+    own = own._replace(rows=rows, scales=scales)
+    return _write_op(own.params(axis), *own.flat())
 
 
 def _as_lists(name: str, is_one: bool, dests: Any, rows: Any, scale: Any) -> Sequence[Sequence[Any]]:
@@ -506,22 +483,31 @@ def _as_lists(name: str, is_one: bool, dests: Any, rows: Any, scale: Any) -> Seq
 
 
 def checked_write(
-    name: str, names: Sequence[PoolNames], pools: Sequence[PoolWrite], slots: Any, axis: Any, layer: Any
-) -> CheckedWrite:
-    """The arguments of a write, of which the pools and rows are arrays already."""
+    name: str,
+    names: Sequence[PoolNames],
+    dests: Sequence[Any],
+    rows: Sequence[Any],
+    slots: Any,
+    axis: Any,
+    layer: Any,
+    scales: Sequence[Any],
+) -> WriteOperands:
+    """The checked arguments of a write."""
+    dests = [as_array(name, own.dest, dest) for own, dest in zip(names, dests, strict=True)]
+    rows = [as_array(name, own.rows, x) for own, x in zip(names, rows, strict=True)]
     slots = index_array(name, "slots", slots)
     if slots.ndim != 1:
         advice = "; slots[None] and rows[None] write one row" if slots.ndim == 0 else ""
         raise ValueError(f"{name}: slots must have shape [T], one for each row, got {slots.shape}{advice}")
-    if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
+    if not is_integer(axis):
         raise static_type_error(name, "axis", "an integer", axis)
     if layer is not None:
         layer = index_array(name, "layer", layer)
         if layer.ndim != 0:
             raise TypeError(f"{name}: layer must be a scalar, got shape {layer.shape}")
     first = int(layer is not None)
-    checked = []
-    for own, (dest, rows, scale) in zip(names, pools, strict=True):
+    checked_scales = []
+    for own, dest, x, scale in zip(names, dests, rows, scales, strict=True):
         rank = dest.ndim - first
         if rank < 1:
             letters = "[layers, slots, ...] with layer" if first else "[slots, ...]"
@@ -533,21 +519,20 @@ def checked_write(
             )
         leading, num_slots = dest.shape[:first], dest.shape[first + axis]
         expected = (slots.shape[0], *dest.shape[first : first + axis], *dest.shape[first + axis + 1 :])
-        own_first = pools[0].dest
-        if (leading, num_slots) != (own_first.shape[:first], own_first.shape[first + axis]):
+        if (leading, num_slots) != (dests[0].shape[:first], dests[0].shape[first + axis]):
             raise ValueError(
-                f"{name}: {own.dest} must have the layers and slots of {names[0].dest}, of shape {own_first.shape}, "
+                f"{name}: {own.dest} must have the layers and slots of {names[0].dest}, of shape {dests[0].shape}, "
                 f"got shape {dest.shape}"
             )
-        if rows.shape != expected:
+        if x.shape != expected:
             raise ValueError(
                 f"{name}: {own.rows} must have shape {expected} for {slots.shape[0]} slots and {own.dest} of shape "
-                f"{dest.shape}, got {rows.shape}{_advice_on_rows(own, dest, rows, slots.shape[0], axis, first)}"
+                f"{dest.shape}, got {x.shape}{_advice_on_rows(own, dest, x, slots.shape[0], axis, first)}"
             )
         if jax_versions.is_static_shape((num_slots, *slots.shape)) and num_slots + slots.shape[0] >= 2**31:
             raise ValueError(f"{name}: {own.dest} must have less than 2^31 slots and rows, got {num_slots} slots")
-        checked.append(PoolWrite(dest, rows, _checked_scale(name, own, dest, rows, scale)))
-    return CheckedWrite(checked, slots, int(axis), layer)
+        checked_scales.append(_checked_scale(name, own, dest, x, scale))
+    return WriteOperands(dests, rows, slots, layer, checked_scales)
 
 
 def _advice_on_rows(own: PoolNames, dest: Array, rows: Array, num_rows: int, axis: int, first: int) -> str:

@@ -24,8 +24,10 @@ from jax_baracuda._core.arrays import (
     as_bits,
     check_choice,
     check_one_for_each,
+    check_same_dtype,
     element_bits,
     in_range,
+    is_integer,
     of_bits,
 )
 from jax_baracuda._core.autodiff import vjp_of_linear
@@ -518,11 +520,6 @@ def _start_indices_of_each(
     return [(f"start_indices_of_each[{i}]", of_one) for i, of_one in enumerate(start_indices_of_each)]
 
 
-def _is_integer(value: Any) -> bool:
-    """Whether the value is an integer of Python or NumPy."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _entries(name: str, what: str, start_indices: Any) -> list[Any]:
     if isinstance(start_indices, jax.Array | np.ndarray) and start_indices.ndim != 1:
         raise ValueError(f"{name}: {what} as an array must be of one dimension, got shape {start_indices.shape}")
@@ -545,8 +542,7 @@ def _canonicalize(
 ) -> _Update:
     check_choice(name, "mode", mode, "clip", "drop")
     dest, source = as_array(name, dest_name, dest), as_array(name, source_name, source)
-    if source.dtype != dest.dtype:
-        raise TypeError(f"{name}: {source_name} must have the dtype of {dest_name}, {dest.dtype}, got {source.dtype}")
+    check_same_dtype(name, source_name, source, dest_name, dest)
     is_too_long = any(
         jax_versions.is_static_shape((size, dim)) and size > dim
         for size, dim in zip(source.shape, dest.shape, strict=False)
@@ -572,7 +568,7 @@ def _canonicalize(
 def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) -> int | Array | None:
     """The start of a window, clamped if it is static, or None if the window is the whole axis."""
     if isinstance(entry, list | tuple):
-        if len(entry) != 2 or not all(map(_is_integer, entry)):
+        if len(entry) != 2 or not all(map(is_integer, entry)):
             raise TypeError(f"{what} must be a pair (start, end) of Python integers or a start alone, got {entry!r}")
         start, end = map(operator.index, entry)
         if not 0 <= start <= end <= dim or end - start != size:
@@ -583,7 +579,7 @@ def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) 
         return None if size == dim else start
     if isinstance(entry, np.ndarray) and np.issubdtype(entry.dtype, np.integer):
         entry = entry[()] if entry.ndim == 0 else jnp.asarray(entry)
-    if not _is_integer(entry):
+    if not is_integer(entry):
         if not isinstance(entry, jax.Array) or not jnp.issubdtype(entry.dtype, jnp.integer):
             dtype = f" of dtype {entry.dtype}" if hasattr(entry, "dtype") else ""
             raise TypeError(

@@ -309,7 +309,7 @@ PLAN: dict[str, Any] = {"segment_ids": IDS, "num_segments": 2, "gather_ids": IDS
         ("TypeError: query must have a real floating dtype, got int32", {"query": QUERY.astype(np.int32)}),
         (r"ValueError: query must have .* \[rows, heads, features\], got \(3, 4\)", {"query": QUERY[0]}),
         (r"ValueError: key must have .* \[rows, heads, features\], got \(3, 4\)", {"key": KEY[0]}),
-        ("TypeError: key must have the dtype of query, got float16 and float32", {"key": KEY.astype(np.float16)}),
+        ("TypeError: key must have the dtype of query, float32, got float16", {"key": KEY.astype(np.float16)}),
         (r"ValueError: key must be \[N, H, D\] .* \(6, 2, 4\) and .* \(2, 3, 4\)", {"key": KEY[:, :2]}),
         (
             r"ValueError: key must be \[N, H, D\] .* \(6, 3, 3\) and .* \(2, 3, 4\)",
@@ -349,7 +349,7 @@ def test_errors(kind: str, error: str, changed: dict[str, Any]) -> None:
     ("error", "changed"),
     [
         ("TypeError: value must have a real floating dtype, got int32", {"value": VALUE.astype(np.int32)}),
-        ("TypeError: value must have the dtype of query, got float16 and float32", {"value": VALUE.astype(np.float16)}),
+        ("TypeError: value must have the dtype of query, float32, got float16", {"value": VALUE.astype(np.float16)}),
         (r"ValueError: value must have .* \[rows, heads, features\], got \(3, 7\)", {"value": VALUE[0]}),
         (r"ValueError: value must be \[N, H, Dv\] .* \(5, 3, 7\) and key.shape = \(6, 3, 4\)", {"value": VALUE[:5]}),
         ("TypeError: scale must be .*", {"scale": "1"}),

@@ -52,7 +52,7 @@ DATA, CELLS, IDS = np.ones((4, 3), np.float32), np.ones((2, 3), np.float32), np.
     [
         ("TypeError: floating dtype, got bool", lambda: gather_segment_dot(DATA, CELLS > 0, IDS, IDS)),
         (
-            "TypeError: segment_data must have the dtype of data, got float16 and float32",
+            "TypeError: segment_data must have the dtype of data, float32, got float16",
             lambda: gather_segment_dot(DATA, CELLS.astype(np.float16), IDS, IDS),
         ),
         (

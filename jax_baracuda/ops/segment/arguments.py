@@ -124,7 +124,7 @@ class SegmentCall(Segments):
         ids = jnp.where(in_range(ids, num_segments), ids + bucket * num_segments, -1)
         params = Params(params, num_segments=num_buckets * num_segments, indices_are_sorted=False)
         output = reduction(params, data=self.rows(self.data), segment_ids=ids)
-        return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:]), axis=0).astype(output.dtype)
+        return reduce_buckets(output.reshape(num_buckets, num_segments, *output.shape[1:])).astype(output.dtype)
 
     def gradient(self, reduction: KernelVjp, params: Params, d_output: Array) -> Array:
         """The cotangent of the data, given that of the cells ``[S, ...]``. Much faster to trace than ``jax.vjp``."""

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import accumulation_dtype, as_array, floating_array, real_number
+from jax_baracuda._core.arrays import accumulation_dtype, as_array, check_same_dtype, floating_array, real_number
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges, canonicalize_edges_between
@@ -83,7 +83,7 @@ def segment_attention(
     if logits.ndim == 0 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"{name}: logits must be [E, ...] with a floating dtype, got {logits.shape} of {logits.dtype}")
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    bias, value = by_heads(name, "logits", logits, call)
+    bias, value = by_heads(call, "logits", logits)
     edges = call.edges if plan is None else call.edges | {"edge_gather_ids": plan.edge_gather_ids}
     params = attention_params("given", call.params(indices_are_sorted, deterministic))
     output = attend(params, value=value, bias=bias.astype(accumulation_dtype(value.dtype)), **edges)
@@ -170,7 +170,7 @@ def graph_dot_product_attention(
         scale = 1 / math.sqrt(max(query.shape[2], 1))
     scale = _number(name, "scale", scale, query)
     call = canonicalize_edges_between(name, "key", key, "query", query, gather_ids, segment_ids, mode, plan)
-    arrays = {"query": query, "key": key, "value": value} | _bias(name, bias, query, call)
+    arrays = {"query": query, "key": key, "value": value} | _bias(call, bias, query)
     width = max(query.shape[2], value.shape[2])
     arrays |= {x: padded_heads(arrays[x], width) for x in ("query", "key", "value")}
     params = attention_params("dot_product", call.params(indices_are_sorted, deterministic), scale=scale)
@@ -245,7 +245,7 @@ def graph_additive_attention(
     negative_slope = _number(name, "negative_slope", negative_slope, query)
     call = canonicalize_edges_between(name, "key", key, "query", query, gather_ids, segment_ids, mode, plan)
     arrays = {"query": query, "key": key, "score_weights": score_weights.astype(query.dtype)}
-    arrays |= _bias(name, bias, query, call)
+    arrays |= _bias(call, bias, query)
     flags = call.params(indices_are_sorted, deterministic)
     params = attention_params("additive", flags, negative_slope=negative_slope)
     return attend(params, **arrays, **call.edges)
@@ -259,8 +259,8 @@ def _heads(name: str, argument: str, value: ArrayLike, query: Array | None = Non
     array = floating_array(name, argument, value)
     if array.ndim != 3:
         raise ValueError(f"{name}: {argument} must have the dimensions [rows, heads, features], got {array.shape}")
-    if query is not None and array.dtype != query.dtype:
-        raise TypeError(f"{name}: {argument} must have the dtype of query, got {array.dtype} and {query.dtype}")
+    if query is not None:
+        check_same_dtype(name, argument, array, "query", query)
     return array
 
 
@@ -281,15 +281,15 @@ def _number(name: str, argument: str, value: Any, query: Array) -> float:
     return number
 
 
-def _bias(name: str, bias: ArrayLike | None, query: Array, call: EdgeCall) -> dict[str, Array]:
+def _bias(call: EdgeCall, bias: ArrayLike | None, query: Array) -> dict[str, Array]:
     """The bias as ``[E, H]``, by its name; nothing if there is none."""
     if bias is None:
         return {}
-    bias = floating_array(name, "bias", bias)
+    bias = floating_array(call.name, "bias", bias)
     num_edges, num_heads = call.edges["segment_ids"].shape[0], query.shape[1]
     if bias.shape not in ((num_edges,), (num_edges, num_heads)):
         raise ValueError(
-            f"{name}: bias must be [E] or [E, H], that is, ({num_edges},) or ({num_edges}, {num_heads}), "
+            f"{call.name}: bias must be [E] or [E, H], that is, ({num_edges},) or ({num_edges}, {num_heads}), "
             f"got {bias.shape}"
         )
     of_heads = bias[:, None] if bias.ndim == 1 else bias

@@ -18,7 +18,7 @@ from jax.interpreters import ad
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.autodiff import KernelVjp, is_in_both_modes
-from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
+from jax_baracuda._core.batch import map_over_batch, map_over_dims, mapped_dims, with_mapped_dim
 from jax_baracuda._core.functions import jvp_of_nonzero, placed, with_fixed
 from jax_baracuda._core.selection import Selection, current_selection, selecting
 
@@ -38,7 +38,7 @@ class _Batch:
         def of_positions(*values: Array) -> Any:
             return function(self.params, **dict(zip(names, values, strict=True)))
 
-        return map_over_batch(of_positions, mapped, *arrays.values())
+        return map_over_dims(of_positions, mapped, *arrays.values())
 
 
 class BatchedVjp:
@@ -104,7 +104,7 @@ class BatchedVjp:
             return self._backward(batch.params, len(joined), residuals, cotangent)
 
         arrays = [_moved(x, [*mapped, *joined]) for x in (cotangent, *residuals.values())]
-        cotangents = map_over_batch(backward, mapped_dims(arrays, len(mapped)), *arrays)
+        cotangents = map_over_batch(backward, len(mapped), *arrays)
         results = {}
         for name, array in cotangents.items():
             if name == "data":

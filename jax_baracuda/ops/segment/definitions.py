@@ -17,7 +17,7 @@ from jax_baracuda._core.call import num_features
 from jax_baracuda._core.dispatch import on_cpu, single_feature
 from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions, OfParams, Op
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 
@@ -87,7 +87,7 @@ def limit_of_32_bits(*_: Any, sizes: Mapping[str, int]) -> str | None:
 
 
 SEGMENT_FIELDS: Any = {
-    "result_sizes": {"segment": "num_segments"},
+    "result_sizes": lambda *, num_segments: {"segment": num_segments},
     "plan_parameters": plan_parameters,
     "limit": limit_of_32_bits,
 }
@@ -97,7 +97,7 @@ SEGMENT_FIELDS: Any = {
 def reduction_op(
     name: str,
     *,
-    results: NamedDimensions | Callable[..., NamedDimensions],
+    results: OfParams[NamedDimensions],
     shard_program: ShardProgram,
     **fields: Any,
 ) -> Op:
@@ -133,7 +133,7 @@ def index_of_first_row(segment_ids: Array, row_axes: Sequence[str]) -> Array:
     return (jax.lax.axis_index(row_axes) * segment_ids.shape[0]).astype(jnp.int32)
 
 
-def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ()) -> Array:
+def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes) -> Array:
     """The sum over the shards: an all-reduce, or a reduce-scatter if the row axes also split the segments."""
     if segment_axes == row_axes:
         return jax.lax.psum_scatter(cells, row_axes, tiled=True)
@@ -141,7 +141,7 @@ def sum_over_axes(cells: Array, row_axes: MeshAxes, segment_axes: MeshAxes = ())
 
 
 def merge_over_shards(
-    merge: Callable[..., Sequence[Array]], cells: Sequence[Array], row_axes: MeshAxes, segment_axes: MeshAxes = ()
+    merge: Callable[..., Sequence[Array]], cells: Sequence[Array], row_axes: MeshAxes, segment_axes: MeshAxes
 ) -> Sequence[Array]:
     """Merges the cells of all shards. If the row axes also split the segments, each device gets its own segments.
 

@@ -22,8 +22,6 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, check
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import (
     at_most,
-    at_most_4_features,
-    at_most_16_features,
     call_bound,
     few_numbers,
     in_cache,
@@ -302,7 +300,7 @@ def _reduce(call: SegmentCall, tie_break: TieBreak, minimum: bool) -> Array:
     call = call.sorted_by_plan(unless=FLOATING_DTYPES)
     params = call.params(first_wins=first_gets_all(call.name, tie_break), minimum=minimum)
     # If the first of tied rows gets the gradient, buckets make no difference.
-    over_buckets = None if params["first_wins"] else lambda cells, axis: _over_buckets(minimum, cells)
+    over_buckets = None if params["first_wins"] else functools.partial(_over_buckets, minimum)
     return call.reduce(_extrema[minimum], params, over_buckets)
 
 
@@ -671,7 +669,7 @@ _OF_TIES = dict.fromkeys(("data", "output"), "shares_ties")
 """The optional operands of gradients, by which these find tied rows."""
 
 LAUNCH_BOUND_EXTREMUM = on_gpu(
-    "launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, at_most_16_features
+    "launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, at_most(features=16)
 )
 
 # H200, time of plain JAX / kernel: 0.45 to 1.1 for rows of 1 to 16 numbers up to 4 MB, with the gradient 0.3 to 1.0;
@@ -801,7 +799,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     reference=_reference_of_edges,
     xla_rules=(
         on_gpu("XLA sorts no edges", unsorted, uncontended, few_numbers),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most_4_features),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=4)),
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
@@ -825,7 +823,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     operands=_OPERANDS_OF_BACKWARD,
     optional=dict.fromkeys(PLAN_FIELDS, "has_plan") | _OF_TIES,
     results={"d_data": _GATHERED},
-    result_sizes={"gathered": "num_rows"},
+    result_sizes=lambda *, num_rows: {"gathered": num_rows},
     reference=_reference_backward_of_edges,
     # Time of plain JAX / kernel: up to 64 MB 0.5 (H100, 24 loops). Two cores: 0.33 for single features.
     xla_rules=(

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, floating_array, with_whole_dims
+from jax_baracuda._core.arrays import (
+    FLOATING_DTYPES,
+    accumulation_dtype,
+    check_same_dtype,
+    floating_array,
+    with_whole_dims,
+)
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import at_most, fused, in_cache, on_gpu
 from jax_baracuda._core.functions import Params
@@ -90,8 +96,7 @@ def gather_segment_dot(
     """
     name = "gather_segment_dot"
     data, segment_data = floating_array(name, "data", data), floating_array(name, "segment_data", segment_data)
-    if data.dtype != segment_data.dtype:
-        raise TypeError(f"{name}: segment_data must have the dtype of data, got {segment_data.dtype} and {data.dtype}")
+    check_same_dtype(name, "segment_data", segment_data, "data", data)
     if data.ndim < 2 or data.shape[1:] != segment_data.shape[1:]:
         raise ValueError(
             f"{name}: data must be [N, ..., D] and segment_data [S, ..., D], with the same dimensions after the first; "

@@ -13,11 +13,11 @@ import jax
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batch import map_over_batch
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
-from jax_baracuda.ops.segment.arguments import Mode, TieBreak, canonicalize_edges
+from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, TieBreak, canonicalize_edges
 from jax_baracuda.ops.segment.batched_vjp import BatchedVjp
 from jax_baracuda.ops.segment.edges import as_gather_ids
 from jax_baracuda.ops.segment.extremum import (
@@ -85,11 +85,8 @@ def gather_segment_max(
       [[5. 6.]
        [3. 4.]]
     """
-    name = "gather_segment_max"
-    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    options = {"first_wins": first_gets_all(name, tie_break), "minimum": False}
-    params = call.params(indices_are_sorted, deterministic, **options)
-    return _gather_segment_max(params, data=call.data, **call.edges)
+    call = canonicalize_edges("gather_segment_max", data, gather_ids, segment_ids, num_segments, mode, plan)
+    return _reduce(call, indices_are_sorted, tie_break, deterministic, minimum=False)
 
 
 @public_function()
@@ -117,11 +114,14 @@ def gather_segment_min(
     plan: SegmentPlan | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    name = "gather_segment_min"
-    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
-    options = {"first_wins": first_gets_all(name, tie_break), "minimum": True}
+    call = canonicalize_edges("gather_segment_min", data, gather_ids, segment_ids, num_segments, mode, plan)
+    return _reduce(call, indices_are_sorted, tie_break, deterministic, minimum=True)
+
+
+def _reduce(call: EdgeCall, indices_are_sorted: bool, tie_break: TieBreak, deterministic: bool, minimum: bool) -> Array:
+    options = {"first_wins": first_gets_all(call.name, tie_break), "minimum": minimum}
     params = call.params(indices_are_sorted, deterministic, **options)
-    return _gather_segment_min(params, data=call.data, **call.edges)
+    return _gathered_extrema[minimum](params, data=call.data, **call.edges)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,8 +148,7 @@ def _gradient(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     ids = operands["gather_ids"], operands["segment_ids"]
     order = operands.get("edge_order")
     if order is not None and num_joined > 0:  # plans of different batch elements cannot be merged
-        arrays = order, *ids
-        ids = map_over_batch(lambda order, *ids: unpermuted_ids(ids, order), mapped_dims(arrays, num_joined), *arrays)
+        ids = map_over_batch(lambda order, *ids: unpermuted_ids(ids, order), num_joined, order, *ids)
         order = None
     gather_ids, segment_ids = ids
     if order is None:
@@ -169,7 +168,9 @@ def _gradient(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     return {"data": d_data}
 
 
-_gather_segment_max, _gather_segment_min = (
-    BatchedVjp(name, _forward, _gradient, primal=_primal, keeps_data=lambda params, _: not params["first_wins"])
-    for name in ("gather_segment_max", "gather_segment_min")
-)
+_gathered_extrema = {
+    minimum: BatchedVjp(
+        name, _forward, _gradient, primal=_primal, keeps_data=lambda params, _: not params["first_wins"]
+    )
+    for minimum, name in ((False, "gather_segment_max"), (True, "gather_segment_min"))
+}

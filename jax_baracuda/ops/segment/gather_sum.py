@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array, with_whole_dims
-from jax_baracuda._core.batch import map_over_batch, mapped_dims
+from jax_baracuda._core.batch import map_over_batch
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
@@ -90,10 +90,9 @@ def gather_segment_sum(
       [[8. 8.]
        [4. 6.]]
     """
-    name = "gather_segment_sum"
-    call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
+    call = canonicalize_edges("gather_segment_sum", data, gather_ids, segment_ids, num_segments, mode, plan)
     params = call.params(indices_are_sorted, deterministic, is_mean=False)
-    return _reduce(name, _gather_segment_sum, call, params, weights)
+    return _reduce(_gather_segment_sum, call, params, weights)
 
 
 @public_function(gather_segment_sum)
@@ -136,25 +135,25 @@ def gather_segment_mean(
     call = canonicalize_edges(name, data, gather_ids, segment_ids, num_segments, mode, plan)
     check_numbered(name, "edges", call.edges["segment_ids"].shape[0])
     params = call.params(indices_are_sorted, deterministic, is_mean=True)
-    return _reduce(name, _gather_segment_mean, call, params, weights)
+    return _reduce(_gather_segment_mean, call, params, weights)
 
 
-def _reduce(name: str, reduction: BatchedVjp, call: EdgeCall, params: Params, weights: ArrayLike | None) -> Array:
+def _reduce(reduction: BatchedVjp, call: EdgeCall, params: Params, weights: ArrayLike | None) -> Array:
     """Applies a reduction to the gathered rows, with or without weights."""
     if weights is None:
         return reduction(params, data=call.data, **call.edges)
-    weights, data = by_heads(name, "weights", as_array(name, "weights", weights), call)
+    weights, data = by_heads(call, "weights", as_array(call.name, "weights", weights))
     output = reduction(params, data=data, weights=weights.astype(data.dtype), **call.edges)
     return output.reshape(call.num_segments, *call.data.shape[1:])
 
 
-def by_heads(name: str, argument: str, weights: Array, call: EdgeCall) -> tuple[Array, Array]:
+def by_heads(call: EdgeCall, argument: str, weights: Array) -> tuple[Array, Array]:
     """Weights (or logits) ``[E, *dims]`` of the edges as ``[E, H]``, and the data as ``[N, H, features]``."""
     data, num_edges = call.data, call.edges["segment_ids"].shape[0]
     if weights.ndim == 0 or weights.shape != (num_edges, *data.shape[1 : weights.ndim]):
         raise ValueError(
-            f"{name}: {argument} must be [E] or [E, *dims], where dims are the first dimensions of a row of data; got "
-            f"{argument}.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
+            f"{call.name}: {argument} must be [E] or [E, *dims], where dims are the first dimensions of a row of data; "
+            f"got {argument}.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
     heads = math.prod(weights.shape[1:])
     weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, data))
@@ -185,8 +184,7 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     """The cotangents of weighted sums; for `num_joined`, see :class:`BatchedVjp`."""
     gather_ids, segment_ids, weights = (residuals.get(name) for name in ("gather_ids", "segment_ids", "weights"))
     if params["is_mean"]:
-        arrays = d_output, segment_ids
-        d_output = map_over_batch(functools.partial(_divided, params), mapped_dims(arrays, num_joined), *arrays)
+        d_output = map_over_batch(functools.partial(_divided, params), num_joined, d_output, segment_ids)
     d_data = gathered_sum_by_row(params, residuals, d_output, weights, num_joined)
     if weights is None:
         return {"data": d_data}
@@ -195,8 +193,8 @@ def _backward(params: Params, num_joined: int, residuals: Mapping[str, Array], d
     def gradient_of_weights(d_output: Array, *edges: Array | None) -> Array:
         return GATHER_SEGMENT_DOT(d_output, data, *edges, deterministic=params["deterministic"])[0]
 
-    operands = d_output, gather_ids, segment_ids, residuals.get("edge_order")
-    d_weights = map_over_batch(gradient_of_weights, mapped_dims(operands, num_joined), *operands)
+    edges = gather_ids, segment_ids, residuals.get("edge_order")
+    d_weights = map_over_batch(gradient_of_weights, num_joined, d_output, *edges)
     return {"data": d_data, "weights": d_weights}
 
 

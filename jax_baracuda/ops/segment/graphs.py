@@ -18,7 +18,7 @@ from jax import Array
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import in_range
-from jax_baracuda._core.batch import map_over_batch, mapped_dims, vmap_sizes
+from jax_baracuda._core.batch import map_over_batch, vmap_sizes
 from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.sharding import ShardAxes
@@ -54,7 +54,7 @@ def sum_over_graphs(
             return of_graphs(*operands, num_graph_dims=num_graph_dims, **params)[0]
         # The edges and segments of all graphs exceed int32 or have no static number: compute one result per graph.
         arrays = _with_graph_dims(operands, num_graph_dims, shared)
-        results = map_over_batch(lambda *x: op(*x, **params)[0], mapped_dims(arrays, num_graph_dims), *arrays)
+        results = map_over_batch(lambda *x: op(*x, **params)[0], num_graph_dims, *arrays)
         return results.sum(tuple(range(num_graph_dims)))
 
     return total
@@ -83,7 +83,7 @@ def _op_of_graphs(
         own_avals = [jax.ShapeDtypeStruct(x.shape[num_graph_dims:], x.dtype) for x in avals]
         arrays = _with_graph_dims(others, num_graph_dims, [i - len(avals) for i in shared])
         transpose_one = functools.partial(with_named(transpose_of_op, params), own_avals, d_results)
-        return map_over_batch(transpose_one, mapped_dims(arrays, num_graph_dims), *arrays)
+        return map_over_batch(transpose_one, num_graph_dims, *arrays)
 
     return Op(
         name=f"{op.name}_of_graphs",

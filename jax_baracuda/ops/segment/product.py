@@ -106,12 +106,12 @@ def segment_prod(
     return reduce_numbers(call, _segment_prod, params, functools.partial(_over_buckets, params))
 
 
-def _over_buckets(params: Params, cells: Array, axis: int) -> Array:
+def _over_buckets(params: Params, cells: Array) -> Array:
     """The product over buckets ``[buckets, segments, ...]``. The derivative of :func:`jax.numpy.prod` cannot be mapped
     in explicit mode, and needs shapes without symbols."""
     num_buckets, num_segments = cells.shape[:2]
     ids = jnp.repeat(jnp.arange(num_segments, dtype=jnp.int32), num_buckets)
-    rows = jnp.moveaxis(cells, axis, 1).reshape(num_segments * num_buckets, *cells.shape[2:])
+    rows = jnp.moveaxis(cells, 0, 1).reshape(num_segments * num_buckets, *cells.shape[2:])
     return _segment_prod(Params(params, indices_are_sorted=True), data=rows, segment_ids=ids)
 
 

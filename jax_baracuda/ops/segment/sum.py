@@ -21,8 +21,6 @@ from jax_baracuda._core.dispatch import (
     Traits,
     at_least,
     at_most,
-    at_most_4_features,
-    at_most_16_features,
     call_bound,
     fused,
     in_cache,
@@ -156,7 +154,8 @@ def segment_sum(
     accumulator = canonical_accumulator(name, accumulator, call.data.dtype)
     call = call.sorted_by_plan(unless=FLOATING_DTYPES if accumulator is None else frozenset())
     params = call.params(deterministic=deterministic, accumulator=accumulator)
-    return reduce_numbers(call, _segment_sum, params, jnp.sum if accumulator is None else None)
+    over_buckets = functools.partial(jnp.sum, axis=0) if accumulator is None else None
+    return reduce_numbers(call, _segment_sum, params, over_buckets)
 
 
 @public_function(segment_sum, has_twin=False)
@@ -322,7 +321,7 @@ SEGMENT_SUM = _sum_op(
 # 4 MB 0.2 to 0.9 for any rows (40 calls).
 RULES_IN_FLOAT64 = (
     _LAUNCH_BOUND,
-    on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most_4_features),
+    on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most(features=4)),
 )
 
 SEGMENT_SUM_IN_FLOAT64 = _sum_op(
@@ -346,7 +345,7 @@ SEGMENT_SUM_BACKWARD = gradient_op(
     reference=_reference_backward,
     xla_rules=(
         on_gpu("a gather, which XLA fuses with its neighbours"),
-        on_cpu("a gather of narrow rows", at_most_16_features),
+        on_cpu("a gather of narrow rows", at_most(features=16)),
     ),
     guarantee=EXACT,
     transposes={
@@ -506,7 +505,7 @@ GATHER_SEGMENT_SUM = Op(
             _sums_fit_cache,
             at_most(rows=1 << 18),
         ),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most_16_features),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(

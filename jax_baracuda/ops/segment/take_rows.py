@@ -23,7 +23,7 @@ from jax_baracuda._core.arrays import (
     integer_array,
     reshard_like,
 )
-from jax_baracuda._core.batch import map_over_batch, mapped_dims, with_mapped_dim
+from jax_baracuda._core.batch import map_over_batch, with_mapped_dim
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation, Selection, current_selection, may_run_kernel, selecting
@@ -195,13 +195,12 @@ def _gather_by_xla(
 ) -> Sequence[Array]:
     """An XLA gather, which XLA fuses and partitions."""
     mode: Any = {"mode": "fill", "fill_value": 0} if fills else {"mode": "promise_in_bounds"}
-    mapped = mapped_dims((data, ids), num_batch_dims)
 
     def take_one(data: Array, ids: Array) -> Array:
         return data.at[ids].get(wrap_negative_indices=False, indices_are_sorted=indices_are_sorted, **mode)
 
     def take(data: Array, ids: Array) -> tuple[Array]:
-        return (map_over_batch(take_one, mapped, data, ids),)
+        return (map_over_batch(take_one, num_batch_dims, data, ids),)
 
     [taken_type] = _gathered_type(jax.typeof(data), jax.typeof(ids), num_batch_dims=num_batch_dims)
     spec = jax_versions.explicit_spec(taken_type)
@@ -256,10 +255,9 @@ def _transpose_gather(
             flags = params | {"indices_are_sorted": True}
         return sum_taken_rows(d_taken, ids, num_segments=num_rows, accumulator=accumulator, **flags)
 
-    arrays = ad.instantiate_zeros(cotangents[0]), ids, *order
     with selecting(implementation):
-        d_data = map_over_batch(transpose, mapped_dims(arrays, num_batch_dims), *arrays)
-    return [reshard_like(d_data, data.aval), *(None for _ in arrays[1:])]
+        d_data = map_over_batch(transpose, num_batch_dims, ad.instantiate_zeros(cotangents[0]), ids, *order)
+    return [reshard_like(d_data, data.aval), None, *(None for _ in order)]
 
 
 _gather_p = jax_versions.primitive_of(
@@ -323,7 +321,7 @@ TAKE_ROWS_BACKWARD = Op(
     name="take_rows_backward",
     operands=lambda *, ids_ndim: {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)},
     results={"d_data": ("segment", "...")},
-    result_sizes={"segment": "num_segments"},
+    result_sizes=lambda *, num_segments: {"segment": num_segments},
     reference=_reference,
     dtypes=SEGMENT_SUM.dtypes,
     guarantee=sum_guarantee,
