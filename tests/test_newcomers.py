@@ -55,6 +55,21 @@ def test_a_missing_number_of_segments_under_jit(function: Callable[..., Any]) ->
     np.testing.assert_array_equal(function(ROWS, IDS), jax.jit(lambda ids: function(ROWS, ids, 3))(IDS))
 
 
+@pytest.mark.parametrize("dtype", [">f4", "object", "M8[s]", "U1"])
+def test_dtypes_of_numpy_that_jax_lacks(dtype: str) -> None:
+    """Such as the big-endian numbers of FITS files, and lists of lists of several lengths."""
+    rows = np.ones(6).astype(dtype)
+    message = f"must have a dtype that JAX accepts, in native byte order, got {re.escape(str(rows.dtype))}"
+    for name, call in {
+        "segment_sum: data": lambda: jb.segment_sum(rows, IDS, 3),
+        "take_rows: ids": lambda: jb.take_rows(ROWS, rows),
+        "where: b": lambda: jb.where(LOGITS > 0, LOGITS, rows),
+        "write_slice: source": lambda: jb.write_slice(LOGITS, rows[:2], (1,)),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name} {message}"):
+            call()
+
+
 @pytest.mark.parametrize("name", [f.__name__ for f in REDUCTIONS] + list(GATHERED) + ["take_rows"])
 def test_a_plan_by_position(name: str) -> None:
     call = GATHERED.get(name, lambda *ids: getattr(jb, name)(ROWS, *ids))
