@@ -77,6 +77,21 @@ def test_a_plan_by_position(name: str) -> None:
         call(plan())
 
 
+def test_plans_that_were_mapped_over() -> None:
+    """Stacked plans without ``jax.vmap``, and plans in a tree of parameters that is cast."""
+    stacked, cast = (jax.tree.map(f, plan()) for f in (lambda x: jnp.stack([x, x]), lambda x: x.astype(jnp.bfloat16)))
+    for name, call in {
+        "gather_segment_sum": lambda plan: jb.gather_segment_sum(ROWS, plan=plan),
+        "segment_softmax": lambda plan: jb.segment_softmax(LOGITS, plan=plan),
+        "take_rows": lambda plan: jb.take_rows(ROWS[:3], plan=plan),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name}: .* must have shape \[E\], got \(2, 6\); jax.vmap applies a batch"):
+            call(stacked)
+        with pytest.raises(TypeError, match=f"{name}: .* must have an integer dtype, got bfloat16; leave it out of casts"):
+            call(cast)
+        np.testing.assert_array_equal(jax.vmap(call)(stacked)[0], call(plan()))
+
+
 @pytest.mark.parametrize("name", GATHERED)
 @pytest.mark.parametrize("shapes", [((6, 1), (6,)), ((6,), (6, 1)), ((6, 1), (1, 6)), ((1, 6), (1, 6)), ((1,), (6,))])
 def test_ids_that_would_broadcast(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
