@@ -85,9 +85,9 @@ def test_plans_that_were_mapped_over() -> None:
         "segment_softmax": lambda plan: jb.segment_softmax(LOGITS, plan=plan),
         "take_rows": lambda plan: jb.take_rows(ROWS[:3], plan=plan),
     }.items():
-        with pytest.raises(ValueError, match=rf"{name}: .* must have shape \[E\], got \(2, 6\); jax.vmap applies a batch"):
+        with pytest.raises(ValueError, match=rf"{name}: .* must have shape \[E\], got \(2, 6\); jax.vmap maps over"):
             call(stacked)
-        with pytest.raises(TypeError, match=f"{name}: .* must have an integer dtype, got bfloat16; leave it out of casts"):
+        with pytest.raises(TypeError, match=f"{name}: .* must have an integer dtype, got bfloat16; leave it out"):
             call(cast)
         np.testing.assert_array_equal(jax.vmap(call)(stacked)[0], call(plan()))
 
@@ -281,6 +281,12 @@ def test_positions_of_three_axes_without_sections() -> None:
     q, cache = np.ones((6, 1, 8), np.float32), np.zeros((9, 1, 8), np.float32)
     with pytest.raises(ValueError, match=r"^rope_write: positions must have shape \[T\] .*\(M-RoPE\) need sections"):
         jb.rope_write(q, q, q, cache, cache, POSITIONS, IDS)
+
+
+def test_starts_that_are_no_integers() -> None:
+    for start, got in ((1.0, "float"), (np.float32(1), "float32"), (jnp.ones(()), "ArrayImpl of dtype float32")):
+        with pytest.raises(TypeError, match=rf"write_slice: start_indices\[0\] must be an integer or .*, got {got}\n"):
+            jb.write_slice(LOGITS, LOGITS[:2], (start,))
 
 
 def test_batches_of_one() -> None:

@@ -222,7 +222,7 @@ def check_plan(name: str, plan: Any, **belonging: Any) -> None:
         raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}; segment_plan makes one of ids")
     shape, dtype = np.shape(plan.segment_ids), plan.segment_ids.dtype
     if len(shape) != 1:
-        raise ValueError(f"{name}: the arrays of plan must have shape [E], got {shape}; jax.vmap applies a batch of plans")
+        raise ValueError(f"{name}: the arrays of plan must have shape [E], got {shape}; jax.vmap maps over many plans")
     if not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"{name}: the arrays of plan must have an integer dtype, got {dtype}; leave it out of casts")
     if given := [argument for argument, value in belonging.items() if value is not None]:
