@@ -55,11 +55,41 @@ def test_a_missing_number_of_segments_under_jit(function: Callable[..., Any]) ->
     np.testing.assert_array_equal(function(ROWS, IDS), jax.jit(lambda ids: function(ROWS, ids, 3))(IDS))
 
 
+@pytest.mark.parametrize("dtype", [">f4", "object", "M8[s]", "U1"])
+def test_dtypes_of_numpy_that_jax_lacks(dtype: str) -> None:
+    """Such as the big-endian numbers of FITS files, and lists of lists of several lengths."""
+    rows = np.ones(6).astype(dtype)
+    message = f"must have a dtype that JAX accepts, in native byte order, got {re.escape(str(rows.dtype))}"
+    for name, call in {
+        "segment_sum: data": lambda: jb.segment_sum(rows, IDS, 3),
+        "take_rows: ids": lambda: jb.take_rows(ROWS, rows),
+        "where: b": lambda: jb.where(LOGITS > 0, LOGITS, rows),
+        "write_slice: source": lambda: jb.write_slice(LOGITS, rows[:2], (1,)),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name} {message}"):
+            call()
+
+
 @pytest.mark.parametrize("name", [f.__name__ for f in REDUCTIONS] + list(GATHERED) + ["take_rows"])
 def test_a_plan_by_position(name: str) -> None:
     call = GATHERED.get(name, lambda *ids: getattr(jb, name)(ROWS, *ids))
     with pytest.raises(TypeError, match=rf"^{name}: \w*ids must not be a SegmentPlan; pass it by name, as plan="):
         call(plan())
+
+
+def test_plans_that_were_mapped_over() -> None:
+    """Stacked plans without ``jax.vmap``, and plans in a tree of parameters that is cast."""
+    stacked, cast = (jax.tree.map(f, plan()) for f in (lambda x: jnp.stack([x, x]), lambda x: x.astype(jnp.bfloat16)))
+    for name, call in {
+        "gather_segment_sum": lambda plan: jb.gather_segment_sum(ROWS, plan=plan),
+        "segment_softmax": lambda plan: jb.segment_softmax(LOGITS, plan=plan),
+        "take_rows": lambda plan: jb.take_rows(ROWS[:3], plan=plan),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name}: .* must have shape \[E\], got \(2, 6\); jax.vmap maps over"):
+            call(stacked)
+        with pytest.raises(TypeError, match=f"{name}: .* must have an integer dtype, got bfloat16; leave it out"):
+            call(cast)
+        np.testing.assert_array_equal(jax.vmap(call)(stacked)[0], call(plan()))
 
 
 @pytest.mark.parametrize("name", GATHERED)
@@ -251,6 +281,12 @@ def test_positions_of_three_axes_without_sections() -> None:
     q, cache = np.ones((6, 1, 8), np.float32), np.zeros((9, 1, 8), np.float32)
     with pytest.raises(ValueError, match=r"^rope_write: positions must have shape \[T\] .*\(M-RoPE\) need sections"):
         jb.rope_write(q, q, q, cache, cache, POSITIONS, IDS)
+
+
+def test_starts_that_are_no_integers() -> None:
+    for start, got in ((1.0, "float"), (np.float32(1), "float32"), (jnp.ones(()), "ArrayImpl of dtype float32")):
+        with pytest.raises(TypeError, match=rf"write_slice: start_indices\[0\] must be an integer or .*, got {got}\n"):
+            jb.write_slice(LOGITS, LOGITS[:2], (start,))
 
 
 def test_batches_of_one() -> None:

@@ -66,7 +66,13 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
     if not is_array and not isinstance(value, int | float | complex | bool):
         advice = "; jnp.asarray makes one" if isinstance(value, list | tuple) else ""
         raise TypeError(f"{function}: {argument} must be an array, got {type(value).__name__}{advice}")
-    array = jnp.asarray(value)
+    try:
+        array = jnp.asarray(value)
+    except TypeError as error:  # JAX names neither the argument nor the dtype
+        dtype = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(
+            f"{function}: {argument} must have a dtype that JAX accepts, in native byte order, got {dtype}"
+        ) from error
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"{function}: {argument} must have a numeric dtype, got {array.dtype}")
     return array

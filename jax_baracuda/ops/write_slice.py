@@ -581,7 +581,7 @@ def _checked_start(what: str, entry: Any, size: int, dim: int, mode: WriteMode) 
         entry = entry[()] if entry.ndim == 0 else jnp.asarray(entry)
     if not is_integer(entry):
         if not isinstance(entry, jax.Array) or not jnp.issubdtype(entry.dtype, jnp.integer):
-            dtype = f" of dtype {entry.dtype}" if hasattr(entry, "dtype") else ""
+            dtype = f" of dtype {entry.dtype}" if isinstance(entry, jax.Array | np.ndarray) else ""
             raise TypeError(
                 f"{what} must be an integer or a pair of Python integers, got {type(entry).__name__}{dtype}"
             )

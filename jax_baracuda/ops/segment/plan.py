@@ -213,13 +213,18 @@ def _summary(value: Any) -> str:
 
 
 def check_plan(name: str, plan: Any, **belonging: Any) -> None:
-    """Checks the type of a plan, and that no argument that it replaces is given as well. None is no plan."""
+    """Checks that a plan is one, not a batch, and that no argument that it replaces is given. None is no plan."""
     if misplaced := [argument for argument, value in belonging.items() if isinstance(value, SegmentPlan)]:
         raise TypeError(f"{name}: {misplaced[0]} must not be a SegmentPlan; pass it by name, as plan=")
     if plan is None:
         return
     if not isinstance(plan, SegmentPlan):
         raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}; segment_plan makes one of ids")
+    shape, dtype = np.shape(plan.segment_ids), plan.segment_ids.dtype
+    if len(shape) != 1:
+        raise ValueError(f"{name}: the arrays of plan must have shape [E], got {shape}; jax.vmap maps over many plans")
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"{name}: the arrays of plan must have an integer dtype, got {dtype}; leave it out of casts")
     if given := [argument for argument, value in belonging.items() if value is not None]:
         raise ValueError(
             f"{name}: {', '.join(belonging)} belong to the plan; pass none of them, got {', '.join(given)}"
