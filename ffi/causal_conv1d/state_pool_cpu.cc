@@ -11,7 +11,6 @@
 #include "ffi/causal_conv1d/convolution_cpu.h"
 #include "ffi/causal_conv1d/tiles_cpu.h"
 #include "ffi/core/cpu_kernel.h"
-#include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 
@@ -159,7 +158,6 @@ bool ComputeRagged(ffi::ThreadPool& threads, const RaggedCall& call, const Convo
     first_tiles.push_back(first_tiles.back() + CeilDivide(own.count, tile_times) * channel_tiles);
   }
   const int64_t bytes = problem.batch * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
-  AdviseHugePages(call.y, bytes);
   std::atomic<bool> tiles_have_memory{true};
   ForEachRange(threads, first_tiles.back(), bytes, [&](int64_t begin, int64_t end) {
     const int64_t window = tile_times + convolution.reach();

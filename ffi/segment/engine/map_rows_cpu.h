@@ -141,7 +141,7 @@ struct RowMap {
       return WriteZeroBytes(pool, result, problem.batch * problem.rows * features * sizeof(T));
     }
     const bool is_narrow = features > 0 && features <= kMaxGatheredWidth;
-    ForEachBlockOfResult(pool, problem, ids, result, sizeof(T), is_narrow ? kMappedNumbers / features : kConvertedIds,
+    ForEachBlockOfResult(pool, problem, ids, sizeof(T), is_narrow ? kMappedNumbers / features : kConvertedIds,
                          [&](int64_t batch, const RowBlock& rows) {
                            if (!is_narrow) return WriteWide(batch, rows, /*is_streamed=*/false);
                            WriteNarrow({rows, batch, problem.segments, features, 0, features});
@@ -158,7 +158,6 @@ struct RowMap {
       return has_memory;
     }
     const int64_t result_bytes = problem.batch * problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
-    AdviseHugePages(result, result_bytes);
     WriteDroppedRows(pool, problem, ids, result, sizeof(T));
     const auto write = [&](int64_t batch, const RowBlock& rows) {
       WriteWide(batch, rows, result_bytes >= kMinStreamedBytes);

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <limits>
 
-#include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/segment/engine/list_rows_cpu.h"
 
@@ -274,16 +273,17 @@ bool ReduceRanges(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& red
       }
     });
   }
-  const int64_t chunks = ChunksFor(pool, num_ranges * cells_per_batch * reduction.type.first_bytes);
-  ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-    const int64_t batch = index / chunks, begin = ChunkBegin(cells_per_batch, chunks, index % chunks),
-                  count = ChunkBegin(cells_per_batch, chunks, index % chunks + 1) - begin;
-    if (count == 0) return;
-    const UntypedCells cells = cells_of(batch, 0, begin);
-    for (int64_t range = 1; range < num_ranges; ++range) reduction.Merge(count, cells_of(batch, range, begin), cells);
-    const int32_t* const counts = row_counts == nullptr ? nullptr : counts_of(batch, 0) + begin / problem.features;
-    reduction.Write(count, batch * cells_per_batch + begin, counts, cells);
-  });
+  const int64_t cell_bytes = num_ranges * reduction.type.first_bytes;
+  ForEachRangeOfBatch(pool, problem.batch, cells_per_batch, cells_per_batch * cell_bytes,
+                      [&](int64_t batch, int64_t begin, int64_t end) {
+                        const UntypedCells cells = cells_of(batch, 0, begin);
+                        for (int64_t range = 1; range < num_ranges; ++range) {
+                          reduction.Merge(end - begin, cells_of(batch, range, begin), cells);
+                        }
+                        const int32_t* const counts =
+                            row_counts == nullptr ? nullptr : counts_of(batch, 0) + begin / problem.features;
+                        reduction.Write(end - begin, batch * cells_per_batch + begin, counts, cells);
+                      });
   return true;
 }
 
@@ -493,15 +493,15 @@ void GroupedRows::ForEachBlock(SegmentRange segments, int64_t max_rows, Function
   int32_t ids[kConvertedIds + kPrefetchDistance];
   const int64_t begin = segments.begin - first_segment_;
   int64_t first_group = begin;
-  const int32_t last = End(segments.end - first_segment_);
-  for (int32_t place = End(begin), block_end; place < last; place = block_end) {
+  const int32_t last = ends_[segments.end - first_segment_ - 1];
+  for (int32_t place = begin == 0 ? 0 : ends_[begin - 1], block_end; place < last; place = block_end) {
     block_end = static_cast<int32_t>(std::min<int64_t>(place + max_rows, last));
     const int64_t count = block_end - place, known = std::min<int64_t>(count + kPrefetchDistance, size_ - place);
-    while (End(first_group + 1) <= place) ++first_group;
+    while (ends_[first_group] <= place) ++first_group;
     int64_t group = first_group;
     for (int32_t i = place, group_end; i < place + known; i = group_end) {
-      while (End(group + 1) <= i) ++group;
-      group_end = static_cast<int32_t>(std::min<int64_t>(End(group + 1), place + known));
+      while (ends_[group] <= i) ++group;
+      group_end = static_cast<int32_t>(std::min<int64_t>(ends_[group], place + known));
       std::fill(ids + (i - place), ids + (group_end - place), static_cast<int32_t>(group - begin));
     }
     if (rows_ == nullptr) {
@@ -587,10 +587,9 @@ void WriteDroppedRows(ffi::ThreadPool& pool, const Problem& problem, SegmentIds 
   });
 }
 
-void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,
-                          int64_t element_bytes, int64_t max_rows, FunctionRef<void(int64_t, const RowBlock&)> body) {
+void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t element_bytes,
+                          int64_t max_rows, FunctionRef<void(int64_t, const RowBlock&)> body) {
   const int64_t bytes_per_batch = problem.rows * problem.features * element_bytes;
-  AdviseHugePages(result, problem.batch * bytes_per_batch);
   const int64_t chunks = ChunksFor(pool, bytes_per_batch);
   const auto visit = [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {

@@ -590,11 +590,8 @@ class GroupedRows {
   void ForEachBlock(SegmentRange segments, int64_t max_rows, FunctionRef<void(const RowBlock&)> body) const;
 
  private:
-  // The rows before position End(i) are those of the first i segments of the range.
-  int32_t End(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
-
   int64_t first_segment_ = 0;
-  Memory<int32_t> ends_;
+  Memory<int32_t> ends_;  // the position after the rows of each segment of the range
   Memory<int32_t> rows_;  // nullptr if the ids are sorted
   int32_t first_row_ = 0;
   int32_t size_ = 0;
@@ -638,8 +635,8 @@ inline std::vector<const char*> GatherStrategies() {
 
 // Calls body(batch, block) for blocks of up to `max_rows` rows, in order, that together are all rows of a result [batch,
 // rows, features].
-void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,
-                          int64_t element_bytes, int64_t max_rows, FunctionRef<void(int64_t, const RowBlock&)> body);
+void ForEachBlockOfResult(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, int64_t element_bytes,
+                          int64_t max_rows, FunctionRef<void(int64_t, const RowBlock&)> body);
 
 // Writes zeros to the dropped rows of a result [batch, rows, features].
 void WriteDroppedRows(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,

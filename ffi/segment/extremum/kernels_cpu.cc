@@ -193,7 +193,6 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   const Problem& problem = call.problem;
   const SegmentIds ids(call);
   if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !AreSorted(problem, ids)) {
-    AdviseHugePages(call.d_data, problem.batch * problem.rows * problem.features * sizeof(T));
     WriteDroppedRows(pool, problem, ids, call.d_data, sizeof(T));
     const auto write = [&](int64_t batch, SegmentRange segments, const GroupedRows& grouped) {
       const auto arrays = ArraysOfBatch<T>(call, batch);
@@ -207,35 +206,15 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
     };
     return ForEachGroup(pool, problem, NumThreadsOf(pool), ids, write);
   }
-  ForEachBlockOfResult(pool, problem, ids, call.d_data, sizeof(T), kConvertedIds,
-                       [&](int64_t batch, const RowBlock& block) {
-                         const auto arrays = ArraysOfBatch<T>(call, batch);
-                         if (IsNarrow(problem.features)) {
-                           GradientOfNarrowRows(block, problem.segments, problem.features, arrays);
-                         } else {
-                           GradientOfWideRows<Bits>(block, problem.segments, problem.features, arrays, nullptr);
-                         }
-                       });
+  ForEachBlockOfResult(pool, problem, ids, sizeof(T), kConvertedIds, [&](int64_t batch, const RowBlock& block) {
+    const auto arrays = ArraysOfBatch<T>(call, batch);
+    if (IsNarrow(problem.features)) {
+      GradientOfNarrowRows(block, problem.segments, problem.features, arrays);
+    } else {
+      GradientOfWideRows<Bits>(block, problem.segments, problem.features, arrays, nullptr);
+    }
+  });
   return true;
-}
-
-bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  AdviseHugePages(call.output, call.problem.NumCells() * ElementBytes(call.type));
-  return DispatchKeys(JB_DISPATCH(DispatchOrdered), call.type, call.is_minimum, [&](auto format) {
-    using Reduction = Extremum<decltype(format)>;
-    auto* const output = static_cast<typename Reduction::Key*>(call.output);
-    return ReduceRows(pool, call, call.data, Reduction{format, output});
-  });
-}
-
-bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  AdviseHugePages(call.output, call.problem.NumCells() * ElementBytes(call.type));
-  AdviseHugePages(call.winner, call.problem.NumCells() * sizeof(int32_t));
-  return DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
-    using Reduction = ExtremumWithWinner<decltype(format)>;
-    auto* const output = static_cast<typename Reduction::Key*>(call.output);
-    return ReduceRows(pool, call, call.data, Reduction{format, call.first_wins, output, call.winner});
-  });
 }
 
 template <typename T>
@@ -251,7 +230,16 @@ Plan ExtremumCall::MakePlan() const {
 }
 
 bool ExtremumCall::Run(ffi::ThreadPool& pool) const {
-  return with_winner ? RunWithWinner(pool, *this) : RunExtremum(pool, *this);
+  if (with_winner) {
+    return DispatchKeys(JB_DISPATCH(DispatchFloating), type, is_minimum, [&](auto format) {
+      auto* const keys = static_cast<typename decltype(format)::Key*>(output);
+      return ReduceRows(pool, *this, data, ExtremumWithWinner<decltype(format)>{format, first_wins, keys, winner});
+    });
+  }
+  return DispatchKeys(JB_DISPATCH(DispatchOrdered), type, is_minimum, [&](auto format) {
+    auto* const keys = static_cast<typename decltype(format)::Key*>(output);
+    return ReduceRows(pool, *this, data, Extremum<decltype(format)>{format, keys});
+  });
 }
 
 std::vector<const char*> ExtremumBackwardCall::Strategies() {
@@ -273,7 +261,6 @@ std::vector<const char*> ArgCall::Strategies() { return ExactStrategies(); }
 Plan ArgCall::MakePlan() const { return PlanReduction<ArgExtremumOf>(*this, JB_DISPATCH(DispatchWide)); }
 
 bool ArgCall::Run(ffi::ThreadPool& pool) const {
-  AdviseHugePages(row, problem.NumCells() * sizeof(int32_t));
   return DispatchKeys(JB_DISPATCH(DispatchWide), type, is_minimum, [&](auto format) {
     const auto no_row = static_cast<int32_t>(problem.rows);
     return ReduceRows(pool, *this, data, ArgExtremum<decltype(format)>{format, no_row, row});

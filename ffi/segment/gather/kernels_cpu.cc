@@ -20,31 +20,17 @@ JB_INLINE void DivideRow(const T* from, int32_t count, int64_t width, T* to) {
   });
 }
 
-// The arrays of a batch element.
-template <typename T>
-struct GatherArrays {
-  const T* cells;
-  const int32_t* counts;  // nullptr for a sum
-  T* rows;
-
-  GatherArrays(const GatherCall& call, int64_t batch) {
-    const Problem& problem = call.problem;
-    cells = call.cells.Of<T>(batch, problem.segments * problem.features);
-    counts = call.count.Of<int32_t>(batch, problem.segments);
-    rows = static_cast<T*>(call.rows) + batch * problem.rows * problem.features;
-  }
-};
-
+// `counts` is nullptr for a sum.
 template <bool kIsMean, typename T>
-JB_AVX2_CLONES void GatherRows(const RowBlock block, int64_t segments, int64_t features, const GatherArrays<T> arrays) {
-  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    PrefetchRow(arrays.cells + segment * features, features);
-  };
-  WriteRowsOfBlock(block, segments, features, arrays.rows, prefetch,
+JB_AVX2_CLONES void GatherRows(const RowBlock block, int64_t segments, int64_t features, const T* cells,
+                               const int32_t* counts, T* rows) {
+  const auto prefetch = [&](int64_t segment)
+                            __attribute__((always_inline)) { PrefetchRow(cells + segment * features, features); };
+  WriteRowsOfBlock(block, segments, features, rows, prefetch,
                    [&](int64_t, int64_t segment, T* to) __attribute__((always_inline)) {
-                     const T* const from = arrays.cells + segment * features;
+                     const T* const from = cells + segment * features;
                      if constexpr (kIsMean) {
-                       DivideRow(from, arrays.counts[segment], features, to);
+                       DivideRow(from, counts[segment], features, to);
                      } else {
                        std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(features) * sizeof(T));
                      }
@@ -54,9 +40,11 @@ JB_AVX2_CLONES void GatherRows(const RowBlock block, int64_t segments, int64_t f
 template <bool kIsMean, typename T>
 void GatherAll(ffi::ThreadPool& pool, const GatherCall& call) {
   const int64_t segments = call.problem.segments, features = call.problem.features;
-  ForEachBlockOfResult(pool, call.problem, SegmentIds(call), call.rows, sizeof(T), kConvertedIds,
+  ForEachBlockOfResult(pool, call.problem, SegmentIds(call), sizeof(T), kConvertedIds,
                        [&](int64_t batch, const RowBlock& block) {
-                         GatherRows<kIsMean>(block, segments, features, GatherArrays<T>(call, batch));
+                         GatherRows<kIsMean>(block, segments, features, call.cells.Of<T>(batch, segments * features),
+                                             call.count.Of<int32_t>(batch, segments),
+                                             static_cast<T*>(call.rows) + batch * call.problem.rows * features);
                        });
 }
 

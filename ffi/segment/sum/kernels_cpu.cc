@@ -15,9 +15,7 @@ namespace {
 
 template <typename T, typename C>
 bool Reduce(ffi::ThreadPool& pool, const SumCall& call) {
-  const Problem& problem = call.problem;
-  AdviseHugePages(call.output, problem.NumCells() * sizeof(T));
-  const Sum<T, C> sum{call.output, /*is_wide=*/false, call.is_mean ? problem.features : 0};
+  const Sum<T, C> sum{call.output, /*is_wide=*/false, call.is_mean ? call.problem.features : 0};
   return ReduceRows(pool, call, call.data, sum, call.count);
 }
 
