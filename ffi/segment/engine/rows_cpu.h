@@ -406,11 +406,6 @@ JB_AVX2 void FoldNarrow(const RowBlock block, const int32_t* places, const typen
   });
 }
 
-// Instantiates FoldNarrow, in one file for all that declare it `extern`.
-#define JB_FOLD_NARROW(...)                                                                                         \
-  template void FoldNarrow(const RowBlock, const int32_t*, const typename __VA_ARGS__::Element*, const __VA_ARGS__, \
-                           const FoldTarget)
-
 // Folds a block of rows of any width. `rows` is that of offset 0.
 template <typename Reduction>
 JB_CPU_CLONES void FoldWide(const RowBlock block, const typename Reduction::Element* rows, const Reduction reduction,

@@ -14,13 +14,6 @@
 #include "ffi/segment/extremum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
-
-JB_FOLD_NARROW(Extremum<KeyFormat<int16_t, true>>);
-JB_FOLD_NARROW(Extremum<KeyFormat<int32_t, true>>);
-JB_FOLD_NARROW(Extremum<KeyFormat<int64_t, true>>);
-JB_FOLD_NARROW(WinnerOfKeys<int32_t>);
-JB_FOLD_NARROW(WinnerOfKeys<int64_t>);
-
 namespace {
 
 constexpr int64_t kMinStreamedRowBytes = 256;

@@ -7,10 +7,6 @@
 #include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
-
-JB_FOLD_NARROW(Sum<float>);
-JB_FOLD_NARROW(Sum<double>);
-
 namespace {
 
 template <typename T, typename C>
