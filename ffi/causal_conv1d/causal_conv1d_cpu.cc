@@ -10,7 +10,6 @@
 #include "ffi/causal_conv1d/convolution_cpu.h"
 #include "ffi/causal_conv1d/tiles_cpu.h"
 #include "ffi/core/cpu_kernel.h"
-#include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 
@@ -145,7 +144,6 @@ bool ComputeBackward(ffi::ThreadPool& pool, const BackwardCall& call, const Conv
   if (problem.batch == 0 || problem.channels == 0) return true;
   const int64_t bytes =
       problem.batch * problem.examples * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
-  AdviseHugePages(call.dx, bytes);
   // A chunk is a range of times of an example. Chunks are grouped into parts. Each part has its own sums, and its
   // chunks are added in order. The split of channels among threads does not affect the sums.
   const int64_t chunk_times = convolution.over_times() ? kChunkTimesOfChannel : kChunkTimes;

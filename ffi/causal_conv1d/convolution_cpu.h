@@ -14,7 +14,6 @@
 #include "ffi/core/alignment.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/float16_cpu.h"
-#include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/strategies.h"
@@ -294,7 +293,6 @@ bool ComputeForward(ffi::ThreadPool& pool, const OutputCall& call, const Convolu
   const int64_t tiles_of_example = time_tiles * channel_tiles;
   const int64_t bytes =
       problem.batch * problem.examples * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
-  AdviseHugePages(call.y, bytes);
   std::atomic<bool> has_memory{true};
   ForEachRange(pool, problem.batch * problem.examples * tiles_of_example, bytes, [&](int64_t begin, int64_t end) {
     const int64_t window = tile_times + convolution.reach();

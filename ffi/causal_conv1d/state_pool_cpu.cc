@@ -11,7 +11,6 @@
 #include "ffi/causal_conv1d/convolution_cpu.h"
 #include "ffi/causal_conv1d/tiles_cpu.h"
 #include "ffi/core/cpu_kernel.h"
-#include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 
@@ -159,7 +158,6 @@ bool ComputeRagged(ffi::ThreadPool& threads, const RaggedCall& call, const Convo
     first_tiles.push_back(first_tiles.back() + CeilDivide(own.count, tile_times) * channel_tiles);
   }
   const int64_t bytes = problem.batch * problem.channels * problem.length * static_cast<int64_t>(sizeof(T));
-  AdviseHugePages(call.y, bytes);
   std::atomic<bool> tiles_have_memory{true};
   ForEachRange(threads, first_tiles.back(), bytes, [&](int64_t begin, int64_t end) {
     const int64_t window = tile_times + convolution.reach();
@@ -193,10 +191,21 @@ bool ComputeRagged(ffi::ThreadPool& threads, const RaggedCall& call, const Convo
 }
 
 template <typename T>
-bool ComputeUpdate(ffi::ThreadPool& threads, const PoolUpdateCall& call, const OldStates<T>& old_states,
-                   const Convolution<T>& convolution) {
-  if (!ComputeForward(threads, call, convolution)) return false;
+bool ComputeUpdate(ffi::ThreadPool& threads, PoolUpdateCall& call, const Convolution<T>& convolution) {
   const Problem& problem = call.problem;
+  if (problem.HasNoElement()) return true;
+  const int64_t latest = call.pool.length - (problem.width - 1);
+  OldStates<T> old_states;
+  const bool has_memory = old_states.Load(threads, problem, call.pool, [&](int64_t batch, int64_t index) {
+    if (call.num_accepted.data == nullptr) return int64_t{0};
+    const int64_t count = call.num_accepted.Of<int32_t>(batch, problem.examples)[index];
+    return std::clamp<int64_t>(count - 1, 0, latest);
+  });
+  if (!has_memory) return false;
+  // The convolution reads the states through the call.
+  call.initial_state = BatchOperand{old_states.get(), /*is_shared=*/false};
+  call.state_length = problem.width - 1;
+  if (!ComputeForward(threads, call, convolution)) return false;
   std::vector<Sequence> sequences;
   for (int64_t i = 0; i < problem.batch * problem.examples; ++i) {
     const int64_t example = i % problem.examples;
@@ -226,23 +235,7 @@ Plan PoolUpdateCall::MakePlan() const { return PlanOnCpu(*this); }
 
 bool PoolUpdateCall::Run(ffi::ThreadPool& threads) const {
   CopyArray(threads, pool.of_old_states);
-  PoolUpdateCall call = *this;
-  call.problem = WithBestLayout(problem);
-  if (problem.HasNoElement()) return true;
-  return DispatchOr(true, type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const int64_t latest = pool.length - (problem.width - 1);
-    OldStates<T> old_states;
-    const bool has_memory = old_states.Load(threads, call.problem, pool, [&](int64_t batch, int64_t index) {
-      if (num_accepted.data == nullptr) return int64_t{0};
-      const int64_t count = num_accepted.Of<int32_t>(batch, problem.examples)[index];
-      return std::clamp<int64_t>(count - 1, 0, latest);
-    });
-    call.initial_state = BatchOperand{old_states.get(), /*is_shared=*/false};
-    call.state_length = problem.width - 1;
-    Convolution<T> convolution(call, Choose(call.problem, ElementBytes(type)));
-    return has_memory && convolution.Prepare(threads) && ComputeUpdate(threads, call, old_states, convolution);
-  });
+  return RunOnCpu(threads, *this, [](auto&... operands) { return ComputeUpdate(operands...); });
 }
 
 }  // namespace jax_baracuda::causal_conv1d

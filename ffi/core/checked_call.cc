@@ -17,6 +17,8 @@
 
 #include "ffi/core/cuda_error_text.h"
 #include "ffi/core/cuda_status.h"
+#else
+#include "ffi/core/huge_pages.h"
 #endif
 
 namespace jax_baracuda {
@@ -43,6 +45,8 @@ constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferC
 
 // Clears errors of earlier CUDA calls in this thread. Otherwise the check after our first launch would report them.
 void ForgetStaleErrors() { cudaGetLastError(); }
+
+void AdviseHugePages(void*, int64_t) {}
 
 void FillWithOnes(Executor stream, void* data, int64_t bytes) {
   const CudaStatus status = JB_CUDA_STATUS(cudaMemsetAsync(data, 0xFF, bytes, stream));
@@ -84,12 +88,15 @@ bool IsMemoryOfOperand(const XLA_FFI_CallFrame* frame, const void* data) {
   return false;
 }
 
-void PoisonResults(const XLA_FFI_CallFrame* frame, Executor executor) {
+// Prepares the results that are fresh memory.
+void PrepareResults(const XLA_FFI_CallFrame* frame, Executor executor) {
   for (int64_t i = 0; i < frame->rets.size; ++i) {
     if (frame->rets.types[i] != XLA_FFI_RetType_BUFFER) continue;
     const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]);
     const int64_t bytes = SizeInBytes(buffer);
-    if (bytes > 0 && !IsMemoryOfOperand(frame, buffer.data)) FillWithOnes(executor, buffer.data, bytes);
+    if (bytes == 0 || IsMemoryOfOperand(frame, buffer.data)) continue;
+    AdviseHugePages(buffer.data, bytes);
+    if (PoisonsResults()) FillWithOnes(executor, buffer.data, bytes);
   }
 }
 
@@ -100,7 +107,7 @@ void Execute(Handler* handler, const XLA_FFI_CallFrame* frame) {
   ffi::DiagnosticEngine diagnostic;
   auto executor = ffi::CtxDecoding<ExecutorBinding>::Decode(frame->api, frame->ctx, diagnostic);
   if (!executor) throw std::runtime_error(diagnostic.Result());
-  if (PoisonsResults()) PoisonResults(frame, *executor);
+  PrepareResults(frame, *executor);
   Arguments arguments(*frame, *executor);
   handler(arguments);
 }

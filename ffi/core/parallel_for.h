@@ -38,12 +38,23 @@ inline int64_t ChunkBegin(int64_t total, int64_t num_chunks, int64_t i) {
   return total / num_chunks * i + std::min(i, total % num_chunks);
 }
 
+// Calls body(batch, begin, end) for ranges that cover [0, count) of each element of a batch. `bytes_of_element` is the
+// work of an element.
+template <typename Body>
+void ForEachRangeOfBatch(ffi::ThreadPool& pool, int64_t batch, int64_t count, int64_t bytes_of_element,
+                         const Body& body) {
+  const int64_t chunks = std::min(count, ChunksFor(pool, bytes_of_element));
+  ParallelFor(pool, batch * chunks, [&](int64_t index) {
+    const int64_t chunk = index % chunks;
+    body(index / chunks, ChunkBegin(count, chunks, chunk), ChunkBegin(count, chunks, chunk + 1));
+  });
+}
+
 // Calls body(begin, end) for ranges that cover [0, count). `total_bytes` is the work of all of them.
 template <typename Body>
 void ForEachRange(ffi::ThreadPool& pool, int64_t count, int64_t total_bytes, const Body& body) {
-  const int64_t chunks = std::min(count, ChunksFor(pool, total_bytes));
-  ParallelFor(pool, chunks,
-              [&](int64_t chunk) { body(ChunkBegin(count, chunks, chunk), ChunkBegin(count, chunks, chunk + 1)); });
+  ForEachRangeOfBatch(pool, /*batch=*/1, count, total_bytes,
+                      [&](int64_t /*batch*/, int64_t begin, int64_t end) { body(begin, end); });
 }
 
 }  // namespace jax_baracuda

@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "ffi/core/cpu_kernel.h"
-#include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/strategies.h"
@@ -41,10 +40,6 @@ bool RotateAll(ffi::ThreadPool& pool, const Call& call, Strategy strategy) {
   const bool heads_are_rows = strategy == Strategy::kHeadsOfPosition;
   const int64_t examples = problem.batch * problem.examples, features = problem.features;
   const int64_t bytes_of_head = problem.length * features * static_cast<int64_t>(sizeof(T));
-  for (int i = 0; i < call.num_tensors; ++i) {
-    const Tensor& tensor = call.tensors[i];
-    if (tensor.y != tensor.x.data) AdviseHugePages(tensor.y, examples * tensor.heads * bytes_of_head);
-  }
   // The examples of a group have the same angles.
   const int64_t examples_of_group = !call.ExamplesShareAngles() ? 1
                                     : call.BatchSharesAngles()  ? examples

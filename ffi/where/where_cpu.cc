@@ -13,7 +13,6 @@
 #include "ffi/core/cpu_clones.h"
 #include "ffi/core/cpu_kernel.h"
 #include "ffi/core/float16_cpu.h"
-#include "ffi/core/huge_pages.h"
 #include "ffi/core/integers.h"
 #include "ffi/core/parallel_for.h"
 #include "ffi/core/strategies.h"
@@ -189,7 +188,6 @@ template <typename T>
 void Select(ffi::ThreadPool& pool, const SelectCall& call) {
   T* const output = static_cast<T*>(call.output);
   const int64_t bytes = call.size * static_cast<int64_t>(sizeof(T));
-  AdviseHugePages(output, bytes);
   // Counts each byte once as work: no other kernel needs so little time per byte.
   ForEachRange(pool, call.size, bytes, [&](int64_t begin, int64_t end) {
     Blocks<T> a(call.a), b(call.b);
@@ -205,8 +203,6 @@ void Split(ffi::ThreadPool& pool, const SplitCall& call) {
   const T* const d_output = static_cast<const T*>(call.d_output);
   T *const da = static_cast<T*>(call.da), *const db = static_cast<T*>(call.db);
   const int64_t bytes = call.size * static_cast<int64_t>(sizeof(T));
-  AdviseHugePages(da, bytes);
-  AdviseHugePages(db, bytes);
   ForEachRange(pool, call.size, 3 * bytes, [&](int64_t begin, int64_t end) {
     Blocks<uint8_t> cond(call.cond);
     ForEachBlock<T>(begin, end, [&](int64_t first, int64_t count) {
@@ -239,9 +235,6 @@ class Sums {
 
   // Returns false if an allocation fails.
   bool Run(ffi::ThreadPool& pool) {
-    for (int k = 0; k < 2; ++k) {
-      if (!is_summed_[k]) AdviseHugePages(results_[k], bytes_);
-    }
     if (sum_.rows * sum_.inner > kBlockElements<T>) return RunLong(pool);
     RunShort(pool);
     return true;

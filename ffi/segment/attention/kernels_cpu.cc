@@ -684,7 +684,6 @@ std::vector<const char*> AttentionCall::Strategies() { return {kNothing, "segmen
 Plan AttentionForwardCall::MakePlan() const { return PlanOf(*this); }
 
 bool AttentionForwardCall::Run(ffi::ThreadPool& pool) const {
-  AdviseHugePages(output, problem.NumCells() * ElementBytes(type));
   Results results;
   results.first = output;
   results.maxima = new_maxima;
@@ -696,7 +695,6 @@ Plan AttentionBySegmentCall::MakePlan() const { return PlanOf(*this); }
 
 bool AttentionBySegmentCall::Run(ffi::ThreadPool& pool) const {
   ZeroBiasGradient(pool, *this, d_bias);
-  AdviseHugePages(d_query, problem.NumCells() * ElementBytes(type));
   Results results;
   results.first = d_query;
   results.d_score_weights = d_score_weights;
@@ -707,9 +705,6 @@ bool AttentionBySegmentCall::Run(ffi::ThreadPool& pool) const {
 Plan AttentionByRowCall::MakePlan() const { return PlanOf(*this); }
 
 bool AttentionByRowCall::Run(ffi::ThreadPool& pool) const {
-  for (void* const result : {d_key, d_value}) {
-    if (result != nullptr) AdviseHugePages(result, problem.NumCells() * ElementBytes(type));
-  }
   ZeroBiasGradient(pool, *this, d_bias);
   Results results;
   results.first = score == ScoreKind::kGiven ? d_value : d_key;

@@ -14,16 +14,10 @@
 #include "ffi/segment/extremum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
-
-JB_FOLD_NARROW(Extremum<KeyFormat<int16_t, true>>);
-JB_FOLD_NARROW(Extremum<KeyFormat<int32_t, true>>);
-JB_FOLD_NARROW(Extremum<KeyFormat<int64_t, true>>);
-JB_FOLD_NARROW(WinnerOfKeys<int32_t>);
-JB_FOLD_NARROW(WinnerOfKeys<int64_t>);
-
 namespace {
 
 constexpr int64_t kMinStreamedRowBytes = 256;
+constexpr int64_t kMinStreamedSegments = 64;
 
 // The first row with the greatest key.
 template <typename KeyOfCell>
@@ -164,13 +158,13 @@ JB_AVX2 void GradientOfNarrowRows(const RowBlock block, int64_t segments, int64_
   });
 }
 
-// Through `buffer`, if not nullptr, rows are streamed.
+// With a buffer, which has room for a row and a cache line, rows are streamed; it may be nullptr.
 template <typename Bits>
 JB_AVX2_CLONES void GradientOfWideRows(const RowBlock block, int64_t segments, int64_t features,
-                                       const BackwardArrays<Bits> arrays, const StreamBuffer<Bits>* buffer) {
+                                       const BackwardArrays<Bits> arrays, char* buffer) {
   WriteGradient(block, segments, arrays, features,
                 [&](int64_t row, int64_t segment, Bits* d_row) __attribute__((always_inline)) {
-                  Bits* const to = buffer == nullptr ? d_row : buffer->At(d_row);
+                  Bits* const to = buffer == nullptr ? d_row : AlignedLike(d_row, buffer);
                   arrays.WriteRow(row, segment, features, to);
                   if (buffer != nullptr) StreamLines(d_row, to, features * sizeof(Bits));
                 });
@@ -180,7 +174,7 @@ JB_AVX2_CLONES void GradientOfWideRows(const RowBlock block, int64_t segments, i
 Strategy ChooseGradient(const Problem& problem, int64_t element_bytes) {
   const int64_t row_bytes = problem.features * element_bytes;
   return row_bytes >= kMinStreamedRowBytes && problem.batch * problem.rows * row_bytes >= kMinStreamedBytes &&
-                 problem.segments >= kMinSegmentsPerBlock
+                 problem.segments >= kMinStreamedSegments
              ? Strategy::kStreamedGroups
              : ChooseGather(problem);
 }
@@ -192,49 +186,28 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   const Problem& problem = call.problem;
   const SegmentIds ids(call);
   if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !AreSorted(problem, ids)) {
-    AdviseHugePages(call.d_data, problem.batch * problem.rows * problem.features * sizeof(T));
     WriteDroppedRows(pool, problem, ids, call.d_data, sizeof(T));
-    const auto write = [&](const Block& block, const GroupedRows& grouped) {
-      const auto arrays = ArraysOfBatch<T>(call, block.batch);
-      const StreamBuffer<Bits> buffer(problem.features);
-      if (buffer.At(arrays.d_data) == nullptr) return false;
-      grouped.ForEachBlock(
-          0, block.segment_end - block.segment_begin, block.segment_begin, kConvertedIds,
-          [&](const RowBlock& rows) { GradientOfWideRows(rows, problem.segments, problem.features, arrays, &buffer); });
+    const auto write = [&](int64_t batch, SegmentRange segments, const GroupedRows& grouped) {
+      const auto arrays = ArraysOfBatch<T>(call, batch);
+      const auto buffer = Allocate<char>(problem.features * sizeof(T) + kCacheLine);
+      if (buffer == nullptr) return false;
+      grouped.ForEachBlock(segments, kConvertedIds, [&](const RowBlock& rows) {
+        GradientOfWideRows(rows, problem.segments, problem.features, arrays, buffer.get());
+      });
       FinishStreaming();
       return true;
     };
-    return ForEachGroupedBlock(pool, problem, /*item_size=*/0, NumThreadsOf(pool), ids, write);
+    return ForEachGroup(pool, problem, NumThreadsOf(pool), ids, write);
   }
-  ForEachBlockOfResult(pool, problem, ids, call.d_data, sizeof(T), kConvertedIds,
-                       [&](int64_t batch, const RowBlock& block) {
-                         const auto arrays = ArraysOfBatch<T>(call, batch);
-                         if (IsNarrow(problem.features)) {
-                           GradientOfNarrowRows(block, problem.segments, problem.features, arrays);
-                         } else {
-                           GradientOfWideRows<Bits>(block, problem.segments, problem.features, arrays, nullptr);
-                         }
-                       });
+  ForEachBlockOfResult(pool, problem, ids, sizeof(T), kConvertedIds, [&](int64_t batch, const RowBlock& block) {
+    const auto arrays = ArraysOfBatch<T>(call, batch);
+    if (IsNarrow(problem.features)) {
+      GradientOfNarrowRows(block, problem.segments, problem.features, arrays);
+    } else {
+      GradientOfWideRows<Bits>(block, problem.segments, problem.features, arrays, nullptr);
+    }
+  });
   return true;
-}
-
-bool RunExtremum(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  AdviseHugePages(call.output, call.problem.NumCells() * ElementBytes(call.type));
-  return DispatchKeys(JB_DISPATCH(DispatchOrdered), call.type, call.is_minimum, [&](auto format) {
-    using Reduction = Extremum<decltype(format)>;
-    auto* const output = static_cast<typename Reduction::Key*>(call.output);
-    return ReduceRows(pool, call, call.data, Reduction{format, output});
-  });
-}
-
-bool RunWithWinner(ffi::ThreadPool& pool, const ExtremumCall& call) {
-  AdviseHugePages(call.output, call.problem.NumCells() * ElementBytes(call.type));
-  AdviseHugePages(call.winner, call.problem.NumCells() * sizeof(int32_t));
-  return DispatchKeys(JB_DISPATCH(DispatchFloating), call.type, call.is_minimum, [&](auto format) {
-    using Reduction = ExtremumWithWinner<decltype(format)>;
-    auto* const output = static_cast<typename Reduction::Key*>(call.output);
-    return ReduceRows(pool, call, call.data, Reduction{format, call.first_wins, output, call.winner});
-  });
 }
 
 template <typename T>
@@ -250,7 +223,16 @@ Plan ExtremumCall::MakePlan() const {
 }
 
 bool ExtremumCall::Run(ffi::ThreadPool& pool) const {
-  return with_winner ? RunWithWinner(pool, *this) : RunExtremum(pool, *this);
+  if (with_winner) {
+    return DispatchKeys(JB_DISPATCH(DispatchFloating), type, is_minimum, [&](auto format) {
+      auto* const keys = static_cast<typename decltype(format)::Key*>(output);
+      return ReduceRows(pool, *this, data, ExtremumWithWinner<decltype(format)>{format, first_wins, keys, winner});
+    });
+  }
+  return DispatchKeys(JB_DISPATCH(DispatchOrdered), type, is_minimum, [&](auto format) {
+    auto* const keys = static_cast<typename decltype(format)::Key*>(output);
+    return ReduceRows(pool, *this, data, Extremum<decltype(format)>{format, keys});
+  });
 }
 
 std::vector<const char*> ExtremumBackwardCall::Strategies() {
@@ -272,7 +254,6 @@ std::vector<const char*> ArgCall::Strategies() { return ExactStrategies(); }
 Plan ArgCall::MakePlan() const { return PlanReduction<ArgExtremumOf>(*this, JB_DISPATCH(DispatchWide)); }
 
 bool ArgCall::Run(ffi::ThreadPool& pool) const {
-  AdviseHugePages(row, problem.NumCells() * sizeof(int32_t));
   return DispatchKeys(JB_DISPATCH(DispatchWide), type, is_minimum, [&](auto format) {
     const auto no_row = static_cast<int32_t>(problem.rows);
     return ReduceRows(pool, *this, data, ArgExtremum<decltype(format)>{format, no_row, row});

@@ -229,10 +229,4 @@ using ExtremumOf = Extremum<FormatOfType<T>>;
 template <typename T>
 using ExtremumWithWinnerOf = ExtremumWithWinner<FormatOfType<T>>;
 
-extern JB_FOLD_NARROW(Extremum<KeyFormat<int16_t, true>>);
-extern JB_FOLD_NARROW(Extremum<KeyFormat<int32_t, true>>);
-extern JB_FOLD_NARROW(Extremum<KeyFormat<int64_t, true>>);
-extern JB_FOLD_NARROW(WinnerOfKeys<int32_t>);
-extern JB_FOLD_NARROW(WinnerOfKeys<int64_t>);
-
 }  // namespace jax_baracuda::segment

@@ -20,56 +20,17 @@ JB_INLINE void DivideRow(const T* from, int32_t count, int64_t width, T* to) {
   });
 }
 
-// The arrays of a batch element.
-template <typename T>
-struct GatherArrays {
-  const T* cells;
-  const int32_t* counts;  // nullptr for a sum
-  T* rows;
-
-  GatherArrays(const GatherCall& call, int64_t batch) {
-    const Problem& problem = call.problem;
-    cells = call.cells.Of<T>(batch, problem.segments * problem.features);
-    counts = call.count.Of<int32_t>(batch, problem.segments);
-    rows = static_cast<T*>(call.rows) + batch * problem.rows * problem.features;
-  }
-};
-
-// For rows so narrow that loop overhead would dominate. Their cells are usually in a near cache, and their loads are
-// independent, so there is no prefetch.
+// `counts` is nullptr for a sum.
 template <bool kIsMean, typename T>
-JB_AVX2 void GatherNarrowRows(const RowBlock block, int64_t segments, int64_t features, const GatherArrays<T> arrays) {
-  using C = ComputeType<T>;
-  DispatchNarrow(features, [&](auto width) __attribute__((always_inline)) {
-    const T* const cells = arrays.cells + block.first_segment * width;
-    T* const to = arrays.rows + block.first_row * width;
-    JB_VECTORIZE
-    for (int64_t row = 0; row < block.count; ++row) {
-      const int64_t id = block.ids[row];
-      const bool is_member = static_cast<uint64_t>(id) < static_cast<uint64_t>(segments);
-      for (int64_t i = 0; i < width; ++i) {
-        T value = is_member ? cells[id * width + i] : T{};
-        if constexpr (kIsMean) {
-          const int32_t count = is_member ? std::max(arrays.counts[block.first_segment + id], 1) : 1;
-          Store(static_cast<C>(value) / static_cast<C>(count), &value);
-        }
-        to[row * width + i] = value;
-      }
-    }
-  });
-}
-
-template <bool kIsMean, typename T>
-JB_AVX2_CLONES void GatherWideRows(const RowBlock block, int64_t segments, int64_t features,
-                                   const GatherArrays<T> arrays) {
-  const auto prefetch = [&](int64_t segment) __attribute__((always_inline)) {
-    PrefetchRow(arrays.cells + segment * features, features);
-  };
-  WriteRowsOfBlock(block, segments, features, arrays.rows, prefetch,
+JB_AVX2_CLONES void GatherRows(const RowBlock block, int64_t segments, int64_t features, const T* cells,
+                               const int32_t* counts, T* rows) {
+  const auto prefetch = [&](int64_t segment)
+                            __attribute__((always_inline)) { PrefetchRow(cells + segment * features, features); };
+  WriteRowsOfBlock(block, segments, features, rows, prefetch,
                    [&](int64_t, int64_t segment, T* to) __attribute__((always_inline)) {
-                     const T* const from = arrays.cells + segment * features;
+                     const T* const from = cells + segment * features;
                      if constexpr (kIsMean) {
-                       DivideRow(from, arrays.counts[segment], features, to);
+                       DivideRow(from, counts[segment], features, to);
                      } else {
                        std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(features) * sizeof(T));
                      }
@@ -79,14 +40,11 @@ JB_AVX2_CLONES void GatherWideRows(const RowBlock block, int64_t segments, int64
 template <bool kIsMean, typename T>
 void GatherAll(ffi::ThreadPool& pool, const GatherCall& call) {
   const int64_t segments = call.problem.segments, features = call.problem.features;
-  ForEachBlockOfResult(pool, call.problem, SegmentIds(call), call.rows, sizeof(T), kConvertedIds,
+  ForEachBlockOfResult(pool, call.problem, SegmentIds(call), sizeof(T), kConvertedIds,
                        [&](int64_t batch, const RowBlock& block) {
-                         const GatherArrays<T> arrays(call, batch);
-                         if (IsNarrow(features)) {
-                           GatherNarrowRows<kIsMean>(block, segments, features, arrays);
-                         } else {
-                           GatherWideRows<kIsMean>(block, segments, features, arrays);
-                         }
+                         GatherRows<kIsMean>(block, segments, features, call.cells.Of<T>(batch, segments * features),
+                                             call.count.Of<int32_t>(batch, segments),
+                                             static_cast<T*>(call.rows) + batch * call.problem.rows * features);
                        });
 }
 

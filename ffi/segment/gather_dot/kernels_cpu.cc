@@ -92,12 +92,8 @@ bool GatherDotCall::Run(ffi::ThreadPool& pool) const {
       WriteZeroBytes(pool, output, products * (is_wide ? sizeof(ComputeType<T>) : sizeof(T)));
     }
     const int64_t edge_bytes = 2 * problem.features * static_cast<int64_t>(sizeof(T));
-    const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * edge_bytes));
-    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-      const int64_t chunk = index % chunks;
-      DotEdges<T>(*this, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
-                  ChunkBegin(problem.rows, chunks, chunk + 1));
-    });
+    ForEachRangeOfBatch(pool, problem.batch, problem.rows, problem.rows * edge_bytes,
+                        [&](int64_t batch, int64_t begin, int64_t end) { DotEdges<T>(*this, batch, begin, end); });
   });
   return true;
 }

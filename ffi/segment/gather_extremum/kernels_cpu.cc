@@ -125,9 +125,6 @@ Plan GatherExtremumCall::MakePlan() const {
 }
 
 bool GatherExtremumCall::Run(ffi::ThreadPool& pool) const {
-  const int64_t cells = problem.NumCells();
-  AdviseHugePages(output, cells * ElementBytes(type));
-  if (with_winner) AdviseHugePages(winner, cells * sizeof(int32_t));
   return DispatchKeys(JB_DISPATCH(DispatchFloating), type, is_minimum, [&](auto format) {
     using Format = decltype(format);
     auto* const keys = static_cast<typename Format::Key*>(output);
@@ -154,13 +151,9 @@ bool GatherExtremumBackwardCall::Run(ffi::ThreadPool& pool) const {
   }
   return DispatchOr(true, type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t chunks = std::min(problem.rows, ChunksFor(pool, problem.rows * problem.features * sizeof(int32_t)));
-    ParallelFor(pool, problem.batch * chunks, [&](int64_t index) {
-      const int64_t chunk = index % chunks;
-      SelectWon<T>(*this, index / chunks, ChunkBegin(problem.rows, chunks, chunk),
-                   ChunkBegin(problem.rows, chunks, chunk + 1), selection.get());
-    });
-    AdviseHugePages(d_data, problem.NumCells() * sizeof(T));
+    ForEachRangeOfBatch(
+        pool, problem.batch, problem.rows, problem.rows * problem.features * sizeof(int32_t),
+        [&](int64_t batch, int64_t begin, int64_t end) { SelectWon<T>(*this, batch, begin, end, selection.get()); });
     const SelectedRows rows{selection.get(), problem.rows, words};
     return ReduceAll(pool, SegmentIds(*this), GatheredReduction(*this, /*clips=*/false, Sum<T>{d_data}, rows));
   });

@@ -78,8 +78,6 @@ bool GatherSumCall::Run(ffi::ThreadPool& pool) const {
   return DispatchOr(true, type, JB_DISPATCH(DispatchFloating), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Sum<T> sum{output, is_wide};
-    const int64_t element_bytes = is_wide ? sizeof(ComputeType<T>) : sizeof(T);
-    AdviseHugePages(output, problem.NumCells() * element_bytes);
     const auto reduce = [&](const auto& input) {
       return ReduceAll(pool, SegmentIds(*this), GatheredReduction(*this, clips_gather_ids, sum, input));
     };

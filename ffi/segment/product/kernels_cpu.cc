@@ -294,12 +294,10 @@ class ProductGradient {
     const int64_t cells = problem.segments * problem.features, batches = are_shared ? 1 : problem.batch;
     const auto numerators = Allocate<C>(batches * cells);
     if (numerators == nullptr) return false;
-    const int64_t chunks = ChunksFor(pool, cells * (sizeof(T) + 2 * sizeof(C) + sizeof(int32_t)));
-    ParallelFor(pool, batches * chunks, [&](int64_t index) {
-      const int64_t batch = index / chunks, chunk = index % chunks, begin = ChunkBegin(cells, chunks, chunk);
+    const int64_t cell_bytes = sizeof(T) + 2 * sizeof(C) + sizeof(int32_t);
+    ForEachRangeOfBatch(pool, batches, cells, cells * cell_bytes, [&](int64_t batch, int64_t begin, int64_t end) {
       const auto at = [&](const auto& array) { return array.Of(batch) + begin; };
-      WriteNumerators(at(d_output_), at(mantissa_), at(packed_), ChunkBegin(cells, chunks, chunk + 1) - begin,
-                      numerators.get() + batch * cells + begin);
+      WriteNumerators(at(d_output_), at(mantissa_), at(packed_), end - begin, numerators.get() + batch * cells + begin);
     });
     const auto compute = [&](const NumberBlock& block, T* to, const C* of_block) {
       const T* const data = DataOf(block);
@@ -363,23 +361,13 @@ std::vector<const char*> ProductCall::Strategies() { return RoundingStrategies()
 Plan ProductCall::MakePlan() const { return PlanReduction<ProductOf>(*this, JB_DISPATCH(DispatchWrapping)); }
 
 bool ProductCall::Run(ffi::ThreadPool& pool) const {
-  const int64_t cells = problem.NumCells();
   return DispatchOr(true, type, JB_DISPATCH(DispatchWrapping), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto reduce = [&](const auto& reduction) {
-      AdviseHugePages(reduction.output, cells * sizeof(T));
-      return ReduceRows(pool, *this, data, reduction);
-    };
     T* const to = static_cast<T*>(output);
     if constexpr (kIsFloating<T>) {
-      using C = ComputeType<T>;
-      if (mantissa != nullptr) {
-        AdviseHugePages(mantissa, cells * sizeof(C));
-        AdviseHugePages(packed, cells * sizeof(int32_t));
-      }
-      return reduce(FloatingProduct<T>{to, static_cast<C*>(mantissa), packed});
+      return ReduceRows(pool, *this, data, FloatingProduct<T>{to, static_cast<ComputeType<T>*>(mantissa), packed});
     } else {
-      return reduce(IntegerProduct<T>{to});
+      return ReduceRows(pool, *this, data, IntegerProduct<T>{to});
     }
   });
 }

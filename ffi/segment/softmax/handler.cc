@@ -5,36 +5,23 @@
 namespace jax_baracuda::segment {
 namespace {
 
+template <bool kIsBackward>
 void HandleSoftmax(Arguments& arguments) {
-  const Buffer logits = arguments.Operand("logits"), segment_ids = arguments.Operand("segment_ids");
-  const Buffer probabilities = arguments.Result("probabilities");
+  const Buffer rows = arguments.Operand(kIsBackward ? "probabilities" : "logits");
+  const Buffer d_output = kIsBackward ? arguments.Operand("d_output") : Buffer{};
+  const Buffer segment_ids = arguments.Operand("segment_ids");
+  const Buffer output = arguments.Result(kIsBackward ? "d_logits" : "probabilities");
   SoftmaxCall call;
+  call.is_backward = kIsBackward;
   Decoder decoder(arguments, &call);
-  decoder.First(probabilities, "rows, ...");
+  decoder.First(output, "rows, ...");
   decoder.Ids(segment_ids);
-  decoder.FirstRows(logits, &call.inputs[0]);
-  decoder.Rows(probabilities, &call.output);
+  decoder.FirstRows(rows, &call.inputs[0]);
+  if (kIsBackward) decoder.Rows(d_output, &call.inputs[1]);
+  decoder.Rows(output, &call.output);
   decoder.Segments(arguments.Integer("num_segments"));
-  logits.CheckKernel(IsFloating(call.type));
+  rows.CheckKernel(IsFloating(call.type));
   call.problem.data_is_shared = call.inputs[0].is_shared;
-  call.indices_are_sorted = arguments.Flag("indices_are_sorted");
-  RunWithScratch(arguments, &call);
-}
-
-void HandleSoftmaxBackward(Arguments& arguments) {
-  const Buffer probabilities = arguments.Operand("probabilities"), d_output = arguments.Operand("d_output");
-  const Buffer segment_ids = arguments.Operand("segment_ids"), d_logits = arguments.Result("d_logits");
-  SoftmaxCall call;
-  Decoder decoder(arguments, &call);
-  decoder.First(d_logits, "rows, ...");
-  decoder.Ids(segment_ids);
-  decoder.FirstRows(probabilities, &call.inputs[0]);
-  decoder.Rows(d_output, &call.inputs[1]);
-  decoder.Rows(d_logits, &call.output);
-  decoder.Segments(arguments.Integer("num_segments"));
-  probabilities.CheckKernel(IsFloating(call.type));
-  call.problem.data_is_shared = call.inputs[0].is_shared;
-  call.is_backward = true;
   call.indices_are_sorted = arguments.Flag("indices_are_sorted");
   RunWithScratch(arguments, &call);
 }
@@ -46,9 +33,9 @@ SoftmaxCall SoftmaxCallOf(const PlanParameters& parameters) {
   return call;
 }
 
-JB_TARGET("segment_softmax", HandleSoftmax, PlanOf<SoftmaxCallOf<false>>,
+JB_TARGET("segment_softmax", HandleSoftmax</*kIsBackward=*/false>, PlanOf<SoftmaxCallOf<false>>,
           SoftmaxCall::Strategies(/*is_backward=*/false));
-JB_TARGET("segment_softmax_backward", HandleSoftmaxBackward, PlanOf<SoftmaxCallOf<true>>,
+JB_TARGET("segment_softmax_backward", HandleSoftmax</*kIsBackward=*/true>, PlanOf<SoftmaxCallOf<true>>,
           SoftmaxCall::Strategies(/*is_backward=*/true));
 
 }  // namespace

@@ -7,17 +7,11 @@
 #include "ffi/segment/sum/reduction_cpu.h"
 
 namespace jax_baracuda::segment {
-
-JB_FOLD_NARROW(Sum<float>);
-JB_FOLD_NARROW(Sum<double>);
-
 namespace {
 
 template <typename T, typename C>
 bool Reduce(ffi::ThreadPool& pool, const SumCall& call) {
-  const Problem& problem = call.problem;
-  AdviseHugePages(call.output, problem.NumCells() * sizeof(T));
-  const Sum<T, C> sum{call.output, /*is_wide=*/false, call.is_mean ? problem.features : 0};
+  const Sum<T, C> sum{call.output, /*is_wide=*/false, call.is_mean ? call.problem.features : 0};
   return ReduceRows(pool, call, call.data, sum, call.count);
 }
 

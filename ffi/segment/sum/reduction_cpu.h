@@ -107,7 +107,4 @@ using SumOf = Sum<T>;
 template <typename T>
 using Float64SumOf = Sum<T, double>;
 
-extern JB_FOLD_NARROW(Sum<float>);
-extern JB_FOLD_NARROW(Sum<double>);
-
 }  // namespace jax_baracuda::segment
