@@ -117,10 +117,11 @@ class GatheredReduction final : public TypedReduction<Reduction> {
   using Element = typename Reduction::Element;
   using Narrow = typename Reduction::Narrow;
 
+  // A thread's features could start inside a head, so threads do not split rows.
   GatheredReduction(const GatheringCall& call, bool clips, const Reduction& reduction, const Input& input = {})
       : TypedReduction<Reduction>(
             call.problem, IsNarrow(call.problem.features) ? kConvertedNumbers / call.problem.features : kConvertedIds,
-            reduction),
+            /*splits_features=*/false, reduction),
         call_(call),
         clips_(clips),
         input_(input),

@@ -90,15 +90,15 @@ struct RowMap {
     }
   }
 
-  // Each row of a block. If streamed, it is written past the caches.
-  void WriteWide(int64_t batch, const RowBlock& rows, bool is_streamed) const {
-    const int64_t features = problem.features;
+  // Each row of a block, with some of its features. If streamed, it is written past the caches.
+  void WriteWide(int64_t batch, const RowBlock& rows, int64_t feature_begin, int64_t feature_end,
+                 bool is_streamed) const {
     alignas(kCacheLine) char memory[kMappedNumbers * sizeof(T) + kCacheLine];
     for (int64_t i = 0; i < rows.count; ++i) {
       const RowBlock row{1, 1, rows.first_row + rows.offsets[i], rows.first_segment, kAllOffsets.values, rows.ids + i};
-      for (int64_t begin = 0; begin < features; begin += kMappedNumbers) {
-        const NumberBlock block{row,      batch, problem.segments,
-                                features, begin, std::min(kMappedNumbers, features - begin)};
+      for (int64_t begin = feature_begin; begin < feature_end; begin += kMappedNumbers) {
+        const NumberBlock block{
+            row, batch, problem.segments, problem.features, begin, std::min(kMappedNumbers, feature_end - begin)};
         if (!block.IsMember(0)) {
           WriteZeros(At(block), block.width);
           continue;
@@ -107,7 +107,7 @@ struct RowMap {
           const NumberBlock upcoming{{1, 1, 0, rows.first_segment, nullptr, rows.ids + i + kPrefetchDistance},
                                      batch,
                                      problem.segments,
-                                     features,
+                                     problem.features,
                                      begin,
                                      block.width};
           std::apply(
@@ -126,7 +126,7 @@ struct RowMap {
           compute_to(to);
           continue;
         }
-        T* const computed = AlignedLike(to, memory);
+        T* const computed = reinterpret_cast<T*>(memory + reinterpret_cast<uintptr_t>(to) % kCacheLine);
         compute_to(computed);
         StreamLines(to, computed, block.width * static_cast<int64_t>(sizeof(T)));
       }
@@ -143,7 +143,7 @@ struct RowMap {
     const bool is_narrow = features > 0 && features <= kMaxGatheredWidth;
     ForEachBlockOfResult(pool, problem, ids, sizeof(T), is_narrow ? kMappedNumbers / features : kConvertedIds,
                          [&](int64_t batch, const RowBlock& rows) {
-                           if (!is_narrow) return WriteWide(batch, rows, /*is_streamed=*/false);
+                           if (!is_narrow) return WriteWide(batch, rows, 0, features, /*is_streamed=*/false);
                            WriteNarrow({rows, batch, problem.segments, features, 0, features});
                          });
   }
@@ -159,11 +159,9 @@ struct RowMap {
     }
     const int64_t result_bytes = problem.batch * problem.rows * problem.features * static_cast<int64_t>(sizeof(T));
     WriteDroppedRows(pool, problem, ids, result, sizeof(T));
-    const auto write = [&](int64_t batch, const RowBlock& rows) {
-      WriteWide(batch, rows, result_bytes >= kMinStreamedBytes);
-    };
-    const FunctionRef<void(int64_t, const RowBlock&)> then(write);
-    return ReduceGroups(pool, ids, reduction, /*row_counts=*/nullptr, &then);
+    return ReduceGrouped(pool, ids, reduction, [&](const Block& block, const RowBlock& rows) {
+      WriteWide(block.batch, rows, block.feature_begin, block.feature_end, result_bytes >= kMinStreamedBytes);
+    });
   }
 };
 

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <new>
 
 #include "ffi/core/integers.h"
 #include "ffi/segment/engine/list_rows_cpu.h"
@@ -17,11 +19,16 @@ constexpr int64_t kNearCacheBytes = 4 * 1024 * 1024;
 constexpr int64_t kMinRowsPerRangeCellRow = 8;  // a range's own cells must also be initialised and merged
 constexpr int64_t kMaxRoundedRanges = 64;
 constexpr int64_t kMinBytesPerRoundedRange = 64 * 1024;
+constexpr int64_t kMinFeatureBytesPerBlock = 256;
 constexpr int64_t kSortedBlockBytes = 16 * 1024;   // cells of segments that are reduced together
 constexpr int64_t kGroupedBlockBytes = 4 * 1024;   // likewise, while wide rows stream through the same cache
 constexpr int64_t kMinBytesPerPart = 1024 * 1024;  // rows and cells per part of the segments
 constexpr int64_t kMaxSegmentParts = 16;           // each part reads all ids
 constexpr int64_t kMinElementsOfFewRows = 64;      // threads may share the rows of an element in smaller batches
+
+struct SegmentRange {
+  int64_t begin, end;
+};
 
 // Ids as 32 bits; -1 if outside [0, segments).
 JB_CPU_CLONES void ConvertIds(const int64_t* ids, int64_t count, int64_t segments, int32_t* to) {
@@ -146,15 +153,16 @@ class CellMemory {
   Memory<char> first_, second_;
 };
 
-// Initialises the cells of some segments of a batch element.
-FoldTarget StartCells(const RowReduction& reduction, int64_t batch, SegmentRange segments, UntypedCells cells,
-                      int32_t* row_counts) {
-  const int64_t num_segments = segments.end - segments.begin, width = reduction.problem.features;
+// Initialises the cells of some segments and features of a batch element.
+FoldTarget StartCells(const RowReduction& reduction, int64_t batch, SegmentRange segments, int64_t feature_begin,
+                      int64_t width, UntypedCells cells, int32_t* row_counts) {
+  const int64_t num_segments = segments.end - segments.begin;
   const FoldTarget target{cells,
                           row_counts,
                           batch,
                           segments.begin,
                           static_cast<uint64_t>(reduction.problem.segments),
+                          feature_begin,
                           width,
                           ExceedsNearCache(num_segments * width, reduction.type.Bytes()),
                           reduction.problem.rows >= kMinRowsPerRun * reduction.problem.segments,
@@ -186,28 +194,44 @@ class CellsOfThread {
  public:
   CellsOfThread(const RowReduction& reduction, int32_t* row_counts) : reduction_(reduction), row_counts_(row_counts) {}
 
-  // For up to max_segments segments at a time. Returns false if allocation fails.
-  bool Allocate(int64_t max_segments) {
-    return memory_.Allocate(reduction_.type, max_segments * reduction_.problem.features, reduction_.ResultCells());
+  // For up to max_segments segments at a time, with some of their features. Returns false if allocation fails.
+  bool Allocate(int64_t max_segments, int64_t feature_begin, int64_t width) {
+    feature_begin_ = feature_begin;
+    width_ = width;
+    if (row_counts_ != nullptr && feature_begin != 0) {
+      own_counts_ = jax_baracuda::Allocate<int32_t>(max_segments);
+      if (own_counts_ == nullptr) return false;
+    }
+    return memory_.Allocate(reduction_.type, max_segments * width, reduction_.ResultCells());
   }
 
   FoldTarget Start(int64_t batch, SegmentRange segments) const {
-    const int64_t first = batch * reduction_.problem.segments + segments.begin;
-    return StartCells(reduction_, batch, segments, memory_.At(0, first * reduction_.problem.features),
-                      row_counts_ == nullptr ? nullptr : row_counts_ + first);
+    return StartCells(reduction_, batch, segments, feature_begin_, width_,
+                      memory_.At(0, FirstCell(batch, segments.begin)), Counts(batch, segments.begin));
   }
 
   void Write(const FoldTarget& target, SegmentRange segments) const {
-    const Problem& problem = reduction_.problem;
-    const int64_t cells = (segments.end - segments.begin) * problem.features;
+    const int64_t cells = (segments.end - segments.begin) * width_;
     if (cells == 0) return;
-    const int64_t first_cell = (target.batch * problem.segments + segments.begin) * problem.features;
-    reduction_.Write(cells, first_cell, target.row_counts, target.cells);
+    reduction_.Write(cells, FirstCell(target.batch, segments.begin), target.row_counts, target.cells);
   }
 
  private:
+  int64_t FirstCell(int64_t batch, int64_t segment) const {
+    const Problem& problem = reduction_.problem;
+    return (batch * problem.segments + segment) * problem.features + feature_begin_;
+  }
+
+  // The thread with the first features writes the counts of a segment for all.
+  int32_t* Counts(int64_t batch, int64_t segment) const {
+    if (row_counts_ == nullptr || own_counts_ != nullptr) return own_counts_.get();
+    return row_counts_ + batch * reduction_.problem.segments + segment;
+  }
+
   const RowReduction& reduction_;
   int32_t* row_counts_;
+  Memory<int32_t> own_counts_;
+  int64_t feature_begin_ = 0, width_ = 0;
   CellMemory memory_;
 };
 
@@ -219,10 +243,9 @@ int64_t SegmentsAtOnce(const RowReduction& reduction, int64_t block_bytes) {
 
 // The number of ranges of rows per batch element. If merging rounds, it depends on shapes only, so that the result does
 // not depend on the number of threads.
-int64_t NumRanges(const Problem& problem, CellType type, int64_t num_threads) {
-  const int64_t row_bytes = problem.features * type.element_bytes;
+int64_t NumRanges(const Problem& problem, bool rounds, int64_t row_bytes, int64_t num_threads) {
   const int64_t max_ranges = problem.rows / (kMinRowsPerRangeCellRow * problem.segments);
-  if (!type.rounds) return std::clamp<int64_t>(max_ranges, 1, CeilDivide(num_threads, problem.batch));
+  if (!rounds) return std::clamp<int64_t>(max_ranges, 1, CeilDivide(num_threads, problem.batch));
   return std::clamp<int64_t>(std::min(max_ranges, problem.rows * row_bytes / kMinBytesPerRoundedRange), 1,
                              std::max<int64_t>(1, kMaxRoundedRanges / problem.batch));
 }
@@ -258,8 +281,8 @@ bool ReduceRanges(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& red
                [&](int64_t begin, int64_t end) {
                  for (int64_t index = begin; index < end; ++index) {
                    const int64_t batch = index / num_ranges, range = index % num_ranges;
-                   const FoldTarget target =
-                       StartCells(reduction, batch, segments, cells_of(batch, range, 0), counts_of(batch, range));
+                   const FoldTarget target = StartCells(reduction, batch, segments, 0, problem.features,
+                                                        cells_of(batch, range, 0), counts_of(batch, range));
                    FoldInOrder(ids, reduction, ChunkBegin(problem.rows, num_ranges, range),
                                ChunkBegin(problem.rows, num_ranges, range + 1), segments, /*are_listed=*/false, target);
                  }
@@ -294,7 +317,7 @@ bool ForEachPartOfSegments(ffi::ThreadPool& pool, const RowReduction& reduction,
   std::atomic<bool> has_memory{true};
   ParallelFor(pool, reduction.problem.batch * parts, [&](int64_t index) {
     CellsOfThread cells(reduction, row_counts);
-    if (cells.Allocate(max_segments)) {
+    if (cells.Allocate(max_segments, 0, reduction.problem.features)) {
       reduce(index / parts, index % parts, cells);
     } else {
       has_memory = false;
@@ -348,11 +371,11 @@ bool ReduceSegmentParts(ffi::ThreadPool& pool, SegmentIds ids, const RowReductio
   return ForEachPartOfSegments(pool, reduction, parts, CeilDivide(problem.segments, parts), row_counts, reduce);
 }
 
-int64_t BytesOfWork(const RowReduction& reduction) {
-  const Problem& problem = reduction.problem;
-  const int64_t row_bytes = problem.features * reduction.type.element_bytes;
+int64_t BytesOfWork(const Problem& problem, int64_t row_bytes) {
   return problem.batch * (problem.rows + problem.segments) * std::max(row_bytes, kMinWorkOfRow);
 }
+
+int64_t RowBytes(const RowReduction& reduction) { return reduction.problem.features * reduction.type.element_bytes; }
 
 // Numbers the segments of several elements of the batch in turn; -1 for dropped rows.
 void NumberSegments(const Problem& problem, SegmentIds ids, int64_t first_element, int64_t elements, int32_t* to) {
@@ -377,7 +400,7 @@ bool ReduceElements(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& r
   std::atomic<bool> has_memory{true};
   const auto reduce_range = [&](int64_t range_begin, int64_t range_end) {
     CellsOfThread cells(reduction, row_counts);
-    if (!cells.Allocate(at_once * problem.segments)) {
+    if (!cells.Allocate(at_once * problem.segments, 0, problem.features)) {
       has_memory = false;
       return;
     }
@@ -407,39 +430,36 @@ bool ReduceElements(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& r
       cells.Write(target, segments);
     }
   };
-  ForEachRange(pool, problem.batch, BytesOfWork(reduction), reduce_range);
+  ForEachRange(pool, problem.batch, BytesOfWork(problem, RowBytes(reduction)), reduce_range);
   return has_memory;
 }
 
-// The number of threads worth waking for this much work.
-int64_t NumThreadsFor(ffi::ThreadPool& pool, int64_t total_bytes) {
-  return std::min(ChunksFor(pool, total_bytes), NumThreadsOf(pool));
-}
-
-// Whether to scan rows in order rather than group them.
-bool ReducesInOrder(const Problem& problem, CellType type) {
-  const int64_t row_bytes = problem.features * type.element_bytes, narrow_bytes = type.element_bytes >= 4 ? 128 : 64;
-  const bool cells_stay_near = problem.segments * problem.features * type.Bytes() <= kNearCacheBytes;
-  return row_bytes < narrow_bytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
-}
-
-Strategy ChooseScan(const Problem& problem, CellType type) {
-  return type.rounds && NumRanges(problem, type, /*num_threads=*/1) > 1 ? Strategy::kSplitScan : Strategy::kScan;
-}
-
-bool Scan(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts) {
+// `then` may be nullptr.
+bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts,
+                  const FunctionRef<void(const Block&, const RowBlock&)>* then) {
   const Problem& problem = reduction.problem;
-  const int64_t total_bytes = BytesOfWork(reduction), num_threads = NumThreadsFor(pool, total_bytes);
-  const int64_t num_ranges = NumRanges(problem, reduction.type, num_threads);
-  if (ChooseScan(problem, reduction.type) == Strategy::kScan) {
-    const int64_t parts = CeilDivide(std::min(num_threads, total_bytes / kMinBytesPerPart + 1), problem.batch);
-    if (AreSorted(problem, ids)) return ReduceSorted(pool, ids, reduction, parts, row_counts);
-    const int64_t segment_parts = std::min({parts, problem.segments, kMaxSegmentParts});
-    if (segment_parts > 1 && total_bytes >= 2 * kMinBytesPerPart && num_ranges == 1) {
-      return ReduceSegmentParts(pool, ids, reduction, segment_parts, row_counts);
+  const int64_t num_threads = NumThreadsFor(pool, BytesOfWork(problem, RowBytes(reduction)));
+  const int64_t item_size = reduction.splits_features ? reduction.type.element_bytes : 0;
+  const auto reduce = [&](const Block& block, const GroupedRows& grouped) {
+    const int64_t width = block.feature_end - block.feature_begin;
+    // The results of some features of several segments are not contiguous.
+    const int64_t max_segments = width < problem.features ? 1 : SegmentsAtOnce(reduction, kGroupedBlockBytes);
+    CellsOfThread cells(reduction, row_counts);
+    if (!cells.Allocate(max_segments, block.feature_begin, width)) return false;
+    for (int64_t begin = block.segment_begin, end; begin < block.segment_end; begin = end) {
+      end = std::min(begin + max_segments, block.segment_end);
+      FoldTarget target = cells.Start(block.batch, {begin, end});
+      target.rows_are_scattered = true;
+      const auto for_each_block = [&](FunctionRef<void(const RowBlock&)> body) {
+        grouped.ForEachBlock(begin - block.segment_begin, end - block.segment_begin, begin, reduction.block_rows, body);
+      };
+      FoldBlocks(reduction, end - begin, target, for_each_block);
+      cells.Write(target, {begin, end});
+      if (then != nullptr) for_each_block([&](const RowBlock& rows) { (*then)(block, rows); });
     }
-  }
-  return ReduceRanges(pool, ids, reduction, num_ranges, row_counts);
+    return true;
+  };
+  return ForEachGroupedBlock(pool, problem, item_size, num_threads, ids, reduce);
 }
 
 }  // namespace
@@ -452,18 +472,16 @@ bool AreSorted(const Problem& problem, SegmentIds ids) {
   return true;
 }
 
-bool GroupedRows::Group(const Problem& problem, int64_t batch, SegmentRange segments, SegmentIds ids,
-                        bool ids_are_sorted) {
-  const int64_t num_segments = segments.end - segments.begin;
+bool GroupedRows::Group(const Problem& problem, int64_t batch, int64_t segment_begin, int64_t segment_end,
+                        SegmentIds ids, bool ids_are_sorted) {
+  const int64_t num_segments = segment_end - segment_begin;
   const int64_t first_id = problem.IdIndex(batch, 0), end_id = first_id + problem.rows;
-  first_segment_ = segments.begin;
-  ends_ = Allocate<int32_t>(num_segments + 1);
+  ends_.reset(new (std::nothrow) int32_t[num_segments + 1]());
   if (ends_ == nullptr) return false;
-  WriteZeros(ends_.get(), num_segments + 1);
   if (ids_are_sorted) {
-    first_row_ = static_cast<int32_t>(LowerBound(ids, first_id, end_id, segments.begin) - first_id);
-    size_ = static_cast<int32_t>(LowerBound(ids, first_id, end_id, segments.end) - first_id) - first_row_;
-    for (int64_t i = 0; i < size_; ++i) ++ends_[ids[first_id + first_row_ + i] - segments.begin];
+    first_row_ = static_cast<int32_t>(LowerBound(ids, first_id, end_id, segment_begin) - first_id);
+    size_ = static_cast<int32_t>(LowerBound(ids, first_id, end_id, segment_end) - first_id) - first_row_;
+    for (int64_t i = 0; i < size_; ++i) ++ends_[ids[first_id + first_row_ + i] - segment_begin];
     for (int64_t i = 1; i < num_segments; ++i) ends_[i] += ends_[i - 1];
     return true;
   }
@@ -476,77 +494,81 @@ bool GroupedRows::Group(const Problem& problem, int64_t batch, SegmentRange segm
     for (int64_t row = 0; row < problem.rows; ++row) {
       members[num_members] = static_cast<int32_t>(row);
       const int64_t segment = row_ids[row];
-      num_members += static_cast<int64_t>(segment >= segments.begin) & static_cast<int64_t>(segment < segments.end);
+      num_members += static_cast<int64_t>(segment >= segment_begin) & static_cast<int64_t>(segment < segment_end);
     }
     size_ = static_cast<int32_t>(num_members);
     rows_ = Allocate<int32_t>(num_members);
     if (rows_ == nullptr) return false;
-    for (int64_t i = 0; i < num_members; ++i) ++ends_[row_ids[members[i]] - segments.begin + 1];
+    for (int64_t i = 0; i < num_members; ++i) ++ends_[row_ids[members[i]] - segment_begin + 1];
     for (int64_t i = 0; i < num_segments; ++i) ends_[i + 1] += ends_[i];
     // Placing a row increments its segment's start, so that in the end all starts have become ends.
-    for (int64_t i = 0; i < num_members; ++i) rows_[ends_[row_ids[members[i]] - segments.begin]++] = members[i];
+    for (int64_t i = 0; i < num_members; ++i) rows_[ends_[row_ids[members[i]] - segment_begin]++] = members[i];
     return true;
   });
 }
 
-void GroupedRows::ForEachBlock(SegmentRange segments, int64_t max_rows, FunctionRef<void(const RowBlock&)> body) const {
+void GroupedRows::ForEachBlock(int64_t begin, int64_t end, int64_t first_segment, int64_t max_rows,
+                               FunctionRef<void(const RowBlock&)> body) const {
   int32_t ids[kConvertedIds + kPrefetchDistance];
-  const int64_t begin = segments.begin - first_segment_;
   int64_t first_group = begin;
-  const int32_t last = ends_[segments.end - first_segment_ - 1];
-  for (int32_t place = begin == 0 ? 0 : ends_[begin - 1], block_end; place < last; place = block_end) {
+  const int32_t last = End(end - 1);
+  for (int32_t place = Begin(begin), block_end; place < last; place = block_end) {
     block_end = static_cast<int32_t>(std::min<int64_t>(place + max_rows, last));
     const int64_t count = block_end - place, known = std::min<int64_t>(count + kPrefetchDistance, size_ - place);
-    while (ends_[first_group] <= place) ++first_group;
+    while (End(first_group) <= place) ++first_group;
     int64_t group = first_group;
     for (int32_t i = place, group_end; i < place + known; i = group_end) {
-      while (ends_[group] <= i) ++group;
-      group_end = static_cast<int32_t>(std::min<int64_t>(ends_[group], place + known));
+      while (End(group) <= i) ++group;
+      group_end = static_cast<int32_t>(std::min<int64_t>(End(group), place + known));
       std::fill(ids + (i - place), ids + (group_end - place), static_cast<int32_t>(group - begin));
     }
     if (rows_ == nullptr) {
-      body({count, known, first_row_ + place, segments.begin, kAllOffsets.values, ids});
+      body({count, known, first_row_ + place, first_segment, kAllOffsets.values, ids});
     } else {
-      body({count, known, 0, segments.begin, rows_.get() + place, ids});
+      body({count, known, 0, first_segment, rows_.get() + place, ids});
     }
   }
 }
 
-bool ForEachGroup(ffi::ThreadPool& pool, const Problem& problem, int64_t num_threads, SegmentIds ids,
-                  FunctionRef<bool(int64_t, SegmentRange, const GroupedRows&)> body) {
-  const int64_t parts = std::min(problem.segments, CeilDivide(num_threads, problem.batch));
+bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, int64_t item_size, int64_t num_threads,
+                         SegmentIds ids, FunctionRef<bool(const Block&, const GroupedRows&)> body) {
+  // One thread per range groups the rows of a batch element for `segment_ranges` ranges of segments. Then
+  // `feature_ranges` threads work on each range.
+  const int64_t blocks = CeilDivide(num_threads, std::max<int64_t>(1, problem.batch));
+  const int64_t segment_ranges = std::clamp<int64_t>(problem.segments / kMinSegmentsPerBlock, 1, blocks);
+  const int64_t feature_ranges =
+      std::clamp<int64_t>(problem.features * item_size / kMinFeatureBytesPerBlock, 1, blocks / segment_ranges);
+  const auto block_of = [&](int64_t group, int64_t feature_range) {
+    const int64_t segment_range = group % segment_ranges;
+    return Block{group / segment_ranges, ChunkBegin(problem.segments, segment_ranges, segment_range),
+                 ChunkBegin(problem.segments, segment_ranges, segment_range + 1),
+                 ChunkBegin(problem.features, feature_ranges, feature_range),
+                 ChunkBegin(problem.features, feature_ranges, feature_range + 1)};
+  };
   const bool ids_are_sorted = AreSorted(problem, ids);
+  const int64_t num_groups = problem.batch * segment_ranges;
+  const std::unique_ptr<GroupedRows[]> groups(new (std::nothrow) GroupedRows[num_groups]);
+  if (groups == nullptr) return false;
   std::atomic<bool> has_memory{true};
-  ParallelFor(pool, problem.batch * parts, [&](int64_t index) {
-    const int64_t batch = index / parts, part = index % parts;
-    const SegmentRange segments{ChunkBegin(problem.segments, parts, part),
-                                ChunkBegin(problem.segments, parts, part + 1)};
-    GroupedRows rows;
-    if (!rows.Group(problem, batch, segments, ids, ids_are_sorted) || !body(batch, segments, rows)) has_memory = false;
+  ParallelFor(pool, num_groups, [&](int64_t group) {
+    const Block block = block_of(group, 0);
+    if (!groups[group].Group(problem, block.batch, block.segment_begin, block.segment_end, ids, ids_are_sorted) ||
+        (feature_ranges == 1 && !body(block, groups[group]))) {
+      has_memory = false;
+    }
+  });
+  if (feature_ranges == 1 || !has_memory) return has_memory;
+  ParallelFor(pool, num_groups * feature_ranges, [&](int64_t index) {
+    const int64_t group = index / feature_ranges;
+    if (!body(block_of(group, index % feature_ranges), groups[group])) has_memory = false;
   });
   return has_memory;
 }
 
-bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts,
-                  const FunctionRef<void(int64_t, const RowBlock&)>* then) {
-  const int64_t max_segments = SegmentsAtOnce(reduction, kGroupedBlockBytes);
-  const auto reduce = [&](int64_t batch, SegmentRange segments, const GroupedRows& grouped) {
-    CellsOfThread cells(reduction, row_counts);
-    if (!cells.Allocate(max_segments)) return false;
-    for (int64_t begin = segments.begin, end; begin < segments.end; begin = end) {
-      end = std::min(begin + max_segments, segments.end);
-      FoldTarget target = cells.Start(batch, {begin, end});
-      target.rows_are_scattered = true;
-      const auto for_each_block = [&](FunctionRef<void(const RowBlock&)> body) {
-        grouped.ForEachBlock({begin, end}, reduction.block_rows, body);
-      };
-      FoldBlocks(reduction, end - begin, target, for_each_block);
-      cells.Write(target, {begin, end});
-      if (then != nullptr) for_each_block([&](const RowBlock& rows) { (*then)(batch, rows); });
-    }
-    return true;
-  };
-  return ForEachGroup(pool, reduction.problem, NumThreadsFor(pool, BytesOfWork(reduction)), ids, reduce);
+bool ReducesInOrder(const Problem& problem, int64_t element_bytes, int64_t cell_bytes) {
+  const int64_t row_bytes = problem.features * element_bytes, narrow_bytes = element_bytes >= 4 ? 128 : 64;
+  const bool cells_stay_near = problem.segments * problem.features * cell_bytes <= kNearCacheBytes;
+  return row_bytes < narrow_bytes || (cells_stay_near && problem.rows >= kMinRowsPerCellRow * problem.segments);
 }
 
 int64_t ElementsAtOnce(const Problem& problem, CellType type) {
@@ -556,10 +578,38 @@ int64_t ElementsAtOnce(const Problem& problem, CellType type) {
                   kSortedBlockBytes / std::max<int64_t>(cell_bytes, 1));
 }
 
+Strategy ChooseScan(const Problem& problem, bool rounds, int64_t row_bytes) {
+  return rounds && NumRanges(problem, rounds, row_bytes, /*num_threads=*/1) > 1 ? Strategy::kSplitScan
+                                                                                : Strategy::kScan;
+}
+
 Strategy ChooseStrategy(const Problem& problem, CellType type, bool has_counts) {
   if (problem.batch * problem.segments == 0 || (problem.features == 0 && !has_counts)) return Strategy::kNothing;
   if (ElementsAtOnce(problem, type) > 0) return Strategy::kBatchOfFewRows;
-  return ReducesInOrder(problem, type) ? ChooseScan(problem, type) : Strategy::kGroupBySegment;
+  return ReducesInOrder(problem, type.element_bytes, type.Bytes())
+             ? ChooseScan(problem, type.rounds, problem.features * type.element_bytes)
+             : Strategy::kGroupBySegment;
+}
+
+int64_t NumThreadsFor(ffi::ThreadPool& pool, int64_t total_bytes) {
+  return std::min(ChunksFor(pool, total_bytes), NumThreadsOf(pool));
+}
+
+bool Scan(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts) {
+  const Problem& problem = reduction.problem;
+  const bool rounds = reduction.type.rounds;
+  const int64_t row_bytes = RowBytes(reduction), total_bytes = BytesOfWork(problem, row_bytes);
+  const int64_t num_threads = NumThreadsFor(pool, total_bytes);
+  const int64_t num_ranges = NumRanges(problem, rounds, row_bytes, num_threads);
+  if (ChooseScan(problem, rounds, row_bytes) == Strategy::kScan) {
+    const int64_t parts = CeilDivide(std::min(num_threads, total_bytes / kMinBytesPerPart + 1), problem.batch);
+    if (AreSorted(problem, ids)) return ReduceSorted(pool, ids, reduction, parts, row_counts);
+    const int64_t segment_parts = std::min({parts, problem.segments, kMaxSegmentParts});
+    if (segment_parts > 1 && total_bytes >= 2 * kMinBytesPerPart && num_ranges == 1) {
+      return ReduceSegmentParts(pool, ids, reduction, segment_parts, row_counts);
+    }
+  }
+  return ReduceRanges(pool, ids, reduction, num_ranges, row_counts);
 }
 
 bool ReduceAll(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts) {
@@ -573,6 +623,11 @@ bool ReduceAll(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduct
     default:
       return Scan(pool, ids, reduction, row_counts);
   }
+}
+
+bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction,
+                   FunctionRef<void(const Block&, const RowBlock&)> then) {
+  return ReduceGroups(pool, ids, reduction, /*row_counts=*/nullptr, &then);
 }
 
 void WriteDroppedRows(ffi::ThreadPool& pool, const Problem& problem, SegmentIds ids, void* result,

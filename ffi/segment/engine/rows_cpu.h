@@ -6,8 +6,9 @@
 //   rows are narrow, or if the cells fit in a near cache. kScan has two variants with the same result: sorted ids are
 //   reduced a few neighbouring segments at a time, and instead of a single range, each thread reduces the rows of its
 //   own segments.
-// - Group by segment: each thread owns a range of segments. A counting sort of row numbers groups its rows by segment. A
-//   segment's cells then stay in the L1 cache while its rows stream by, and are written once.
+// - Group by segment: each thread owns a range of segments (or of features, if there are few segments). A counting sort
+//   of row numbers groups its rows by segment. A segment's cells then stay in the L1 cache while its rows stream by,
+//   and are written once.
 // - Batch of few rows: the cells of several elements of a batch stay in the L1 cache together. Where possible, their rows
 //   are folded as those of one element with as many times the segments.
 //
@@ -59,6 +60,7 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int64_t kMinRowsPerCellRow = 2;
+inline constexpr int64_t kMinSegmentsPerBlock = 64;
 inline constexpr int64_t kMinStreamedBytes = 32 * 1024 * 1024;
 inline constexpr int64_t kPrefetchDistance = 6;       // in rows
 inline constexpr int64_t kScanPrefetchDistance = 16;  // in narrow rows
@@ -184,10 +186,10 @@ struct FoldTarget {
   int32_t* row_counts;  // of these segments, or nullptr
   int64_t batch;
   int64_t segment_begin;
-  uint64_t num_segments;    // all segments of the problem, or of the elements that are reduced together
-  int64_t width;            // the features
-  bool cells_exceed_cache;  // too large for a near cache, so that prefetching a random cell pays
-  bool has_runs;            // whether neighbouring rows may well belong to one segment
+  uint64_t num_segments;         // all segments of the problem, or of the elements that are reduced together
+  int64_t feature_begin, width;  // the features of the cells
+  bool cells_exceed_cache;       // too large for a near cache, so that prefetching a random cell pays
+  bool has_runs;                 // whether neighbouring rows may well belong to one segment
   bool rows_are_scattered;
 };
 
@@ -196,14 +198,15 @@ using ForEachBlock = FunctionRef<void(FunctionRef<void(const RowBlock&)>)>;
 
 class RowReduction {
  public:
-  // `block_rows` is the largest block for Fold.
-  RowReduction(const Problem& problem, CellType type, int64_t block_rows)
-      : problem(problem), type(type), block_rows(block_rows) {}
+  // `block_rows` is the largest block for Fold. With `splits_features`, threads may split rows.
+  RowReduction(const Problem& problem, CellType type, int64_t block_rows, bool splits_features)
+      : problem(problem), type(type), block_rows(block_rows), splits_features(splits_features) {}
   RowReduction(const RowReduction&) = delete;
 
   const Problem problem;
   const CellType type;
   const int64_t block_rows;
+  const bool splits_features;
 
   // Whether Fold takes rows of several elements of the batch at once. These continue the rows of element target.batch,
   // and ids number the segments of all.
@@ -228,20 +231,23 @@ class RowReduction {
   ~RowReduction() = default;
 };
 
+// Whether to scan rows in order rather than group them.
+bool ReducesInOrder(const Problem& problem, int64_t element_bytes, int64_t cell_bytes);
+
 // The number of elements of a batch that are reduced at a time; 0 if it has too few elements, or these have too many rows
 // or cells.
 int64_t ElementsAtOnce(const Problem& problem, CellType type);
 
+Strategy ChooseScan(const Problem& problem, bool rounds, int64_t row_bytes);
 Strategy ChooseStrategy(const Problem& problem, CellType type, bool has_counts);
 
-// Reduces all rows. Returns false if allocation fails. `row_counts`, if not nullptr, receives the number of rows of each
-// segment [batch, segments].
-bool ReduceAll(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts = nullptr);
+// The number of threads worth waking for this much work.
+int64_t NumThreadsFor(ffi::ThreadPool& pool, int64_t total_bytes);
 
-// The same with rows grouped by segment. Once the results of a few segments are written, calls then(batch, rows) for
-// their rows, unless `then` is nullptr.
-bool ReduceGroups(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts,
-                  const FunctionRef<void(int64_t, const RowBlock&)>* then);
+// Reduces all rows, in order or as ChooseStrategy says; return false if allocation fails. `row_counts`, if not nullptr,
+// receives the number of rows of each segment [batch, segments].
+bool Scan(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts = nullptr);
+bool ReduceAll(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction, int32_t* row_counts = nullptr);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Loops over rows, for a Reduction.
@@ -406,29 +412,29 @@ JB_AVX2 void FoldNarrow(const RowBlock block, const int32_t* places, const typen
   });
 }
 
-// Folds a block of rows of any width. `rows` is that of offset 0.
+// Folds a block of rows of any width, `stride` elements apart.
 template <typename Reduction>
-JB_CPU_CLONES void FoldWide(const RowBlock block, const typename Reduction::Element* rows, const Reduction reduction,
-                            const FoldTarget target) {
+JB_CPU_CLONES void FoldWide(const RowBlock block, const int32_t* places, const typename Reduction::Element* rows,
+                            int64_t stride, const Reduction reduction, const FoldTarget target) {
   const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
   const int64_t width = target.width;
   const bool has_gaps = block.offsets != kAllOffsets.values;  // which the hardware prefetcher cannot predict
   ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
     if (has_gaps && i + kPrefetchDistance < block.known) {
-      PrefetchRow(rows + block.offsets[i + kPrefetchDistance] * width, width);
+      PrefetchRow(rows + places[i + kPrefetchDistance] * stride, width);
     }
-    reduction.Fold(rows + block.offsets[i] * width, RowNumber(block, i), width, cells + segment * width);
+    reduction.Fold(rows + places[i] * stride, RowNumber(block, i), width, cells + segment * width);
     if (target.row_counts != nullptr) ++target.row_counts[segment];
   });
 }
 
 template <typename Reduction>
-void FoldRows(const RowBlock& block, const typename Reduction::Element* rows, const Reduction& reduction,
-              const FoldTarget& target) {
+void FoldRows(const RowBlock& block, const int32_t* places, const typename Reduction::Element* rows,
+              const Reduction& reduction, const FoldTarget& target) {
   if (IsNarrow(target.width)) {
-    FoldNarrow(block, block.offsets, rows, reduction, target);
+    FoldNarrow(block, places, rows, reduction, target);
   } else {
-    FoldWide(block, rows, reduction, target);
+    FoldWide(block, places, rows, target.width, reduction, target);
   }
 }
 
@@ -453,8 +459,9 @@ JB_AVX2_CLONES void WriteCells(const Reduction& reduction, int64_t count, int64_
 template <typename Reduction>
 class TypedReduction : public RowReduction {
  public:
-  TypedReduction(const Problem& problem, int64_t block_rows, const Reduction& reduction)
-      : RowReduction(problem, CellTypeOf<Reduction>(), block_rows), reduction(reduction) {}
+  TypedReduction(const Problem& problem, int64_t block_rows, bool splits_features, const Reduction& reduction,
+                 CellType type = CellTypeOf<Reduction>())
+      : RowReduction(problem, type, block_rows, splits_features), reduction(reduction) {}
 
   const Reduction reduction;
 
@@ -484,21 +491,23 @@ int64_t MaxBlockRows(const Problem& problem) {
   return are_converted ? kConvertedNumbers / problem.features : kConvertedIds;
 }
 
-// Folds a block of rows in memory order. `rows` is that of offset 0.
+// Folds a block of rows in memory order, `stride` elements apart. `rows` is that of offset 0.
 template <typename Reduction>
-void FoldOwnRows(const RowBlock& block, const typename Reduction::Element* rows, const Reduction& reduction,
-                 const FoldTarget& target) {
+void FoldOwnRows(const RowBlock& block, const typename Reduction::Element* rows, int64_t stride,
+                 const Reduction& reduction, const FoldTarget& target) {
   using Element = typename Reduction::Element;
+  constexpr bool kFoldsWideNumbers = kMaxConvertedWidth<Reduction> > kMaxNarrowWidth;
   if constexpr (std::is_same_v<typename Reduction::Narrow, Reduction>) {
-    FoldRows(block, rows, reduction, target);
-  } else if (!target.rows_are_scattered && target.width > 0 && target.width <= kMaxConvertedWidth<Reduction>) {
+    if (IsNarrow(target.width)) return FoldNarrow(block, block.offsets, rows, reduction, target);
+  } else if (!target.rows_are_scattered && target.width > 0 && target.width <= kMaxConvertedWidth<Reduction> &&
+             (kFoldsWideNumbers || IsNarrow(target.width))) {
     typename Reduction::Narrow::Element numbers[kConvertedNumbers];
     ConvertBlock(block, rows, target.width, numbers,
                  [&](const Element* from, int64_t count, auto* to) { reduction.Convert(from, count, to); });
-    FoldRows(block, numbers, reduction.ForNarrow(), target);
-  } else {
-    FoldWide(block, rows, reduction, target);
+    if constexpr (kFoldsWideNumbers) return FoldRows(block, block.offsets, numbers, reduction.ForNarrow(), target);
+    return FoldNarrow(block, block.offsets, numbers, reduction.ForNarrow(), target);
   }
+  FoldWide(block, block.offsets, rows, stride, reduction, target);
 }
 
 // The reduction of rows [batch or 1, rows, features] in memory order.
@@ -508,13 +517,13 @@ class DirectReduction final : public TypedReduction<Reduction> {
   using Element = typename Reduction::Element;
 
   DirectReduction(const Problem& problem, const void* data, const Reduction& reduction)
-      : TypedReduction<Reduction>(problem, MaxBlockRows<Reduction>(problem), reduction),
+      : TypedReduction<Reduction>(problem, MaxBlockRows<Reduction>(problem), /*splits_features=*/true, reduction),
         data_(static_cast<const Element*>(data)) {}
 
   bool FoldsElementsTogether() const override { return !this->problem.data_is_shared && !kKeepsRows<Reduction>; }
 
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
-    FoldOwnRows(block, FirstRow(block, target), this->reduction, target);
+    FoldOwnRows(block, FirstRow(block, target), this->problem.features, this->reduction, target);
   }
 
   bool FoldUnchecked(ForEachBlock for_each_block, int64_t num_segments, const FoldTarget& target) const override {
@@ -522,7 +531,7 @@ class DirectReduction final : public TypedReduction<Reduction> {
       {
         const ScopedZerosForSubnormals zeros;
         for_each_block([&](const RowBlock& block) {
-          FoldOwnRows(block, FirstRow(block, target), typename Reduction::Unchecked{}, target);
+          FoldOwnRows(block, FirstRow(block, target), this->problem.features, typename Reduction::Unchecked{}, target);
         });
       }
       const CellsOf<Reduction> cells = TypedCells<Reduction>(target.cells);
@@ -535,7 +544,7 @@ class DirectReduction final : public TypedReduction<Reduction> {
  private:
   const Element* FirstRow(const RowBlock& block, const FoldTarget& target) const {
     const Problem& problem = this->problem;
-    return data_ + problem.DataRow(target.batch, block.first_row) * problem.features;
+    return data_ + problem.DataRow(target.batch, block.first_row) * problem.features + target.feature_begin;
   }
 
   const Element* data_;
@@ -571,40 +580,66 @@ bool ReduceRows(ffi::ThreadPool& pool, const SegmentCall& call, const void* data
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows grouped by segment.
 
-struct SegmentRange {
-  int64_t begin, end;
-};
-
-// The rows of a range of segments of a batch element, grouped by segment and ascending within each.
+// The rows of a range of segments of one batch element, grouped by segment and ascending within each.
 class GroupedRows {
  public:
-  // Groups the rows. Returns false if allocation fails.
-  bool Group(const Problem& problem, int64_t batch, SegmentRange segments, SegmentIds ids, bool ids_are_sorted);
+  // Groups the rows of segments [segment_begin, segment_end). Returns false if allocation fails.
+  bool Group(const Problem& problem, int64_t batch, int64_t segment_begin, int64_t segment_end, SegmentIds ids,
+             bool ids_are_sorted);
 
-  // The rows of some segments of the range, in blocks whose first_segment is the first of these.
-  void ForEachBlock(SegmentRange segments, int64_t max_rows, FunctionRef<void(const RowBlock&)> body) const;
+  // [Begin(i), End(i)) are the positions of the rows of segment segment_begin + i.
+  int32_t Begin(int64_t i) const { return i == 0 ? 0 : ends_[i - 1]; }
+  int32_t End(int64_t i) const { return ends_[i]; }
+
+  // The rows of segments [begin, end), counted from segment_begin, in blocks whose first_segment is `first_segment`,
+  // that of `begin`.
+  void ForEachBlock(int64_t begin, int64_t end, int64_t first_segment, int64_t max_rows,
+                    FunctionRef<void(const RowBlock&)> body) const;
 
  private:
-  int64_t first_segment_ = 0;
-  Memory<int32_t> ends_;  // the position after the rows of each segment of the range
+  std::unique_ptr<int32_t[]> ends_;
   Memory<int32_t> rows_;  // nullptr if the ids are sorted
   int32_t first_row_ = 0;
   int32_t size_ = 0;
 };
 
-// Calls body(batch, segments, their rows) for ranges of segments that together are all segments. `num_threads` threads
-// share them. Returns false if allocation fails, here or in body.
-bool ForEachGroup(ffi::ThreadPool& pool, const Problem& problem, int64_t num_threads, SegmentIds ids,
-                  FunctionRef<bool(int64_t, SegmentRange, const GroupedRows&)> body);
+// The part of the grouped rows that one thread reduces.
+struct Block {
+  int64_t batch;
+  int64_t segment_begin, segment_end;
+  int64_t feature_begin, feature_end;
+};
+
+// Groups all rows and calls body(block, grouped rows of its segments) for blocks that `num_threads` threads share.
+// Features of `item_size` bytes may be split, too; 0 keeps them whole. Returns false if allocation fails, here or in
+// body.
+bool ForEachGroupedBlock(ffi::ThreadPool& pool, const Problem& problem, int64_t item_size, int64_t num_threads,
+                         SegmentIds ids, FunctionRef<bool(const Block&, const GroupedRows&)> body);
+
+// Reduces all rows, grouped by segment. Calls then(block, rows) for the rows of a few segments whose results are written.
+// Returns false if allocation fails.
+bool ReduceGrouped(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& reduction,
+                   FunctionRef<void(const Block&, const RowBlock&)> then);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Results with one row per input row.
 
-// The first address in `memory` with the same offset within a cache line as `like`.
+// Memory for `count` elements, with the same offset within a cache line as `like`.
 template <typename T>
-T* AlignedLike(const T* like, char* memory) {
-  return reinterpret_cast<T*>(memory + reinterpret_cast<uintptr_t>(like) % kCacheLine);
-}
+class StreamBuffer {
+ public:
+  explicit StreamBuffer(int64_t count) : memory_(Allocate<char>(count * sizeof(T) + kCacheLine)) {}
+
+  // nullptr if the allocation failed.
+  T* At(const void* like) const {
+    if (memory_ == nullptr) return nullptr;
+    const uintptr_t offset = reinterpret_cast<uintptr_t>(like) % kCacheLine;
+    return reinterpret_cast<T*>(memory_.get() + offset);
+  }
+
+ private:
+  Memory<char> memory_;
+};
 
 // Copies bytes between addresses with the same offset within a cache line. Whole lines are streamed.
 inline void StreamLines(void* to, const void* from, int64_t bytes) {

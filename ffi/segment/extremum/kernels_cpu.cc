@@ -17,7 +17,6 @@ namespace jax_baracuda::segment {
 namespace {
 
 constexpr int64_t kMinStreamedRowBytes = 256;
-constexpr int64_t kMinStreamedSegments = 64;
 
 // The first row with the greatest key.
 template <typename KeyOfCell>
@@ -158,13 +157,13 @@ JB_AVX2 void GradientOfNarrowRows(const RowBlock block, int64_t segments, int64_
   });
 }
 
-// With a buffer, which has room for a row and a cache line, rows are streamed; it may be nullptr.
+// Through `buffer`, if not nullptr, rows are streamed.
 template <typename Bits>
 JB_AVX2_CLONES void GradientOfWideRows(const RowBlock block, int64_t segments, int64_t features,
-                                       const BackwardArrays<Bits> arrays, char* buffer) {
+                                       const BackwardArrays<Bits> arrays, const StreamBuffer<Bits>* buffer) {
   WriteGradient(block, segments, arrays, features,
                 [&](int64_t row, int64_t segment, Bits* d_row) __attribute__((always_inline)) {
-                  Bits* const to = buffer == nullptr ? d_row : AlignedLike(d_row, buffer);
+                  Bits* const to = buffer == nullptr ? d_row : buffer->At(d_row);
                   arrays.WriteRow(row, segment, features, to);
                   if (buffer != nullptr) StreamLines(d_row, to, features * sizeof(Bits));
                 });
@@ -174,7 +173,7 @@ JB_AVX2_CLONES void GradientOfWideRows(const RowBlock block, int64_t segments, i
 Strategy ChooseGradient(const Problem& problem, int64_t element_bytes) {
   const int64_t row_bytes = problem.features * element_bytes;
   return row_bytes >= kMinStreamedRowBytes && problem.batch * problem.rows * row_bytes >= kMinStreamedBytes &&
-                 problem.segments >= kMinStreamedSegments
+                 problem.segments >= kMinSegmentsPerBlock
              ? Strategy::kStreamedGroups
              : ChooseGather(problem);
 }
@@ -187,17 +186,17 @@ bool GradientOfAll(ffi::ThreadPool& pool, const ExtremumBackwardCall& call) {
   const SegmentIds ids(call);
   if (ChooseGradient(problem, sizeof(T)) == Strategy::kStreamedGroups && !AreSorted(problem, ids)) {
     WriteDroppedRows(pool, problem, ids, call.d_data, sizeof(T));
-    const auto write = [&](int64_t batch, SegmentRange segments, const GroupedRows& grouped) {
-      const auto arrays = ArraysOfBatch<T>(call, batch);
-      const auto buffer = Allocate<char>(problem.features * sizeof(T) + kCacheLine);
-      if (buffer == nullptr) return false;
-      grouped.ForEachBlock(segments, kConvertedIds, [&](const RowBlock& rows) {
-        GradientOfWideRows(rows, problem.segments, problem.features, arrays, buffer.get());
-      });
+    const auto write = [&](const Block& block, const GroupedRows& grouped) {
+      const auto arrays = ArraysOfBatch<T>(call, block.batch);
+      const StreamBuffer<Bits> buffer(problem.features);
+      if (buffer.At(arrays.d_data) == nullptr) return false;
+      grouped.ForEachBlock(
+          0, block.segment_end - block.segment_begin, block.segment_begin, kConvertedIds,
+          [&](const RowBlock& rows) { GradientOfWideRows(rows, problem.segments, problem.features, arrays, &buffer); });
       FinishStreaming();
       return true;
     };
-    return ForEachGroup(pool, problem, NumThreadsOf(pool), ids, write);
+    return ForEachGroupedBlock(pool, problem, /*item_size=*/0, NumThreadsOf(pool), ids, write);
   }
   ForEachBlockOfResult(pool, problem, ids, sizeof(T), kConvertedIds, [&](int64_t batch, const RowBlock& block) {
     const auto arrays = ArraysOfBatch<T>(call, batch);

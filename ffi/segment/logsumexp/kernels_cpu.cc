@@ -133,6 +133,7 @@ class LogSumExpRows final : public TypedReduction<LogSumExpReduction<T>> {
       : TypedReduction<Reduction>(call.problem,
                                   IsNarrow(call.problem.features) ? kConvertedNumbers / call.problem.features
                                                                   : MaxBlockRows<Reduction>(call.problem),
+                                  /*splits_features=*/true,
                                   Reduction{static_cast<C*>(call.maxima), static_cast<C*>(call.totals)}),
         data_(static_cast<const T*>(call.data)) {}
 
@@ -140,8 +141,9 @@ class LogSumExpRows final : public TypedReduction<LogSumExpReduction<T>> {
 
   void Fold(const RowBlock& block, const FoldTarget& target) const override {
     const Problem& problem = this->problem;
-    const T* const rows = data_ + problem.DataRow(target.batch, block.first_row) * problem.features;
-    if (!IsNarrow(target.width)) return FoldOwnRows(block, rows, this->reduction, target);
+    const T* const rows =
+        data_ + problem.DataRow(target.batch, block.first_row) * problem.features + target.feature_begin;
+    if (!IsNarrow(target.width)) return FoldOwnRows(block, rows, problem.features, this->reduction, target);
     if constexpr (std::is_same_v<T, C>) {
       FoldNarrowBlock(block, rows, target);
     } else {

@@ -91,7 +91,7 @@ class ProductSumRows final : public TypedReduction<ProductSum<T>> {
  public:
   ProductSumRows(const SoftmaxCall& call, ComputeType<T>* sums)
       : TypedReduction<ProductSum<T>>(call.problem, MaxBlockRows<ProductSum<T>>(call.problem),
-                                      ProductSum<T>{{sums, /*is_wide=*/true}}),
+                                      /*splits_features=*/true, ProductSum<T>{{sums, /*is_wide=*/true}}),
         call_(call) {}
 
   bool FoldsElementsTogether() const override { return !call_.inputs[0].is_shared && !call_.inputs[1].is_shared; }
@@ -101,7 +101,8 @@ class ProductSumRows final : public TypedReduction<ProductSum<T>> {
     ProductSum<T> of_batch = this->reduction;
     of_batch.first = call_.inputs[0].Of<T>(target.batch, problem.rows * problem.features);
     of_batch.second = call_.inputs[1].Of<T>(target.batch, problem.rows * problem.features);
-    FoldOwnRows(block, of_batch.first + block.first_row * problem.features, of_batch, target);
+    FoldOwnRows(block, of_batch.first + block.first_row * problem.features + target.feature_begin, problem.features,
+                of_batch, target);
   }
 
  private:
