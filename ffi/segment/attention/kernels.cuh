@@ -200,7 +200,7 @@ ReducePlan PlanAttention(const Call& call, int state_cells) {
     const FeatureLanes lanes = AssignFeatures(problem.features / vector, 32, static_cast<int>(unit));
     max_edges = std::max(Tuning::kMaxEdgesOfSmallAttention, Tuning::kMaxStepsOfSmallAttention * RowsOfSmallStep(lanes));
   }
-  const Strategy strategy = StrategyOfEdges(problem, max_edges);
+  const Strategy strategy = StrategyOfEdges(problem, vector, static_cast<int>(unit), max_edges);
   return MakeReducePlan(problem, strategy, 1, width, element_bytes, state_cells * AccumulatorBytes(call.type),
                         static_cast<int>(unit));
 }

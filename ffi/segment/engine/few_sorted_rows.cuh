@@ -1,4 +1,4 @@
-// Reduction of few sorted rows in one launch, which usually waits for memory once.
+// Reduction of few sorted rows, own or gathered ones, in one launch, which usually waits for memory once or twice.
 //
 // Each group of threads reads one row and the ids before and after it. A scan over the groups of a block combines runs.
 // The last groups of a block look ahead: they read the first rows of the next block, so that most runs that leave the
@@ -13,8 +13,9 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
-#include "ffi/segment/engine/fill.cuh"
+#include "ffi/segment/engine/gathering.cuh"
 #include "ffi/segment/engine/tiles.cuh"
 #include "ffi/segment/engine/tuning.h"
 
@@ -24,26 +25,18 @@ inline constexpr int kFewSortedRowThreads = 256;
 inline constexpr int kRowsOfTail = 4;   // rows per group and step when a run is followed beyond the block
 inline constexpr int kGapOfGroup = 64;  // in segments; wider gaps are filled by the whole block
 
-// Assignment of features and rows to the threads of a block: one row, or one column block of it, per group.
-struct FewSortedRowGrid {
-  FeatureLanes features;
-  int groups;
-  int own_groups;  // the other groups look ahead
+// The groups of a block, and those of them that own a row: the others look ahead.
+inline int FewSortedRowGroups(const FeatureLanes& features) { return kFewSortedRowThreads / features.lanes; }
+JB_HOST_DEVICE int OwnGroups(int groups) { return groups - groups / 4; }
 
-  explicit FewSortedRowGrid(int64_t row_vectors)
-      : features(AssignFeatures(row_vectors, 32)),
-        groups(kFewSortedRowThreads / features.lanes),
-        own_groups(groups - groups / 4) {}
-
-  // Includes one position after the last row, for the last gap.
-  int64_t BlocksPerBatch(int64_t rows) const { return CeilDivide(rows + 1, static_cast<int64_t>(own_groups)); }
-  int64_t RowsOfStep() const { return static_cast<int64_t>(groups) * kRowsOfTail; }
-};
+// Blocks of a batch element. They include one position after the last row, for the last gap.
+inline int64_t FewSortedRowBlocks(int64_t rows, int groups) {
+  return CeilDivide(rows + 1, static_cast<int64_t>(OwnGroups(groups)));
+}
 
 // Rows so few that one block could read all of them, with few rows per segment on average.
-inline bool UsesFewSortedRows(const Problem& problem, int64_t element_bytes) {
-  const int64_t row_vectors = problem.features / RowVector(problem.features, element_bytes);
-  const int64_t rows_of_step = FewSortedRowGrid(row_vectors).RowsOfStep();
+inline bool UsesFewSortedRows(const Problem& problem, const FeatureLanes& features) {
+  const int64_t rows_of_step = int64_t{FewSortedRowGroups(features)} * kRowsOfTail;
   return problem.batch * problem.rows <= Tuning::kMaxFewSortedRows &&
          problem.rows <= Tuning::kMaxStepsOfFewSortedRows * rows_of_step &&
          problem.rows / std::max(rows_of_step, Tuning::kMaxFewSortedRowsToSegment) <= problem.segments &&
@@ -51,12 +44,12 @@ inline bool UsesFewSortedRows(const Problem& problem, int64_t element_bytes) {
          problem.NumCells() <= Tuning::kMaxElementsOfFewSortedRows;
 }
 
-template <typename Reduction, int kVec>
+template <typename Reduction, typename Input, int kVec>
 __global__ void __launch_bounds__(kFewSortedRowThreads)
-    FewSortedRowKernel(const __grid_constant__ TileArguments<Reduction> a,
-                       const __grid_constant__ FewSortedRowGrid grid, bool fills_gaps) {
-  using T = typename Reduction::Element;
+    FewSortedRowKernel(const __grid_constant__ InputArguments<Reduction, Input> a, bool fills_gaps) {
   using Cells = typename Reduction::template Accumulator<kVec>;
+  using Row = typename Input::template Row<kVec>;
+  constexpr bool kGathers = std::is_base_of_v<Edges, Input>;
   struct Gap {
     int begin, end;
   };
@@ -66,19 +59,21 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
   __shared__ int wide_gap_count, leaving_segment;
 
   constexpr int kNoStart = -1;
-  const uint32_t columns = grid.features.columns, lanes = grid.features.lanes;
+  const int groups = a.groups, own_groups = OwnGroups(groups);
+  const uint32_t columns = a.features.columns, lanes = a.features.lanes;
   const uint32_t row_block = blockIdx.x / columns, column_block = blockIdx.x - row_block * columns;
   const uint32_t blocks_per_batch = static_cast<uint32_t>(a.blocks_per_batch);
   const uint32_t b = row_block / blocks_per_batch;
   const int features = static_cast<int>(a.problem.features);
   const int rows = static_cast<int>(a.problem.rows), segments = static_cast<int>(a.problem.segments);
   const int group = threadIdx.x / lanes, lane = threadIdx.x - group * lanes;
-  const int first_row = static_cast<int>(row_block - b * blocks_per_batch) * grid.own_groups;
-  const int column = static_cast<int>(column_block * lanes + lane) * kVec;
-  const bool has_row = group < grid.groups, has_column = has_row && column < features;
+  const int first_row = static_cast<int>(row_block - b * blocks_per_batch) * own_groups;
+  const int own_column = static_cast<int>(column_block * lanes + lane) * kVec;
+  const bool has_row = group < groups, has_column = has_row && own_column < features;
+  const int column = has_column ? own_column : 0;  // threads without a column read the first one
   const int64_t first_segment = a.first_segment + b * a.problem.segments;
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * a.problem.rows;
-  const T* const data = a.data + (a.problem.data_is_shared ? 0 : static_cast<int64_t>(b) * rows * features) + column;
+  const auto* const data = a.data + (kGathers || a.problem.data_is_shared ? 0 : int64_t{b} * rows * features) + column;
 
   // The segment of a row: -1 before the first row, `segments` after the last one.
   const auto segment_of = [&](int row) {
@@ -87,10 +82,19 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
     return row < 0 ? -1 : row < rows ? segment : segments;
   };
   const auto is_member = [&](int segment) { return segment >= 0 && segment < segments; };
-  const auto load = [&](int row) {
-    Packed<T, kVec> values{};
-    if (has_column) values = LoadPacked<kVec>(data + min(row, rows - 1) * features);
-    return values;
+  int64_t at = 0;
+  if constexpr (kGathers) at = a.input.At(b, rows, column);
+  const auto load = [&](int row, int segment) {
+    Row loaded;
+    const int nearest = min(row, rows - 1);
+    if constexpr (kGathers) {
+      const SourceRow source = a.input.template Source<Input::kNeedsEdges>(b, nearest, rows, a.problem.data_is_shared);
+      loaded.Load(a.input, a.data, source, {is_member(segment) ? first_segment + segment : -1, features, column, at});
+    } else {
+      loaded.values = LoadPacked<kVec>(data + nearest * features);
+      loaded.number = row;
+    }
+    return loaded;
   };
   const auto store = [&](const Cells& cells, int segment) {
     if (has_column) cells.Store(a.outputs, first_segment + segment, features, column);
@@ -101,12 +105,12 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
   const int row = first_row + group;
   const int before = has_row ? segment_of(row - 1) : segments, own = has_row ? segment_of(row) : segments;
   const int after = has_row ? segment_of(row + 1) : segments;
-  const Packed<T, kVec> values = load(row);
+  Row own_row = load(row, own);
   if (threadIdx.x == 0) wide_gap_count = 0;
   __syncthreads();
 
   // The gap before the row.
-  if (fills_gaps && group < grid.own_groups) {
+  if (fills_gaps && group < own_groups) {
     if (own - before > kGapOfGroup + 1) {
       if (lane == 0) wide_gaps[atomicAdd(&wide_gap_count, 1)] = {before + 1, own};
     } else {
@@ -117,7 +121,8 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
 
   // The partial result of the row's run within the block, up to the row, and the group in which the run starts.
   Cells cells = nothing;
-  if (is_member(own)) cells.Add(Unpack<T, kVec>(values), row, a.outputs);
+  own_row.Prepare(a.outputs, column);
+  if (has_column && is_member(own)) own_row.AddTo(cells, a.outputs);
   int start = own != before ? group : kNoStart;
   int buffer = 0;
 #pragma unroll 1
@@ -135,8 +140,8 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
     }
   }
 
-  const bool ends_here = own != after, is_last = group == grid.groups - 1;
-  const bool is_own = has_row && start != kNoStart && start < grid.own_groups && is_member(own);
+  const bool ends_here = own != after, is_last = group == groups - 1;
+  const bool is_own = has_row && start != kNoStart && start < own_groups && is_member(own);
   if (is_last && lane == 0) leaving_segment = is_own && !ends_here ? own : -1;
   __syncthreads();
   if (leaving_segment >= 0) {
@@ -144,25 +149,28 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
     Cells tail = nothing;
     bool continues = true;
 #pragma unroll 1
-    for (int first = first_row + grid.groups; __syncthreads_and(continues); first += kRowsOfTail * grid.groups) {
-      if (!has_row) continue;
-      Packed<T, kVec> of_tail[kRowsOfTail];
-      bool belongs[kRowsOfTail];
+    for (int first = first_row + groups; continues; first += kRowsOfTail * groups) {
+      Row of_tail[kRowsOfTail];
+      bool belongs[kRowsOfTail], all_belong = true;
 #pragma unroll
       for (int u = 0; u < kRowsOfTail; ++u) {
-        const int tail_row = first + u * grid.groups + group;
-        belongs[u] = segment_of(tail_row) == leaving_segment;
-        of_tail[u] = load(tail_row);
+        const int tail_row = first + u * groups + group, segment = segment_of(tail_row);
+        belongs[u] = segment == leaving_segment;
+        all_belong = all_belong && belongs[u];
+        of_tail[u] = load(tail_row, segment);
       }
+      // Between the loads and their uses: otherwise the compiler loads each row where it is added.
+      continues = __syncthreads_and(all_belong || !has_row);
+#pragma unroll
+      for (int u = 0; u < kRowsOfTail; ++u) of_tail[u].Prepare(a.outputs, column);
 #pragma unroll
       for (int u = 0; u < kRowsOfTail; ++u) {
-        if (belongs[u]) tail.Add(Unpack<T, kVec>(of_tail[u]), first + u * grid.groups + group, a.outputs);
-        continues = continues && belongs[u];
+        if (has_column && belongs[u]) of_tail[u].AddTo(tail, a.outputs);
       }
     }
     partials[0][threadIdx.x] = tail;
 #pragma unroll 1
-    for (int left = grid.groups, half; left > 1; left = half) {
+    for (int left = groups, half; left > 1; left = half) {
       half = (left + 1) / 2;
       __syncthreads();
       if (group + half < left) {
@@ -177,7 +185,7 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
 #pragma unroll 1
   for (int i = 0; has_row && i < wide_gap_count; ++i) {
 #pragma unroll 1
-    for (int empty = wide_gaps[i].begin + group; empty < wide_gaps[i].end; empty += grid.groups) store(nothing, empty);
+    for (int empty = wide_gaps[i].begin + group; empty < wide_gaps[i].end; empty += groups) store(nothing, empty);
   }
 }
 

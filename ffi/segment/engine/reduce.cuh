@@ -35,7 +35,8 @@ inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_by
   if (problem.rows == 0) return Strategy::kFill;
   if (UsesBatchOfFewRows(problem, element_bytes)) return Strategy::kBatchOfFewRows;
   if (!indices_are_sorted) return ChooseUnsortedStrategy(problem);
-  if (UsesFewSortedRows(problem, element_bytes)) return Strategy::kFewSortedRows;
+  const FeatureLanes features = AssignFeatures(problem.features / RowVector(problem.features, element_bytes), 32);
+  if (UsesFewSortedRows(problem, features)) return Strategy::kFewSortedRows;
   if (UsesRuns(problem, element_bytes)) return Strategy::kRuns;
   return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
 }
@@ -66,17 +67,17 @@ inline RowGrid MakeRowGrid(const Problem& problem, Strategy strategy, int vector
     grid.features = {1, 1};
     grid.groups = 0;
     grid.blocks_per_batch = CeilDivide(problem.rows, RunBlockRows(problem.features));
-  } else if (strategy == Strategy::kFewSortedRows) {
-    const FewSortedRowGrid small(problem.features / vector);
-    grid.features = small.features;
-    grid.groups = small.groups;
-    grid.blocks_per_batch = small.BlocksPerBatch(problem.rows);
   } else {
-    const bool is_small = strategy == Strategy::kSmallTiles;
     grid.features = AssignFeatures(problem.features / vector, 32, unit);
-    grid.groups = (is_small ? kSmallTileThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
-    const int64_t block_rows = is_small ? RowsOfSmallStep(grid.features) : int64_t{grid.groups} * kTileRows;
-    grid.blocks_per_batch = CeilDivide(grid.problem.rows, block_rows);
+    if (strategy == Strategy::kFewSortedRows) {
+      grid.groups = FewSortedRowGroups(grid.features);
+      grid.blocks_per_batch = FewSortedRowBlocks(problem.rows, grid.groups);
+    } else {
+      const bool is_small = strategy == Strategy::kSmallTiles;
+      grid.groups = (is_small ? kSmallTileThreads : TileThreads(grid.features.lanes)) / grid.features.lanes;
+      const int64_t block_rows = is_small ? RowsOfSmallStep(grid.features) : int64_t{grid.groups} * kTileRows;
+      grid.blocks_per_batch = CeilDivide(grid.problem.rows, block_rows);
+    }
   }
   grid.row_blocks = grid.problem.batch * grid.blocks_per_batch;
   return grid;
@@ -291,7 +292,7 @@ struct Reducer {
       JB_RETURN_IF_CUDA_ERROR(
           LaunchFill<Reduction>(outputs, a.first_segment, part.batch * problem.segments, problem.features, stream));
     }
-    if constexpr (kIsPlain) {
+    if constexpr (kIsPlain || kGathers) {
       if (strategy == Strategy::kFewSortedRows) return FewSortedRows(a, !fills_first);
     }
     a.merge_counters = carver.Take<uint32_t>(2);
@@ -374,12 +375,11 @@ struct Reducer {
     });
   }
 
-  CudaStatus FewSortedRows(const TileArguments<Reduction>& a, bool fills_gaps) const {
+  CudaStatus FewSortedRows(const InputArguments<Reduction, Input>& a, bool fills_gaps) const {
     const uint32_t blocks = GridSize(grid.row_blocks * grid.features.columns);
     return DispatchVector([&](auto vector) {
-      constexpr int kVec = decltype(vector)::value;
-      FewSortedRowKernel<Reduction, kVec>
-          <<<blocks, kFewSortedRowThreads, 0, stream>>>(a, FewSortedRowGrid(problem.features / kVec), fills_gaps);
+      FewSortedRowKernel<Reduction, Input, decltype(vector)::value>
+          <<<blocks, kFewSortedRowThreads, 0, stream>>>(a, fills_gaps);
       return JB_LAUNCH_STATUS(FewSortedRowKernel);
     });
   }
@@ -430,17 +430,24 @@ inline ReducePlan PlanByRule(const SegmentCall& call, int64_t state_bytes) {
 
 // ---- Edges, each of which reads the row of another array that its gather id names.
 
-// Edges are in segment order. Always tiles: neighbouring threads then read a gathered row as whole vectors.
-inline Strategy StrategyOfEdges(const Problem& problem, int64_t max_edges_of_small_tiles) {
+// Edges are in segment order. Neighbouring threads read a gathered row as whole vectors, of which `unit` stay in one block
+// of columns.
+inline Strategy StrategyOfEdges(const Problem& problem, int64_t vector, int unit, int64_t max_edges_of_small_tiles) {
   if (problem.HasNoResult()) return Strategy::kNothing;
   if (problem.rows == 0) return Strategy::kFill;
+  const FeatureLanes features = AssignFeatures(problem.features / vector, 32, unit);
+  const int64_t blocks = problem.batch * FewSortedRowBlocks(problem.rows, FewSortedRowGroups(features));
+  if (blocks * features.columns <= Tuning::kMaxBlocksOfFewEdges && UsesFewSortedRows(problem, features)) {
+    return Strategy::kFewSortedRows;
+  }
   return UsesSmallTiles(problem, max_edges_of_small_tiles) ? Strategy::kSmallTiles : Strategy::kTiles;
 }
 
 // A vector does not cross a part of `part_features` features.
 inline ReducePlan PlanGathered(const GatheringCall& call, int64_t part_features, int64_t state_bytes) {
   const Problem& problem = call.problem;
-  const Strategy strategy = StrategyOfEdges(problem, Tuning::kMaxRowsOfSmallTiles);
+  const int64_t vector = RowVector(part_features, ElementBytes(call.type));
+  const Strategy strategy = StrategyOfEdges(problem, vector, /*unit=*/1, Tuning::kMaxRowsOfSmallTiles);
   // Kernels number edges and gathered rows of all batch elements together in 32 bits.
   const bool fits = OrderFits(problem) && problem.batch * call.num_rows < static_cast<int64_t>(kDropped);
   return MakeReducePlan(problem, strategy, fits ? problem.batch : 1, part_features, ElementBytes(call.type),

@@ -15,7 +15,7 @@ enum class Strategy {
   kPrivateTable,     // few segments: one table per thread
   kBatchOfFewRows,   // a large batch of few rows that share their ids, in one launch
   kFewUnsortedRows,  // few unsorted rows, in one launch
-  kFewSortedRows,    // few sorted rows, in one launch
+  kFewSortedRows,    // few sorted rows, own or gathered, in one launch
   kRuns,             // narrow sorted rows, whole rows per thread
   kTiles,            // sorted rows, in tiles
   kSmallTiles,       // tiles of few gathered rows, in one launch
@@ -76,7 +76,8 @@ inline std::vector<const char*> MapStrategies() { return {JB_NAMES(kMapStrategyN
 
 // The strategies of a reduction of edges.
 inline std::vector<const char*> EdgeStrategies() {
-  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kTiles, Strategy::kSmallTiles);
+  return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kFewSortedRows, Strategy::kSmallTiles,
+                 Strategy::kTiles);
 }
 
 }  // namespace jax_baracuda::segment

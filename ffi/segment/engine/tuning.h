@@ -45,6 +45,8 @@ struct Tuning {
   static constexpr int64_t kMaxFewSortedRows = int64_t{1} << 16, kMaxFewSortedRowsToSegment = 64,
                            kMaxStepsOfFewSortedRows = 512;
   static constexpr int64_t kMaxElementsOfFewSortedRows = int64_t{1} << 21;
+  // Gathered rows in that launch: the maximum number of blocks, which is four per multiprocessor.
+  static constexpr int64_t kMaxBlocksOfFewEdges = 528;
 
   // gather_segment_dot: products in flight per group of threads, steps per block, and minimum resident blocks per
   // multiprocessor, which caps the registers.
