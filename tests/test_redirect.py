@@ -893,6 +893,32 @@ def test_sums_that_xla_fuses_are_left_to_it(
         assert sum(kernel.endswith("segment_sum") for kernel in called) == expected[0]
 
 
+@pytest.mark.parametrize("is_read_by_a_product", [True, False])
+@pytest.mark.parametrize("is_softmax", [True, False])
+def test_products_that_add_up_nothing_are_fused(
+    monkeypatch: pytest.MonkeyPatch, cuda_module: None, is_softmax: bool, is_read_by_a_product: bool
+) -> None:
+    """For XLA they are multiplications. It would compute a softmax again for each feature, unless it is in memory."""
+    cases.use_rules(monkeypatch)
+    num_rows, num_segments = WIDE[0][0], 100_000
+    types = [
+        jax.ShapeDtypeStruct((num_rows,), "int32"),
+        *(
+            jax.ShapeDtypeStruct(shape, "float32")
+            for shape in ((num_rows, 1), (num_segments, 1), (1, 64), (num_rows, 8))
+        ),
+    ]
+
+    def program(ids: Any, logits: Any, maxima: Any, features: Any, rows: Any) -> Any:
+        weights = jnp.exp(logits - maxima[ids]) if is_softmax else jnp.exp(logits)
+        product = weights.T @ rows if is_read_by_a_product else None
+        return product, jax.ops.segment_sum(weights @ features, ids, num_segments)
+
+    with redirect():
+        called = kernels_of(program, *types, platform="cuda")
+    assert (called == []) == (is_read_by_a_product or not is_softmax)
+
+
 @pytest.mark.parametrize(
     ("platform", "row_shape", "is_flat"),
     [("cuda", (2, 3), True), ("cuda", (3, 4), False), ("cpu", (2, 3), False)],

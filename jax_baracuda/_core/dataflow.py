@@ -90,11 +90,12 @@ def _is_in_memory(operation: Any) -> bool:
 
 
 def _multiplies(operation: Any) -> bool:
-    """Whether an operation is a product that contracts nothing: for XLA, a multiplication."""
+    """Whether an operation is a product that adds up nothing: for XLA, a multiplication."""
     if operation.name != "stablehlo.dot_general":
         return False
     numbers = stablehlo.DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-    return len(numbers.lhs_contracting_dimensions) == 0
+    shape = ir.RankedTensorType(operation.operands[0].type).shape
+    return math.prod(shape[dim] for dim in numbers.lhs_contracting_dimensions) == 1
 
 
 def may_be_computed(value: ir.Value[Any]) -> bool:
@@ -107,7 +108,8 @@ def may_be_computed(value: ir.Value[Any]) -> bool:
 def repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
     """Whether a fusion would compute the weights of an attention again for each feature that they multiply.
 
-    It would compute exponentials of differences from gathered maxima behind a broadcast.
+    It would compute exponentials of differences from gathered maxima behind a broadcast. Weights that another operation
+    reads from memory are not computed again.
     """
     seen: set[Any] = set()
     pending = [(value, False)]  # and whether its numbers are repeated
@@ -117,6 +119,8 @@ def repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
         if (value, is_repeated) in seen or isinstance(operation, ir.Block):
             continue
         seen.add((value, is_repeated))
+        if _is_written_for_another(value):
+            continue
         if operation.name == "func.call":  # its result may depend on any operand
             pending += [(x, is_repeated) for x in (returned(ctx, value), *operation.operands)]
             continue
@@ -125,6 +129,17 @@ def repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
         if not _is_in_memory(operation):
             pending += [(x, is_repeated or _repeats(operation, x)) for x in operation.operands]
     return False
+
+
+def _is_written_for_another(value: ir.Value[Any]) -> bool:
+    """Whether an operation that was lowered before, such as a matrix product, reads a value from memory."""
+    return any([_reads_from_memory(use.owner) for use in value.uses])
+
+
+def _reads_from_memory(operation: Any) -> bool:
+    if operation.name in ("stablehlo.reshape", "stablehlo.transpose"):
+        return _is_written_for_another(operation.results[0])
+    return operation.name in _IN_MEMORY and not _multiplies(operation)
 
 
 def _repeats(operation: Any, operand: ir.Value[Any]) -> bool:

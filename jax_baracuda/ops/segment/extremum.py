@@ -22,6 +22,8 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, check
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import (
     at_most,
+    at_most_4_features,
+    at_most_16_features,
     call_bound,
     few_numbers,
     in_cache,
@@ -669,7 +671,7 @@ _OF_TIES = dict.fromkeys(("data", "output"), "shares_ties")
 """The optional operands of gradients, by which these find tied rows."""
 
 LAUNCH_BOUND_EXTREMUM = on_gpu(
-    "launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, at_most(features=16)
+    "launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, at_most_16_features
 )
 
 # H200, time of plain JAX / kernel: 0.45 to 1.1 for rows of 1 to 16 numbers up to 4 MB, with the gradient 0.3 to 1.0;
@@ -799,7 +801,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     reference=_reference_of_edges,
     xla_rules=(
         on_gpu("XLA sorts no edges", unsorted, uncontended, few_numbers),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most(features=4)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most_4_features),
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import at_most, few_numbers, on_gpu, uncontended, unordered
+from jax_baracuda._core.dispatch import at_most_64_features, few_numbers, on_gpu, uncontended, unordered
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.public import public_function
@@ -169,7 +169,7 @@ SEGMENT_LOGSUMEXP = reduction_op(
     result_dtypes=lambda data, segment_ids: [accumulation_dtype(data.dtype)] * 2,
     reference=_reference,
     # H200, time of plain JAX / kernel: 0.2 to 0.8 up to 2.5M numbers, 0.9 to 1.4 from 5M on; 1.1 for 10,000 rows of 32.
-    xla_rules=(on_gpu("XLA sorts no rows", unordered, uncontended, few_numbers, at_most(features=64)),),
+    xla_rules=(on_gpu("XLA sorts no rows", unordered, uncontended, few_numbers, at_most_64_features),),
     dtypes=FLOATING_DTYPES,
     guarantee=sum_guarantee,
     shard_program=_shard_program,

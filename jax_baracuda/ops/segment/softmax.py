@@ -12,7 +12,14 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, floating_array
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import at_most, in_cache, on_gpu, uncontended, unordered
+from jax_baracuda._core.dispatch import (
+    at_most_4_features,
+    at_most_64_features,
+    in_cache,
+    on_gpu,
+    uncontended,
+    unordered,
+)
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.public import public_function
@@ -210,7 +217,7 @@ SEGMENT_SOFTMAX = Op(
     # 0.6 to 0.7 for 1M to 20M rows of 1 and 2 (50 loops). Two cores: 0.5 for single features, gradients 0.66.
     xla_rules=(
         on_gpu("XLA sorts no rows", unordered, uncontended, in_cache),
-        on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most(features=4)),
+        on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most_4_features),
         NOTHING_TO_VECTORISE,
     ),
     shard_program=_shard_program,
@@ -227,7 +234,7 @@ SEGMENT_SOFTMAX_BACKWARD = Op(
     results={"d_logits": ROWS},
     reference=_reference_backward,
     # H200: 0.2 for rows of 1 to 3, 0.3 for 4, 0.4 to 0.8 for 8 to 64 (20,000 to 20M rows, 40 loops).
-    xla_rules=(on_gpu("XLA sorts no rows", unordered, uncontended, at_most(features=64)), NOTHING_TO_VECTORISE),
+    xla_rules=(on_gpu("XLA sorts no rows", unordered, uncontended, at_most_64_features), NOTHING_TO_VECTORISE),
     shard_program=_shard_backward,
     transposes={
         ("d_output",): lambda _, d_results, probabilities, ids, **params: SEGMENT_SOFTMAX_BACKWARD(

@@ -21,9 +21,10 @@ from jax_baracuda._core.dispatch import (
     Traits,
     at_least,
     at_most,
+    at_most_4_features,
+    at_most_16_features,
     call_bound,
     fused,
-    in_cache,
     launch_bound,
     on_cpu,
     on_gpu,
@@ -259,11 +260,18 @@ def _are_added_by_xla(traits: Traits) -> bool:
     return (features == 1 or features >= 16) and traits.measures["bytes"] <= GB
 
 
+def _are_added_in_less_time_than_sorted(traits: Traits) -> bool:
+    """Whether rows and sums take at most 128 MB in float32, in which XLA adds rows of 16 bits, too."""
+    measures = traits.measures
+    return measures["bytes"] * max(32 // measures["element_bits"], 1) <= 128 * MB
+
+
 # Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes for one sum: 0.25 to 1.0 for
 # 200,000 to 5M rows, 1.1 to 1.9 where they have 32 numbers or more and one of few segments has a tenth of them (H200,
 # 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature.
 # Rows of 2 to 15 numbers are kept for the kernel because of a force field, 1.25 as a whole. Rows in memory:
-# 0.4 to 0.75, once 1.06, up to 92 MB; 0.8 to 1.3 for 180 to 560 MB in rows of 32, 1.2 to 2.0 in longer ones (H200).
+# 0.4 to 0.75, once 1.06, up to 64 MB; in float32 0.7 to 1.0 up to 128 MB (18 loops), 0.9 to 1.3 up to 240 MB
+# (10 loops), above 0.8 to 1.3 in rows of 32, 1.2 to 2.0 in longer ones (H200).
 _LAUNCH_BOUND = on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, launch_bound)
 SUM_RULES = (
     _LAUNCH_BOUND,
@@ -274,7 +282,7 @@ SUM_RULES = (
         uncontended,
         _own_ids,
         at_least(features=32),
-        in_cache,
+        _are_added_in_less_time_than_sorted,
     ),
 )
 
@@ -321,7 +329,7 @@ SEGMENT_SUM = _sum_op(
 # 4 MB 0.2 to 0.9 for any rows (40 calls).
 RULES_IN_FLOAT64 = (
     _LAUNCH_BOUND,
-    on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most(features=4)),
+    on_gpu("XLA adds narrow rows in less time than a sort", unordered, uncontended, at_most_4_features),
 )
 
 SEGMENT_SUM_IN_FLOAT64 = _sum_op(
@@ -345,7 +353,7 @@ SEGMENT_SUM_BACKWARD = gradient_op(
     reference=_reference_backward,
     xla_rules=(
         on_gpu("a gather, which XLA fuses with its neighbours"),
-        on_cpu("a gather of narrow rows", at_most(features=16)),
+        on_cpu("a gather of narrow rows", at_most_16_features),
     ),
     guarantee=EXACT,
     transposes={
@@ -505,7 +513,7 @@ GATHER_SEGMENT_SUM = Op(
             _sums_fit_cache,
             at_most(rows=1 << 18),
         ),
-        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most(features=16)),
+        on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most_16_features),
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
