@@ -242,10 +242,10 @@ def scatter(primitive: str, ctx: Any, *operands: Any, dimension_numbers: Any, **
     """Decides what serves a scatter, and lowers it unless JAX's own rule has to.
 
     Returns:
-      The decision, and the value of the result. None: JAX's rule lowers the scatter.
+      The decision, and the value of the result. None: plain JAX was picked, and JAX's rule lowers the scatter.
 
     Raises:
-      Unserved: JAX's rule lowers the scatter.
+      Unserved: no op does what the scatter does, and JAX's rule lowers it.
     """
     platform, is_write = _platform_of(ctx), primitive == WRITE
     require(not is_write or params["update_jaxpr"] is None, "a function is applied to rows")

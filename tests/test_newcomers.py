@@ -87,8 +87,10 @@ def test_plans_that_were_mapped_over() -> None:
     }.items():
         with pytest.raises(ValueError, match=rf"{name}: .* must have shape \[E\], got \(2, 6\); jax.vmap maps over"):
             call(stacked)
-        with pytest.raises(TypeError, match=f"{name}: .* must have an integer dtype, got bfloat16; leave it out"):
+        with pytest.raises(TypeError, match=f"{name}: .* must be int32, got bfloat16; leave the plan out"):
             call(cast)
+        with pytest.raises(TypeError, match=f"{name}: the arrays of plan must be arrays, got NoneType; segment_plan"):
+            call(jax.tree.map(lambda _: None, plan()))
         np.testing.assert_array_equal(jax.vmap(call)(stacked)[0], call(plan()))
 
 

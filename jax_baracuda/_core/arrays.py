@@ -68,10 +68,12 @@ def as_array(function: str, argument: str, value: ArrayLike) -> Array:
         raise TypeError(f"{function}: {argument} must be an array, got {type(value).__name__}{advice}")
     try:
         array = jnp.asarray(value)
-    except TypeError as error:  # JAX names neither the argument nor the dtype
-        dtype = getattr(value, "dtype", type(value).__name__)
+    except TypeError as error:
+        if not isinstance(value, np.ndarray | np.generic):
+            raise  # the object itself says why it cannot become an array
+        # JAX names neither the argument nor the dtype.
         raise TypeError(
-            f"{function}: {argument} must have a dtype that JAX accepts, in native byte order, got {dtype}"
+            f"{function}: {argument} must have a dtype that JAX accepts, in native byte order, got {value.dtype}"
         ) from error
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         raise TypeError(f"{function}: {argument} must have a numeric dtype, got {array.dtype}")

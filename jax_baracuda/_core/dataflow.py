@@ -108,7 +108,7 @@ def may_be_computed(value: ir.Value[Any]) -> bool:
 def repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
     """Whether a fusion would compute the weights of an attention again for each feature that they multiply.
 
-    It would compute exponentials of differences from gathered maxima behind a broadcast. Weights that another operation
+    It would compute exponentials of differences from gathered maxima behind a broadcast. Weights that a matrix product
     reads from memory are not computed again.
     """
     seen: set[Any] = set()
@@ -132,14 +132,15 @@ def repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
 
 
 def _is_written_for_another(value: ir.Value[Any]) -> bool:
-    """Whether an operation that was lowered before, such as a matrix product, reads a value from memory."""
-    return any([_reads_from_memory(use.owner) for use in value.uses])
+    """Whether a matrix product that was lowered before reads a value from memory."""
+    return any(_is_of_a_product(use.owner) for use in value.uses)
 
 
-def _reads_from_memory(operation: Any) -> bool:
+def _is_of_a_product(operation: Any) -> bool:
+    """Whether an operation is a matrix product, or passes its operand to one."""
     if operation.name in ("stablehlo.reshape", "stablehlo.transpose"):
         return _is_written_for_another(operation.results[0])
-    return operation.name in _IN_MEMORY and not _multiplies(operation)
+    return operation.name == "stablehlo.dot_general" and not _multiplies(operation)
 
 
 def _repeats(operation: Any, operand: ir.Value[Any]) -> bool:

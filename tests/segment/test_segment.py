@@ -296,6 +296,24 @@ def test_mode(rng: np.random.Generator, reduction: Reduction, mode: Any) -> None
         expected.check(reduction.call_backward(cotangent, residual, ids, 8, mode=mode, **options))
 
 
+@pytest.mark.parametrize("reduction", [SUM, MEAN], ids=str)
+@pytest.mark.parametrize("row_shape", [(3,), (8, 8)], ids=["narrow", "wide"])
+def test_gradients_of_dropped_rows_in_plain_jax(
+    rng: np.random.Generator, reduction: Reduction, row_shape: tuple[int, ...]
+) -> None:
+    """They are zeros, also if the cotangents are NaN."""
+    shape = Shape(100, row_shape, 8)
+    data, ids = reduction.make_data(rng, shape, "float32"), cases.make_ids(rng, 100, 8)
+    cotangent = cases.cotangent(rng, reduction.result_shape(shape), "float32")
+    _, d_data = reduction.pullback(data, ids, 8, cotangent, implementation="xla")
+    reduction.gradient(cotangent, data, cases.in_mode(ids, 8, None), 8, deterministic=False).check(d_data)
+    _, d_data = reduction.pullback(data, ids, 8, np.full_like(cotangent, np.nan), implementation="xla")
+    is_dropped = (ids < 0) | (ids >= 8)
+    assert is_dropped.any()
+    np.testing.assert_array_equal(np.isnan(d_data).reshape(100, -1).all(1), ~is_dropped)
+    np.testing.assert_array_equal(np.asarray(d_data)[is_dropped], 0)
+
+
 @each_reduction
 def test_clip_clamps_by_value(reduction: Reduction) -> None:
     """Clipping compares ids in their own dtype: the greatest uint64 becomes the last segment, not the first."""

@@ -430,8 +430,8 @@ inline ReducePlan PlanByRule(const SegmentCall& call, int64_t state_bytes) {
 
 // ---- Edges, each of which reads the row of another array that its gather id names.
 
-// Edges are in segment order. Neighbouring threads read a gathered row as whole vectors, of which `unit` stay in one block
-// of columns.
+// Edges are in segment order. Neighbouring threads read a gathered row as whole vectors, of which `unit` stay in one
+// block of columns.
 inline Strategy StrategyOfEdges(const Problem& problem, int64_t vector, int unit, int64_t max_edges_of_small_tiles) {
   if (problem.HasNoResult()) return Strategy::kNothing;
   if (problem.rows == 0) return Strategy::kFill;

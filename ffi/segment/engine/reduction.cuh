@@ -46,7 +46,7 @@ struct Carries {
 struct RowGrid {
   Problem problem;  // with an order: the batch joined into one element
   FeatureLanes features;
-  int groups;                // tiles per block
+  int groups;                // tiles or rows per block
   int64_t blocks_per_batch;  // blocks along the rows of one batch element
   int64_t row_blocks;        // of all batch elements
 };

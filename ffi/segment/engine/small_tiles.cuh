@@ -1,4 +1,5 @@
-// Reduction of few sorted gathered rows in one launch, which waits for memory only a few times.
+// Reduction of sorted gathered rows in one launch, which waits for memory only a few times. For more rows than
+// few_sorted_rows.cuh serves well.
 //
 // Rows are cut into tiles of kSmallTileRows, one per group of threads. A run belongs to the block in which it starts.
 // The block's groups combine their parts of it. If the run leaves the block, they read on to its end, one block of rows

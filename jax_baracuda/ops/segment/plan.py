@@ -220,11 +220,17 @@ def check_plan(name: str, plan: Any, **belonging: Any) -> None:
         return
     if not isinstance(plan, SegmentPlan):
         raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}; segment_plan makes one of ids")
-    shape, dtype = np.shape(plan.segment_ids), plan.segment_ids.dtype
-    if len(shape) != 1:
-        raise ValueError(f"{name}: the arrays of plan must have shape [E], got {shape}; jax.vmap maps over many plans")
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"{name}: the arrays of plan must have an integer dtype, got {dtype}; leave it out of casts")
+    ids = plan.segment_ids
+    if not (hasattr(ids, "dtype") and hasattr(ids, "shape")):
+        raise TypeError(
+            f"{name}: the arrays of plan must be arrays, got {type(ids).__name__}; segment_plan makes one of ids"
+        )
+    if len(ids.shape) != 1:
+        raise ValueError(
+            f"{name}: the arrays of plan must have shape [E], got {ids.shape}; jax.vmap maps over many plans"
+        )
+    if ids.dtype != jnp.int32:
+        raise TypeError(f"{name}: the arrays of plan must be int32, got {ids.dtype}; leave the plan out of casts")
     if given := [argument for argument, value in belonging.items() if value is not None]:
         raise ValueError(
             f"{name}: {', '.join(belonging)} belong to the plan; pass none of them, got {', '.join(given)}"

@@ -261,9 +261,10 @@ def _are_added_by_xla(traits: Traits) -> bool:
 
 
 def _are_added_in_less_time_than_sorted(traits: Traits) -> bool:
-    """Whether rows and sums take at most 128 MB in float32, in which XLA adds rows of 16 bits, too."""
+    """Whether rows and sums take at most 128 MB in 32 bits, and 64 MB in others: XLA adds 16 bits as float32."""
     measures = traits.measures
-    return measures["bytes"] * max(32 // measures["element_bits"], 1) <= 128 * MB
+    has_32_bits = measures["row_bytes"] == 4 * measures["features"]
+    return measures["bytes"] <= (128 if has_32_bits else 64) * MB
 
 
 # Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes for one sum: 0.25 to 1.0 for
@@ -271,7 +272,7 @@ def _are_added_in_less_time_than_sorted(traits: Traits) -> bool:
 # 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature.
 # Rows of 2 to 15 numbers are kept for the kernel because of a force field, 1.25 as a whole. Rows in memory:
 # 0.4 to 0.75, once 1.06, up to 64 MB; in float32 0.7 to 1.0 up to 128 MB (18 loops), 0.9 to 1.3 up to 240 MB
-# (10 loops), above 0.8 to 1.3 in rows of 32, 1.2 to 2.0 in longer ones (H200).
+# (10 loops); beyond that 0.8 to 1.3 in rows of 32, 1.2 to 2.0 in longer ones (H200).
 _LAUNCH_BOUND = on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, launch_bound)
 SUM_RULES = (
     _LAUNCH_BOUND,
