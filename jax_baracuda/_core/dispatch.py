@@ -148,6 +148,11 @@ def fused(traits: Traits) -> bool:
     return traits.site.fuses
 
 
+def in_memory(traits: Traits) -> bool:
+    """XLA has written the operands."""
+    return not traits.site.fuses
+
+
 def sorts_apart(traits: Traits) -> bool:
     """The kernel would sort ids that other calls of the program are likely to sort as well."""
     return traits.site.sorts_apart

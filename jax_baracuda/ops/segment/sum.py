@@ -25,6 +25,7 @@ from jax_baracuda._core.dispatch import (
     at_most_16_features,
     call_bound,
     fused,
+    in_memory,
     launch_bound,
     on_cpu,
     on_gpu,
@@ -310,11 +311,12 @@ SEGMENT_SUM = _sum_op(
     None,
     dtypes=WIDE_DTYPES,
     guarantee=sum_guarantee,
-    # Two cores: 0.6 up to 1 MB (9 loops). The gradient of a cross-entropy: 0.5 to 0.7, since XLA adds single numbers in
-    # place to the array that a program adds the sums to.
+    # Two cores: 0.6 up to 1 MB (9 loops); 0.7 to 2.8 where XLA computes the rows (8 calls). It may compute them again
+    # for their other readers: a step of jraph's GAT took twice as long. The gradient of a cross-entropy: 0.5 to 0.7,
+    # since XLA adds single numbers in place to the array that a program adds the sums to.
     xla_rules=(
         *SUM_RULES,
-        on_cpu("the call of a kernel takes longer than the sum", unsorted, call_bound),
+        on_cpu("the call of a kernel takes longer than the sum", unsorted, call_bound, in_memory),
         on_cpu(
             "few numbers are added to a large array, which XLA may do in place",
             unsorted,
