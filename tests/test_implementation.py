@@ -459,6 +459,25 @@ def test_rules_of_features(monkeypatch: pytest.MonkeyPatch, features: tuple[int,
     assert decide(call_of("segment_sum", *operands, **params), Site("cuda")).implementation == implementation
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "implementation"),
+    [
+        ("float32", 600_000, "xla"),
+        ("float32", 1_000_000, "kernel"),
+        ("bfloat16", 600_000, "xla"),
+        ("bfloat16", 1_200_000, "kernel"),
+    ],
+)
+def test_sums_that_take_less_time_than_a_sort(
+    users_rules: None, monkeypatch: pytest.MonkeyPatch, dtype: str, num_rows: int, implementation: str
+) -> None:
+    """On GPUs, XLA adds up to 128 MB of 32 bits, and 64 MB of 16 bits, which it adds in 32."""
+    monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
+    operands = jax.ShapeDtypeStruct((num_rows, 32), jnp.dtype(dtype)), jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    params = {"num_segments": num_rows // 6, "indices_are_sorted": False, "deterministic": False}
+    assert decide(call_of("segment_sum", *operands, **params), Site("cuda")).implementation == implementation
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_contended_segments_are_the_kernels(users_rules: None, monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
     """Kernels sum contended segments, because XLA's atomic additions to a cell wait for each other."""

@@ -25,6 +25,7 @@ from jax_baracuda._core.dispatch import (
     at_most_16_features,
     call_bound,
     fused,
+    in_cache,
     in_memory,
     launch_bound,
     on_cpu,
@@ -262,10 +263,10 @@ def _are_added_by_xla(traits: Traits) -> bool:
 
 
 def _are_added_in_less_time_than_sorted(traits: Traits) -> bool:
-    """Whether rows and sums take at most 128 MB in 32 bits, and 64 MB in others: XLA adds 16 bits as float32."""
+    """Whether rows and sums fit in the cache, or take at most 128 MB in 32 bits. XLA adds 16 bits as float32."""
     measures = traits.measures
     has_32_bits = measures["row_bytes"] == 4 * measures["features"]
-    return measures["bytes"] <= (128 if has_32_bits else 64) * MB
+    return in_cache(traits) or (has_32_bits and measures["bytes"] <= 128 * MB)
 
 
 # Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes for one sum: 0.25 to 1.0 for
