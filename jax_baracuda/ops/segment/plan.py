@@ -205,9 +205,13 @@ def _plan_of_ids(segments: Array, num_segments: int, rows: Array | None, num_row
     )
 
 
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
 def _summary(value: Any) -> str:
     """Dtype and shape of an array, without its elements, which may be millions."""
-    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+    if not _is_array(value):
         return repr(value)
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
@@ -221,7 +225,7 @@ def check_plan(name: str, plan: Any, **belonging: Any) -> None:
     if not isinstance(plan, SegmentPlan):
         raise TypeError(f"{name}: plan must be a SegmentPlan, got {type(plan).__name__}; segment_plan makes one of ids")
     ids = plan.segment_ids
-    if not (hasattr(ids, "dtype") and hasattr(ids, "shape")):
+    if not _is_array(ids):
         raise TypeError(
             f"{name}: the arrays of plan must be arrays, got {type(ids).__name__}; segment_plan makes one of ids"
         )
