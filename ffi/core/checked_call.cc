@@ -46,6 +46,7 @@ constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferC
 // Clears errors of earlier CUDA calls in this thread. Otherwise the check after our first launch would report them.
 void ForgetStaleErrors() { cudaGetLastError(); }
 
+constexpr bool kAdvisesHugePages = false;  // the memory of a GPU
 void AdviseHugePages(void*, int64_t) {}
 
 void FillWithOnes(Executor stream, void* data, int64_t bytes) {
@@ -59,6 +60,8 @@ using ExecutorBinding = ffi::ThreadPool;
 constexpr std::initializer_list<ffi::Traits> kTraits = {};
 
 void ForgetStaleErrors() {}
+
+constexpr bool kAdvisesHugePages = true;
 
 void FillWithOnes(Executor, void* data, int64_t bytes) { std::memset(data, 0xFF, bytes); }
 
@@ -90,6 +93,7 @@ bool IsMemoryOfOperand(const XLA_FFI_CallFrame* frame, const void* data) {
 
 // Prepares the results that are fresh memory.
 void PrepareResults(const XLA_FFI_CallFrame* frame, Executor executor) {
+  if (!kAdvisesHugePages && !PoisonsResults()) return;
   for (int64_t i = 0; i < frame->rets.size; ++i) {
     if (frame->rets.types[i] != XLA_FFI_RetType_BUFFER) continue;
     const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(frame->rets.rets[i]);

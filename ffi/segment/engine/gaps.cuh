@@ -26,6 +26,7 @@ __device__ __forceinline__ void FillGap(const typename Reduction::Outputs& outpu
                                         int64_t features, int64_t feature) {
   typename Reduction::template Accumulator<kVec> nothing;
   nothing.Start();
+#pragma unroll 1
   for (int64_t segment = begin; segment < end; ++segment) nothing.Store(outputs, segment, features, feature);
 }
 
@@ -41,19 +42,19 @@ JB_HOST_DEVICE int64_t GapWarpsPerBatch(const Problem& problem) {
 
 // The first row whose id is at least `segment`, by a search with kParts probes a step. The probes are loaded without
 // branches between them, so a step waits for memory once.
-template <typename Id>
-__device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, const Id* ids) {
+template <typename IdOf>
+__device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, const IdOf& id_of) {
   constexpr int kParts = 8;
   int64_t begin = 0, end = rows;
   while (begin < end) {
     const int64_t part = CeilDivide(end - begin, static_cast<int64_t>(kParts));
-    Id last_ids[kParts];
+    int64_t last_ids[kParts];
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) last_ids[i] = __ldg(ids + min(begin + (i + 1) * part, end) - 1);
+    for (int i = 0; i < kParts; ++i) last_ids[i] = id_of(min(begin + (i + 1) * part, end) - 1);
     int parts_below = 0;  // complete parts whose last id is below `segment`
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      parts_below += begin + (i + 1) * part <= end && static_cast<int64_t>(last_ids[i]) < segment;
+      parts_below += begin + (i + 1) * part <= end && last_ids[i] < segment;
     }
     begin += parts_below * part;
     end = min(begin + part - 1, end);
@@ -61,55 +62,67 @@ __device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, c
   return begin;
 }
 
-// Writes the reduction of no rows to the wide gaps of this block, one of the first `gap_blocks`.
-template <typename Reduction, int kVec>
-__device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) {
-  const int64_t rows = a.problem.rows, segments = a.problem.segments;
-  const int64_t warps_per_batch = GapWarpsPerBatch(a.problem), warp_chunks = GapWarpChunks(a.problem);
+// Segments of a chunk.
+struct EmptySegments {
+  int64_t first;     // of the chunk; counted over all results
+  uint32_t in_gaps;  // bit mask: segments of the chunk that are in a wide gap
+};
+
+// Finds the wide gaps in the chunk of this thread, which is in one of the first `gap_blocks`.
+__device__ __forceinline__ EmptySegments FindWideGaps(const Problem& problem, int64_t first_result,
+                                                      const SegmentIds& ids, const uint32_t* sorted_segments) {
+  const int64_t rows = problem.rows, segments = problem.segments;
+  const int64_t warps_per_batch = GapWarpsPerBatch(problem), warp_chunks = GapWarpChunks(problem);
   const int64_t warp_of_all = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   const int64_t b = warp_of_all / warps_per_batch, warp = warp_of_all - b * warps_per_batch;
-  if (b >= a.problem.batch) return;
-  const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
-  const auto id_of = [&](int64_t row) {
-    return a.sorted_segments != nullptr ? static_cast<int64_t>(__ldg(a.sorted_segments + row))
-                                        : a.ids.Id(ids_offset + row);
+  if (b >= problem.batch) return {0, 0};
+  // Sorted segments are unsigned: those of dropped rows are last.
+  const bool is_sorted = sorted_segments != nullptr, are_64_bit = !is_sorted && ids.are_64_bit;
+  const int64_t first_id = is_sorted || problem.ids_are_shared ? 0 : b * rows;
+  const void* const data = is_sorted ? sorted_segments : ids.ids;
+  const auto wide_id_of = [&](int64_t row) { return __ldg(static_cast<const int64_t*>(data) + first_id + row); };
+  const auto narrow_id_of = [&](int64_t row) {
+    const uint32_t id = __ldg(static_cast<const uint32_t*>(data) + first_id + row);
+    return is_sorted ? int64_t{id} : int64_t{static_cast<int32_t>(id)};
   };
-  const auto first_row_from = [&](int64_t segment) {
-    if (a.sorted_segments != nullptr) return FirstRowFrom(segment, rows, a.sorted_segments);
-    if (a.ids.are_64_bit) return FirstRowFrom(segment, rows, static_cast<const long long*>(a.ids.ids) + ids_offset);
-    return FirstRowFrom(segment, rows, static_cast<const int*>(a.ids.ids) + ids_offset);
-  };
+  const auto id_of = [&](int64_t row) { return are_64_bit ? wide_id_of(row) : narrow_id_of(row); };
 
   const int lane = threadIdx.x % 32;
   const int64_t chunk = min((warp * warp_chunks + lane) * kGapChunk, segments);
-  const int64_t begin = first_row_from(chunk);
-  // The gap around the end of the chunk.
-  const int64_t before = begin > 0 ? max(id_of(begin - 1), int64_t{-1}) : -1;
-  const int64_t after = begin < rows ? min(id_of(begin), segments) : segments;
-  const bool is_wide = before < 0 || after == segments || after - before - 1 > kMaxNarrowGap;
-  const int64_t next_chunk = __shfl_down_sync(kFullWarp, chunk, 1);
-  const int64_t next_before = __shfl_down_sync(kFullWarp, before, 1);
-  const bool next_is_wide = __shfl_down_sync(kFullWarp, is_wide, 1);
-  uint32_t empty = 0;  // bit mask: segments of the chunk that are in a wide gap
-  if (lane < warp_chunks && (is_wide || next_is_wide)) {
-    const int count = static_cast<int>(next_chunk - chunk);
-    for (int i = 0; i < count; ++i) {
-      const bool is_empty = (is_wide && chunk + i < after) || (next_is_wide && chunk + i > next_before);
-      empty |= static_cast<uint32_t>(is_empty) << i;
-    }
+  const int64_t row = are_64_bit ? FirstRowFrom(chunk, rows, wide_id_of) : FirstRowFrom(chunk, rows, narrow_id_of);
+  // The gap around the start of the chunk, if it is wide.
+  int64_t gap_begin = row > 0 ? max(id_of(row - 1) + 1, int64_t{0}) : 0;
+  int64_t gap_end = row < rows ? min(id_of(row), segments) : segments;
+  if (gap_begin > 0 && gap_end < segments && gap_end - gap_begin <= kMaxNarrowGap) gap_begin = segments, gap_end = 0;
+  const int64_t next_gap_begin = __shfl_down_sync(kFullWarp, static_cast<uint32_t>(gap_begin), 1);
+  uint32_t in_gaps = 0;
+  if (lane < warp_chunks) {
+    // Bit mask: those of the chunk's segments that are below `end`.
+    const auto below = [&](int64_t end) {
+      const int64_t count = max(end - chunk, int64_t{0});
+      return count < kGapChunk ? (1u << count) - 1 : ~uint32_t{0};
+    };
+    in_gaps = (below(gap_end) | ~below(next_gap_begin)) & below(segments);
   }
+  return {first_result + b * segments + chunk, in_gaps};
+}
 
+// Writes the reduction of no rows to the wide gaps of this block.
+template <typename Reduction, int kVec>
+__device__ __forceinline__ void FillWideGaps(const TileArguments<Reduction>& a) {
+  const EmptySegments empty = FindWideGaps(a.problem, a.first_segment, a.ids, a.sorted_segments);
+  const int lane = threadIdx.x % 32;
   typename Reduction::template Accumulator<kVec> nothing;
   nothing.Start();
-  const int64_t first_result = a.first_segment + b * segments;
   const int64_t features = a.problem.features, row_vectors = features / kVec;
-  for (uint32_t lanes = __ballot_sync(kFullWarp, empty != 0); lanes != 0; lanes &= lanes - 1) {
+  for (uint32_t lanes = __ballot_sync(kFullWarp, empty.in_gaps != 0); lanes != 0; lanes &= lanes - 1) {
     const int owner = __ffs(lanes) - 1;
-    const uint32_t owner_empty = __shfl_sync(kFullWarp, empty, owner);
-    const int64_t first_segment = first_result + __shfl_sync(kFullWarp, chunk, owner);
+    const uint32_t in_gaps = __shfl_sync(kFullWarp, empty.in_gaps, owner);
+    const int64_t first_segment = __shfl_sync(kFullWarp, empty.first, owner);
+#pragma unroll 1
     for (int64_t i = lane; i < kGapChunk * row_vectors; i += 32) {
       const int64_t segment = i / row_vectors;
-      if (((owner_empty >> segment) & 1) == 0) continue;
+      if (((in_gaps >> segment) & 1) == 0) continue;
       nothing.Store(a.outputs, first_segment + segment, features, (i - segment * row_vectors) * kVec);
     }
   }

@@ -70,8 +70,11 @@ class FewRowSorter {
     }
     __syncwarp();
 
-    // Calls body(row, place) for the rows of the list, and counts the rows of each segment. `place`: the count so far.
-    const auto for_each = [&](const auto& body) {
+    // Counts the rows of each segment, twice: first to find the segments' places, then to find those of the rows.
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+      const bool has_places = pass == 1;
+#pragma unroll 1
       for (int first = 0; first < kept; first += kWarpThreads) {
         const bool exists = first + lane < kept;
         const uint32_t existing = __ballot_sync(kFullWarp, exists);
@@ -81,17 +84,16 @@ class FewRowSorter {
           const uint32_t peers = __match_any_sync(existing, segment);
           const int rank = __popc(peers & lanes_before);
           const uint16_t count = own_counts[segment];
-          body(row, count + rank);
+          if (has_places) sorted_[count + rank] = row;
           __syncwarp(existing);
           if (rank == 0) own_counts[segment] = static_cast<uint16_t>(count + __popc(peers));
         }
         __syncwarp();
       }
-    };
-    for_each([](uint16_t, int) {});
-    __syncthreads();
-    ScanCounts(counts);
-    for_each([&](uint16_t row, int place) { sorted_[place] = row; });
+      if (has_places) break;
+      __syncthreads();
+      ScanCounts(counts);
+    }
     __shared__ int before_of_warps[kFewRowWarps];
     if (kCountsRowsBefore && lane == 0) before_of_warps[warp] = before;
     __syncthreads();

@@ -55,9 +55,7 @@ struct FloatingProductReduction {
     }
 
     __device__ __forceinline__ void Merge(const Accumulator& other, const Outputs&) {
-      if (other.IsMantissaAlone() && Multiply(other.mantissa)) return;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) Set(i, ProductOfBoth(At(i), other.At(i)));
+      if (!(other.IsMantissaAlone() && Multiply(other.mantissa))) *this = MergeAny(*this, other);
     }
 
     __device__ __forceinline__ void Store(const Outputs& outputs, int64_t segment, int64_t features,
@@ -71,18 +69,7 @@ struct FloatingProductReduction {
         result = ValuesOfAny(*this);
       }
       StoreVector(outputs.output + cell, result);
-      if (outputs.mantissa != nullptr) {
-        Vector<C, kCount> mantissas;
-        Vector<int32_t, kCount> packed;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          const auto residual = Residual<C>::Of(mantissa.lane[i], At(i).packed);
-          mantissas.lane[i] = residual.mantissa;
-          packed.lane[i] = residual.packed;
-        }
-        StoreVector(outputs.mantissa + cell, mantissas);
-        StoreVector(outputs.packed + cell, packed);
-      }
+      if (outputs.mantissa != nullptr) StoreResiduals(*this, outputs, cell);
     }
 
    private:
@@ -110,6 +97,22 @@ struct FloatingProductReduction {
     __device__ __noinline__ static Accumulator AddAny(Accumulator cells, Vector<C, kCount> values) {
       for (int i = 0; i < kCount; ++i) cells.Set(i, ProductTimes(cells.At(i), values.lane[i]));
       return cells;
+    }
+    __device__ __noinline__ static Accumulator MergeAny(Accumulator cells, Accumulator others) {
+      for (int i = 0; i < kCount; ++i) cells.Set(i, ProductOfBoth(cells.At(i), others.At(i)));
+      return cells;
+    }
+    __device__ __noinline__ static void StoreResiduals(Accumulator cells, const Outputs& outputs, int64_t cell) {
+      Vector<C, kCount> mantissas;
+      Vector<int32_t, kCount> packed;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const auto residual = Residual<C>::Of(cells.mantissa.lane[i], cells.At(i).packed);
+        mantissas.lane[i] = residual.mantissa;
+        packed.lane[i] = residual.packed;
+      }
+      StoreVector(outputs.mantissa + cell, mantissas);
+      StoreVector(outputs.packed + cell, packed);
     }
     __device__ __noinline__ static Vector<T, kCount> ValuesOfAny(Accumulator cells) {
       Vector<T, kCount> values;
