@@ -164,7 +164,7 @@ def _rows_of(types: _Types, numbers: Any) -> _Rows:
     require(
         set(indexed) == set(numbers.inserted_window_dims)
         and all(of_updates[in_updates[d]] == shape[d] for d in windows),
-        "it takes or writes parts of rows",
+        "its indices are slices, or name parts of rows",
     )
     first = min(indexed)
     require(indexed == tuple(range(first, first + len(indexed))), "its indexed axes are not neighbours in order")
@@ -336,7 +336,7 @@ def _add_flat_rows(ctx: Any, operands: Sequence[Any], numbers: Any, params: dict
 @_cached
 def _service_of_write(types: _Types, numbers: Any, clips: bool, selection: Selection) -> _Service:
     rows, dtype = _rows_of(types, numbers), types[0][1]
-    require(rows.batch is None, "it writes rows of several arrays")
+    require(rows.batch is None, "vmap maps it over several arrays")
     require(rows.num_segments + rows.num_rows < 2**31, "there are 2^31 rows or more")
     params = {"ranks": (1 + len(rows.row_shape),), "axis": 0, "has_layer": False, "scales": (0,)}
     params["has_unique_slots"] = False

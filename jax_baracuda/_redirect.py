@@ -133,13 +133,17 @@ def _while_lowering() -> contextlib.AbstractContextManager[Any]:
     return Scope(REDIRECTION, kinds - {"slice_updates"} | {_MARKED} if "slice_updates" in kinds else kinds)
 
 
-def _scope_of(ctx: Any) -> tuple[str, str] | None:
-    """The redirected call in whose scope an operation stands: its name in reports, and its kind."""
+def _scope_of(ctx: Any, is_backward: bool = False) -> tuple[str, str] | None:
+    """The redirected call in whose scope an operation stands: its name in reports, and its kind.
+
+    Args:
+      is_backward: whether the operation is the gradient of another. In loops and functions, its scope does not tell.
+    """
     scopes = f"{SCOPE_NAME.value or ''}/{ctx.name_stack}"
     name = max(_KIND_OF_NAME, key=scopes.rfind)
     if name not in scopes:
         return None
-    is_gradient = "transpose(" in scopes and name != _OF_GATHER
+    is_gradient = (is_backward or "transpose(" in scopes) and name != _OF_GATHER
     return f"gradient of {name}" if is_gradient else name, _KIND_OF_NAME[name]
 
 
@@ -166,7 +170,8 @@ def _wrap_lowering(primitive: str, own: Callable[..., Any]) -> Callable[..., Any
 def _count_op(call: OpCall, decision: Decision, ctx: Any) -> None:
     """Counts a call of an op that stands in the place of JAX's function."""
     # Outside of ``jax.jit``, JAX lowers within the call, which is not redirected again.
-    if (redirected() or SCOPE_NAME.value) and (scope := _scope_of(ctx)) is not None:
+    is_backward = call.op.name.endswith("_backward")
+    if (redirected() or SCOPE_NAME.value) and (scope := _scope_of(ctx, is_backward)) is not None:
         _count(scope[0], decision)
 
 

@@ -410,10 +410,10 @@ SOME = jnp.asarray(IDS[:2])
 LEFT_TO_JAX: dict[str, tuple[Callable[[jax.Array], object], str]] = {
     "dtype": (lambda x: jax.ops.segment_sum(x.astype(complex), IDS, 3), "there is no kernel for complex"),
     "dtype of an update": (lambda x: x.astype(complex).at[IDS].add(1.0), "there is no kernel for complex"),
-    "parts of rows": (lambda x: x.at[SOME, :2].add(1.0), "it takes or writes parts of rows"),
+    "parts of rows": (lambda x: x.at[SOME, :2].add(1.0), "its indices are slices, or name parts of rows"),
     "windows": (
         lambda x: jax.vjp(lambda x: jax.lax.gather(x, STARTS[:, :1], WINDOWS, (2, 3)), x)[1](jnp.ones((4, 2, 3))),
-        "it takes or writes parts of rows",
+        "its indices are slices, or name parts of rows",
     ),
     "axes apart": (
         lambda x: jnp.ones((4, 2, 3)).at[SOME, :, SOME].add(1.0),
@@ -421,7 +421,7 @@ LEFT_TO_JAX: dict[str, tuple[Callable[[jax.Array], object], str]] = {
     ),
     "transposed": (
         lambda x: jax.vmap(lambda x: x.at[:, SOME].set(1.0), 1, 1)(jnp.ones((4, 2, 3))),
-        "it writes rows of several arrays",
+        "vmap maps it over several arrays",
     ),
     "dtype of a gather": (
         lambda x: jax.vjp(lambda x: x[IDS], x.astype(complex))[1](jnp.ones((4, 3), complex)),
@@ -434,7 +434,7 @@ LEFT_TO_JAX: dict[str, tuple[Callable[[jax.Array], object], str]] = {
     "numbers": (lambda x: imported_update(jnp.asarray(0.0), 1.0, ()), "it writes the whole array or nothing"),
     "mapped slices": (
         lambda x: jax.vmap(lambda x, start: imported_update(x, x[:1], (start,)))(x, SOME.repeat(2)),
-        "it takes or writes parts of rows",
+        "its indices are slices, or name parts of rows",
     ),
     "nine axes": (
         lambda x: imported_update(jnp.zeros([2] * 9), jnp.ones([1] * 9), [0] * 9),
@@ -1335,6 +1335,22 @@ def test_kernels_that_sort_share_their_orders_on_gpus(name: str) -> None:
             assert kernels_of(own, rows, types[1], platform="cuda") == ["segment_order", f"gather_segment_{reduction}"]
 
 
+def loop_of(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: jax.lax.scan(lambda x, _: (function(x), None), x, None, length=2)[0]
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, loop_of], ids=["jit", "checkpoint", "scan"])
+@pytest.mark.parametrize("name", ["segment_max", "segment_prod"])
+def test_report_of_gradients_inside(name: str, wrap: Callable[..., Any]) -> None:
+    """The gradient of a function that the program calls counts as a gradient."""
+    x, ids = jnp.arange(1.0, 16.0).reshape(5, 3), jnp.asarray([0, 4, 4, 1, 2])
+    reduce = wrap(lambda x: getattr(jax.ops, name)(x, ids, 5))
+    with redirect() as report:
+        jax.jit(jax.grad(lambda x: reduce(x).sum())).lower(x)
+    calls = {call for call, *_ in report.calls}
+    assert calls == {f"jax.ops.{name}", f"gradient of jax.ops.{name}"}
+
+
 def test_report() -> None:
     """Lines of at most 80 characters say what ran, and why. A compiled program is not counted again."""
     x, ids = jnp.ones((5, 3)), jnp.asarray([0, 4])
@@ -1344,8 +1360,8 @@ def test_report() -> None:
         program(x), program(x)
         x.at[ids, :2].add(1.0)
     assert report.redirected == {"gradient of a gather": 1}
-    assert report.kept == {("x.at[ids].add", "it takes or writes parts of rows"): 1}
+    assert report.kept == {("x.at[ids].add", "its indices are slices, or name parts of rows"): 1}
     lines = str(report).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].startswith("1 x gradient of a gather: a kernel, ")
-    assert lines[-1] == "1 x x.at[ids].add: plain JAX, it takes or writes parts of rows"
+    assert lines[-1] == "1 x x.at[ids].add: plain JAX, its indices are slices, or name parts of rows"

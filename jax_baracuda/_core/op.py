@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
 from jax_baracuda._core import jax_versions, transformations
 from jax_baracuda._core.call import OpCall
@@ -79,6 +80,8 @@ class Op:
     """Or ``(dtype name, platform, *, deterministic, indices_are_sorted) -> Guarantee`` where it depends on these."""
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
+    optional_results: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """{result that a call may lack: the param that says whether the call has it}. JAX drops those that no one uses."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The params that callers may omit, and their values."""
     result_sizes: OfParams[Mapping[str, int]] = dataclasses.field(default_factory=dict)
@@ -218,6 +221,8 @@ class Op:
 
         primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
         ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = jvp, transpose
+        if self.optional_results:
+            pe.dce_rules[primitive] = functools.partial(transformations.drop_unused_results, self)
         by_platform = {platform: self._lowering(lower, platform) for platform in KERNEL_PLATFORMS}
         rule = functools.partial(
             jax_versions.lower_by_platform, primitive.name, by_platform, self._lowering(lower_elsewhere)

@@ -1,4 +1,4 @@
-"""The rules of an op for JAX's transformations: batching, JVP and transpose."""
+"""The rules of an op for JAX's transformations: batching, JVP, transpose and the removal of what no one uses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from jax_baracuda._core.arrays import reshard_like
 from jax_baracuda._core.batch import map_over_batch, with_mapped_dim
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.derivatives import derivative_op
+from jax_baracuda._core.functions import resolved
 from jax_baracuda._core.selection import selecting
 
 if TYPE_CHECKING:
-    from jax.extend.core import Primitive
+    from jax.extend.core import JaxprEqn, Primitive
+
+    from jax_baracuda._core.op import Op
 
 
 def batch(call: OpCall, primitive: Primitive, axes: Sequence[int | None]) -> tuple[list[jax.Array], list[int]]:
@@ -112,6 +115,18 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
     for i, x in zip(linear, cotangents_of.bind(*given, **call.all_params), strict=True):
         results[i] = _sum_over_shared_batch(x, call.operands[i])
     return results
+
+
+def drop_unused_results(op: Op, are_used: Sequence[bool], equation: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """The rule that removes unused results: the whole call if no one uses any, otherwise the optional ones."""
+    uses_operands = [any(are_used)] * len(equation.invars)
+    if not any(are_used):
+        return uses_operands, None
+    names = resolved(op.results, equation.params)
+    optional = op.optional_results
+    flags = {optional[x]: False for x, is_used in zip(names, are_used, strict=True) if x in optional and not is_used}
+    left = [var for name, var in zip(names, equation.outvars, strict=True) if optional.get(name) not in flags]
+    return uses_operands, equation.replace(outvars=left, params={**equation.params, **flags})
 
 
 def _map_over_batch(call: OpCall, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:

@@ -13,8 +13,10 @@ import pytest
 from segment.reference import ARGMAX, ARGMIN, MAX, MIN, Reduction, value_and_pullback
 from support import cases
 from support.cases import FLOATING, TIE_BREAKS, Expected, assert_same_bits
+from support.kernels import kernels_of
 from support.programs import small_integers
 
+import jax_baracuda
 from jax_baracuda import unsorted_segment_max_backward
 
 each_extremum = pytest.mark.parametrize("extremum", [MAX, MIN], ids=str)
@@ -288,3 +290,25 @@ def test_shares_that_are_subnormal(dtype: str) -> None:
         data, ids = np.ones((members, len(bits)), cotangent.dtype), np.zeros(members, np.int32)
         expected = MAX.gradient(cotangent, data, ids, 1, tie_break="split")
         expected.check(MAX.call_backward(cotangent, data, ids, 1, tie_break="split"), f"{members} members")
+
+
+@each_extremum
+def test_winners_that_no_one_uses(rng: np.random.Generator, extremum: Reduction) -> None:
+    """A softmax subtracts extrema that it does not differentiate: then no kernel looks for winners."""
+    data, ids = rng.standard_normal((40, 3)).astype(np.float32), rng.integers(0, 5, 40)
+    extremum_of_segments = getattr(jax_baracuda, extremum.name)
+
+    def shifted(data: jax.Array, is_constant: bool) -> jax.Array:
+        extrema = extremum_of_segments(data, ids, 5)
+        return jnp.sum(jnp.exp(data - (jax.lax.stop_gradient(extrema) if is_constant else extrema)[ids]))
+
+    def gradient(data: jax.Array, is_constant: bool = True) -> jax.Array:
+        return jax.grad(shifted)(data, is_constant)
+
+    def in_a_loop(data: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x - gradient(x), None), data, None, length=2)[0]
+
+    with jax_baracuda.implementation("kernel"):
+        assert f"{extremum.name}_with_winner" in kernels_of(lambda data: gradient(data, is_constant=False), data)
+        assert kernels_of(gradient, data) == kernels_of(in_a_loop, data) == [extremum.name]
+        assert kernels_of(jax.vmap(gradient), data[None]) == [extremum.name]

@@ -166,6 +166,7 @@ FoldTarget StartCells(const RowReduction& reduction, int64_t batch, SegmentRange
                           width,
                           ExceedsNearCache(num_segments * width, reduction.type.Bytes()),
                           reduction.problem.rows >= kMinRowsPerRun * reduction.problem.segments,
+                          /*ids_ascend=*/false,
                           /*rows_are_scattered=*/false};
   reduction.StartTarget(num_segments, target);
   return target;
@@ -347,7 +348,8 @@ bool ReduceSorted(ffi::ThreadPool& pool, SegmentIds ids, const RowReduction& red
     int64_t begin = bound(part), row_begin = first_row(begin);
     while (begin < part_end) {
       const int64_t end = std::min(begin + max_segments, part_end), row_end = first_row(end);
-      const FoldTarget target = cells.Start(batch, {begin, end});
+      FoldTarget target = cells.Start(batch, {begin, end});
+      target.ids_ascend = true;
       FoldInOrder(ids, reduction, row_begin, row_end, {begin, end}, /*are_listed=*/false, target);
       cells.Write(target, {begin, end});
       begin = end;

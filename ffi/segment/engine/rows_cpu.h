@@ -190,6 +190,7 @@ struct FoldTarget {
   int64_t feature_begin, width;  // the features of the cells
   bool cells_exceed_cache;       // too large for a near cache, so that prefetching a random cell pays
   bool has_runs;                 // whether neighbouring rows may well belong to one segment
+  bool ids_ascend;
   bool rows_are_scattered;
 };
 
@@ -385,6 +386,31 @@ JB_INLINE void ForEachMember(const RowBlock& block, const FoldTarget& target, in
   }
 }
 
+// ForEachMember for ids that ascend: takes rows of several parts of the block in turn. Parts share no segment, so the CPU
+// overlaps their additions, while each addition to one cell waits for the one before.
+template <typename Fold>
+JB_INLINE void ForEachMemberOfParts(const RowBlock& block, const FoldTarget& target, const Fold& fold) {
+  constexpr int kParts = 4;
+  const int64_t first = block.first_segment - target.segment_begin;
+  const auto fold_row = [&](int64_t i) __attribute__((always_inline)) {
+    const int64_t id = block.ids[i];
+    if (static_cast<uint64_t>(id) < target.num_segments) fold(i, first + id);
+  };
+  int64_t begins[kParts + 1] = {}, steps = block.count;
+  for (int part = 1; part <= kParts; ++part) {
+    int64_t& begin = begins[part];
+    begin = std::max(begins[part - 1], block.count * part / kParts);
+    while (begin > 0 && begin < block.count && block.ids[begin] == block.ids[begin - 1]) ++begin;
+    steps = std::min(steps, begin - begins[part - 1]);
+  }
+  for (int64_t i = 0; i < steps; ++i) {
+    for (int part = 0; part < kParts; ++part) fold_row(begins[part] + i);
+  }
+  for (int part = 0; part < kParts; ++part) {
+    for (int64_t i = begins[part] + steps; i < begins[part + 1]; ++i) fold_row(i);
+  }
+}
+
 JB_INLINE int32_t RowNumber(const RowBlock& block, int64_t i) {
   return static_cast<int32_t>(block.first_row) + block.offsets[i];
 }
@@ -405,10 +431,17 @@ JB_AVX2 void FoldNarrow(const RowBlock block, const int32_t* places, const typen
     return;
   }
   DispatchNarrow(target.width, [&](auto width) __attribute__((always_inline)) {
-    ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
+    const auto fold = [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
       reduction.Fold(rows + places[i] * width, RowNumber(block, i), width, cells + segment * width);
       if (target.row_counts != nullptr) ++target.row_counts[segment];
-    });
+    };
+    if (width == 1 && target.ids_ascend) {
+      return ForEachMemberOfParts(block, target, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
+        reduction.Fold(rows + i, RowNumber(block, i), 1, cells + segment);
+        if (target.row_counts != nullptr) ++target.row_counts[segment];
+      });
+    }
+    ForEachMember<Reduction>(block, target, width, fold);
   });
 }
 

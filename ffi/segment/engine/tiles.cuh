@@ -461,19 +461,17 @@ struct MergeShared {
 // that leaves them the carry-out of the last. Level 2 folds these.
 //
 // A block handles the runs that begin in its carries: one group of threads per short run, the whole block per long run.
-// At level 1, `parts` blocks share these carries. Merging takes little time, so its code is kept small: the level is an
-// argument, and runs of all lengths pass through one loop.
-template <typename Reduction, int kVec>
-__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int level, int64_t block, int part,
-                                             int parts,
+// At level 1, `parts` blocks share these carries. Runs of all lengths pass through one loop, so that the code stays small.
+template <typename Reduction, int kVec, int kLevel>
+__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t block, int part, int parts,
                                              MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
-  const int carry_step = level == 1 ? 1 : kMergeCarries;
+  constexpr int kCarryStep = kLevel == 1 ? 1 : kMergeCarries;
   const int64_t carries = a.row_blocks;
-  const int64_t count = level == 1 ? carries : CeilDivide(carries, kMergeCarries);
+  const int64_t count = CeilDivide(carries, kCarryStep);
   const int64_t first_carry = block / a.features.columns * kMergeCarries;
-  const int64_t limit = level == 1 ? min(count, first_carry + kMergeCarries) : count;
+  const int64_t limit = kLevel == 1 ? min(count, first_carry + kMergeCarries) : count;
   const int groups = kMergeThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
   const int64_t column = (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
@@ -488,17 +486,17 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   // empty carry with which a batch element begins.
   constexpr int64_t kNoRun = -1;
   const auto run_at = [&](int64_t i) {
-    const int64_t carry = i * carry_step;
+    const int64_t carry = i * kCarryStep;
     const uint32_t segment = segments[carry];
-    if (segment == kDropped || (level == 2 && !is_entered(carry))) return kNoRun;
-    return level == 1 ? int64_t{segment} : carry / a.blocks_per_batch * int64_t{kDropped} + segment;
+    if (segment == kDropped || (kLevel == 2 && !is_entered(carry))) return kNoRun;
+    return kLevel == 1 ? int64_t{segment} : carry / a.blocks_per_batch * int64_t{kDropped} + segment;
   };
 
   if (threadIdx.x == 0) shared.runs = shared.long_run_count = 0;
   __syncthreads();
   const int64_t own = first_carry + threadIdx.x;
   const int64_t own_run = own < min(limit, first_carry + kMergeCarries) ? run_at(own) : kNoRun;
-  const bool is_bound = own >= limit || own == 0 || (level == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
+  const bool is_bound = own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
   const uint32_t bounds = __ballot_sync(kFullWarp, is_bound);
   if (threadIdx.x < kMergeCarries && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
   const int own_carries = static_cast<int>(min(limit - first_carry, int64_t{kMergeCarries}));
@@ -509,8 +507,8 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   // Merges the carry-ins first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
     constexpr int kInFlight = sizeof(Cells) <= 16 ? 8 : 4;
-    const Cells* next = carry_ins + first * carry_step * row_vectors;
-    const int64_t stride = step * carry_step * row_vectors;
+    const Cells* next = carry_ins + first * kCarryStep * row_vectors;
+    const int64_t stride = step * kCarryStep * row_vectors;
     Cells cells = *next;
     for (int64_t left = end - first - step; left > 0; left -= kInFlight * step) {
       Cells others[kInFlight];
@@ -528,15 +526,15 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   };
   // Finishes the run of the carry-ins [begin, end).
   const auto finish_run = [&](const Cells& reduced, int64_t begin, int64_t end) {
-    const int64_t carry = begin * carry_step;
-    if (level == 1 && begin == first_carry && is_entered(carry)) {
+    const int64_t carry = begin * kCarryStep;
+    if (kLevel == 1 && begin == first_carry && is_entered(carry)) {
       carry_ins[carry * row_vectors] = reduced;
       return;
     }
     // An entering run started in the previous block of rows, or level 1 moved its carry-out there.
     Cells cells = carry_outs[(carry - 1) * row_vectors];
     cells.Merge(reduced, a.outputs);
-    if (level == 1 && end == limit && end < carries && segments[end] == segments[carry]) {
+    if (kLevel == 1 && end == limit && end < carries && segments[end] == segments[carry]) {
       carry_outs[(end - 1) * row_vectors] = cells;
       return;
     }
@@ -555,7 +553,7 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
     if (participates) {
       const int start = is_short ? shared.run_starts[run] : shared.long_runs[step - short_steps];
       const int end_in_block = shared.RunEnd(start);
-      const bool continues = level == 2 && end_in_block == kMergeCarries && first_carry + end_in_block < limit;
+      const bool continues = kLevel == 2 && end_in_block == kMergeCarries && first_carry + end_in_block < limit;
       begin = first_carry + start;
       end = first_carry + end_in_block;
       if (is_short && (end_in_block - start > kShortRun || continues)) {
@@ -606,34 +604,29 @@ template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kMergeThreads) MergeKernel(const __grid_constant__ TileArguments<Reduction> a) {
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
-  const int64_t carries = a.row_blocks;
-  int64_t first = blockIdx.x / a.merge_parts, end = first + 1;
-  int part = blockIdx.x % a.merge_parts, parts = a.merge_parts;
-  for (int level = 1;; ++level) {
-    for (int64_t block = first; block < end; ++block) {
-      MergeCarries<Reduction, kVec>(a, level, block, part, parts, shared);
-      __syncthreads();
-    }
-    if (level == 2 || carries <= kMergeCarries) return;  // a single block has all carries
+  const int64_t carries = a.row_blocks, block = blockIdx.x / a.merge_parts;
+  MergeCarries<Reduction, kVec, 1>(a, block, blockIdx.x % a.merge_parts, a.merge_parts, shared);
+  if (carries <= kMergeCarries) return;  // a single block has all carries
 
-    if (threadIdx.x == 0) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const int64_t first_carry = block / a.features.columns * kMergeCarries;
+    const uint32_t* const segments = a.carries.in_segment;
+    if (first_carry > 0 && segments[first_carry] != kDropped && segments[first_carry - 1] == segments[first_carry]) {
+      atomicAdd(a.merge_counters + 1, 1);
       __threadfence();
-      const int64_t first_carry = first / a.features.columns * kMergeCarries;
-      const uint32_t* const segments = a.carries.in_segment;
-      if (first_carry > 0 && segments[first_carry] != kDropped && segments[first_carry - 1] == segments[first_carry]) {
-        atomicAdd(a.merge_counters + 1, 1);
-        __threadfence();
-      }
-      const bool is_last = atomicAdd(a.merge_counters, 1) == gridDim.x - 1;
-      __threadfence();
-      has_second_level = is_last && atomicAdd(a.merge_counters + 1, 0) != 0;
     }
+    const bool is_last = atomicAdd(a.merge_counters, 1) == gridDim.x - 1;
+    __threadfence();
+    has_second_level = is_last && atomicAdd(a.merge_counters + 1, 0) != 0;
+  }
+  __syncthreads();
+  if (!has_second_level) return;
+  const int64_t blocks = CeilDivide(CeilDivide(carries, kMergeCarries), kMergeCarries) * a.features.columns;
+  for (int64_t i = 0; i < blocks; ++i) {
+    MergeCarries<Reduction, kVec, 2>(a, i, /*part=*/0, /*parts=*/1, shared);
     __syncthreads();
-    if (!has_second_level) return;
-    first = 0;
-    end = CeilDivide(CeilDivide(carries, kMergeCarries), kMergeCarries) * a.features.columns;
-    part = 0;
-    parts = 1;
   }
 }
 

@@ -100,6 +100,19 @@ JB_INLINE void FoldOne(Key key, int32_t row, Key& best, int32_t& winner) {
   winner ^= (winner ^ row) & if_above;
 }
 
+template <typename Key>
+struct MaximumOfKeys {
+  using Element = Key;
+  using First = Key;
+  using Second = NoNumber;
+  using Narrow = MaximumOfKeys;
+
+  JB_INLINE void Fold(const Key* keys, int32_t /*row*/, int64_t width, CellsOf<MaximumOfKeys> cells) const {
+    JB_VECTORIZE
+    for (int64_t i = 0; i < width; ++i) cells.first[i] = std::max(cells.first[i], keys[i]);
+  }
+};
+
 // The maximum of keys. Floating numbers are compared as integers: this uses full vectors for 16-bit types too, and does
 // not treat subnormal numbers as zero.
 template <typename Format>
@@ -108,7 +121,7 @@ struct Extremum {
   using Element = Key;
   using First = Key;
   using Second = NoNumber;
-  using Narrow = Extremum;
+  using Narrow = MaximumOfKeys<Key>;
   static constexpr bool kRounds = false;
 
   Format format;
@@ -119,6 +132,10 @@ struct Extremum {
   JB_INLINE void Start(int64_t count, CellsOf<Extremum> cells) const {
     std::fill_n(cells.first, count, format.Identity());
   }
+
+  JB_INLINE Key KeyOf(Key value) const { return format.KeyOf(value); }
+  JB_INLINE Narrow ForNarrow() const { return {}; }
+  void Convert(const Key* from, int64_t count, Key* to) const { ConvertToKeys(*this, from, count, to); }
 
   JB_INLINE void Fold(const Key* values, int32_t /*row*/, int64_t width, CellsOf<Extremum> cells) const {
     JB_VECTORIZE

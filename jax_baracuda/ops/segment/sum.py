@@ -317,7 +317,8 @@ SEGMENT_SUM = _sum_op(
     # since XLA adds single numbers in place to the array that a program adds the sums to.
     xla_rules=(
         *SUM_RULES,
-        on_cpu("the call of a kernel takes longer than the sum", unsorted, call_bound, in_memory),
+        on_cpu("calling a kernel takes longer than the sum", unsorted, call_bound, in_memory),
+        on_cpu("XLA adds single numbers as it computes them", unsorted, single_feature, fused),
         on_cpu(
             "few numbers are added to a large array, which XLA may do in place",
             unsorted,
