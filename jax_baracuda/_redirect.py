@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import textwrap
@@ -167,12 +168,16 @@ def _wrap_lowering(primitive: str, own: Callable[..., Any]) -> Callable[..., Any
     return lower
 
 
-def _count_op(call: OpCall, decision: Decision, ctx: Any) -> None:
-    """Counts a call of an op that stands in the place of JAX's function."""
+def _count_op(call: OpCall, decision: Decision, ctx: Any) -> OpCall:
+    """Counts and marks a call of an op that stands in the place of JAX's function."""
     # Outside of ``jax.jit``, JAX lowers within the call, which is not redirected again.
-    is_backward = call.op.name.endswith("_backward")
-    if (redirected() or SCOPE_NAME.value) and (scope := _scope_of(ctx, is_backward)) is not None:
-        _count(scope[0], decision)
+    if not (redirected() or SCOPE_NAME.value):
+        return call
+    scope = _scope_of(ctx, is_backward=call.op.name.endswith("_backward"))
+    if scope is None:
+        return call
+    _count(scope[0], decision)
+    return dataclasses.replace(call, all_params={**call.all_params, "is_redirected": True})
 
 
 lowering.listeners.append(_count_op)

@@ -102,13 +102,16 @@ def _are_known_to_ascend(segment_ids: Any, ids: Any) -> bool:
 
 
 def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted: bool) -> None:
-    """Leaves to JAX what the rules of the op leave to plain JAX on the default device.
+    """Leaves to JAX what the rules of the op leave to plain JAX on the default device, also in a gradient.
 
     JAX then traces its own function, whose gradient is not that of the op in plain JAX.
     """
     op, selection = OPS[name], current_selection()
     if selection == "kernel":
         return  # what there is no kernel for is an error
+    with_winner = f"{name}_with_winner"
+    has_gradient = with_winner in op.targets and data.dtype.name in op.dtypes_of(with_winner)
+    target = with_winner if has_gradient else name
     num_rows = math.prod(ids.shape)
     types = (
         jax.ShapeDtypeStruct((num_rows, *data.shape[1:]), data.dtype),
@@ -116,5 +119,7 @@ def _require_kernel(name: str, data: Any, ids: Any, num_segments: int, is_sorted
     )
     params = {"num_segments": num_segments, "indices_are_sorted": is_sorted, "implementation": selection}
     platform = jax.default_backend()
-    decision = decide(OpCall(op, types, {**params, **op.targets[name]}), Site({"gpu": "cuda"}.get(platform, platform)))
+    decision = decide(
+        OpCall(op, types, {**params, **op.targets[target]}), Site({"gpu": "cuda"}.get(platform, platform))
+    )
     require(decision.implementation == "kernel", decision.reason)

@@ -1335,6 +1335,18 @@ def test_kernels_that_sort_share_their_orders_on_gpus(name: str) -> None:
             assert kernels_of(own, rows, types[1], platform="cuda") == ["segment_order", f"gather_segment_{reduction}"]
 
 
+@pytest.mark.parametrize("name", ["segment_max", "segment_min"])
+def test_extrema_in_plain_jax(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """They compare floating numbers as JAX does. In our functions, plain JAX compares their bits."""
+    cases.use_rules(monkeypatch)
+    x, ids = jnp.arange(15.0), jnp.arange(15) % 4
+    with redirect() as report:
+        text = lowered(lambda x: getattr(jax.ops, name)(jnp.exp(x), ids, 5), x, platform="cpu")
+    assert report.kept.total() == 1 and "bitcast_convert" not in text
+    with redirect(), jax_baracuda.implementation("xla"):
+        assert "bitcast_convert" in lowered(lambda x: getattr(jax_baracuda, name)(jnp.exp(x), ids, 5), x)
+
+
 def loop_of(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     return lambda x: jax.lax.scan(lambda x, _: (function(x), None), x, None, length=2)[0]
 

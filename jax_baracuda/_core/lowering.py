@@ -25,9 +25,9 @@ from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.selection import not_redirected, redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
-Listener = Callable[[OpCall, Decision, mlir.LoweringRuleContext], None]
+Listener = Callable[[OpCall, Decision, mlir.LoweringRuleContext], OpCall]
 listeners: list[Listener] = []
-"""Called with each call of an op that is lowered, and with the decision."""
+"""Called with each call of an op that is lowered, and with the decision. They return the call, which may get params."""
 
 
 def lower(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:
@@ -36,7 +36,7 @@ def lower(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: 
     site = site_of(call, platform, ctx, operands)
     decision = decide(call, site)
     for listen in listeners:
-        listen(call, decision, ctx)
+        call = listen(call, decision, ctx)
     with not_redirected():  # the plain JAX of an op stays plain JAX
         return _lower_as_decided(decision, site, call, ctx, operands)
 

@@ -64,18 +64,21 @@ def _from_ordered(ordered: Array, dtype: Any) -> Array:
     return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ jnp.iinfo(ordered.dtype).max, ordered), dtype)
 
 
+def xla_extrema(data: Array, ids: Array, num_segments: int, minimum: bool) -> Array:
+    return (xla_min if minimum else xla_max)(data, ids, num_segments)
+
+
 def extrema_of_segments(data: Array, ids: Array, num_segments: int, minimum: bool) -> Array:
     """The extremum of each segment.
 
     A minimum is not a negated maximum: in some fusions XLA computes ``-x`` as ``0 - x``, which is never -0.
     """
-    reduce = xla_min if minimum else xla_max
     if not _has_ordered_bits(data.dtype):
-        return reduce(data, ids, num_segments)
+        return xla_extrema(data, ids, num_segments, minimum)
     ordered = _ordered(data, nan_is_least=minimum)
     # Devices that share rows reduce these cells, and collective libraries have no 16-bit integers.
     wide = ordered.astype(jnp.int32) if ordered.dtype.itemsize < 4 else ordered
-    cells = reduce(wide, ids, num_segments)
+    cells = xla_extrema(wide, ids, num_segments, minimum)
     infinity = _ordered(jnp.asarray(identity_of(data.dtype, minimum))).astype(cells.dtype)
     clipped = jnp.minimum(cells, infinity) if minimum else jnp.maximum(cells, infinity)
     return _from_ordered(clipped.astype(ordered.dtype), data.dtype)

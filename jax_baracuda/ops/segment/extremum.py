@@ -23,6 +23,7 @@ from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.dispatch import (
     at_most_4_features,
     at_most_16_features,
+    call_bound,
     few_numbers,
     fused,
     in_cache,
@@ -59,6 +60,7 @@ from jax_baracuda.ops.segment.comparisons import (
     extrema_of_stacked,
     extrema_over_shards,
     identity_of,
+    xla_extrema,
 )
 from jax_baracuda.ops.segment.definitions import (
     CELLS,
@@ -396,8 +398,17 @@ def shares_of_ties(cells: Array, winner: Array) -> Array:
 
 
 def _reference(
-    data: Array, ids: Array, *, num_segments: int, first_wins: bool, minimum: bool, has_winner: bool
+    data: Array,
+    ids: Array,
+    *,
+    num_segments: int,
+    first_wins: bool,
+    minimum: bool,
+    has_winner: bool,
+    is_redirected: bool = False,
 ) -> tuple[Array, ...]:
+    if is_redirected and not has_winner:  # as JAX compares numbers
+        return (xla_extrema(data, ids, num_segments, minimum),)
     output = extrema_of_segments(data, ids, num_segments, minimum)
     return (output, _winners(data, ids, output, first_wins=first_wins, minimum=minimum)) if has_winner else (output,)
 
@@ -673,6 +684,8 @@ LAUNCH_BOUND_EXTREMUM = on_gpu(
     "launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, at_most_16_features
 )
 
+_without_winner = param("has_winner", False)
+
 # H200, time of plain JAX / kernel: 0.45 to 1.1 for rows of 1 to 16 numbers up to 4 MB, with the gradient 0.3 to 1.0;
 # above, and for wider rows, 0.8 to 3.5 and 1.3 to 3.0 (60 calls each).
 SEGMENT_EXTREMUM = reduction_op(
@@ -687,8 +700,10 @@ SEGMENT_EXTREMUM = reduction_op(
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins"] * has_winner),
     xla_rules=(
         LAUNCH_BOUND_EXTREMUM,
-        # Two cores, time of plain JAX / kernel: 0.14 to 1.1 (40 loops), rows in memory 0.3 to 5.3 (40 loops).
-        on_cpu(NOTHING_TO_VECTORISE.reason, param("has_winner", False), single_feature, fused),
+        # Two cores, time of plain JAX / kernel: 0.14 to 1.1 (40 loops). Rows in memory: unsorted 0.3 to 1.5 up to 1 MB,
+        # sorted 0.7 to 5.3 (18 loops each). With winners, for the gradient, 0.9 to 1.4.
+        on_cpu(NOTHING_TO_VECTORISE.reason, _without_winner, single_feature, fused),
+        on_cpu(NOTHING_TO_VECTORISE.reason, _without_winner, single_feature, unsorted, call_bound),
     ),
     shard_program=functools.partial(_shard_reduce, "row"),
     alternatives=sorted_apart(lambda: GATHER_SEGMENT_EXTREMUM),
