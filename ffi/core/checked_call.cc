@@ -46,7 +46,7 @@ constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferC
 // Clears errors of earlier CUDA calls in this thread. Otherwise the check after our first launch would report them.
 void ForgetStaleErrors() { cudaGetLastError(); }
 
-constexpr bool kAdvisesHugePages = false;  // the memory of a GPU
+constexpr bool kAdvisesHugePages = false;  // they are for the memory of the host
 void AdviseHugePages(void*, int64_t) {}
 
 void FillWithOnes(Executor stream, void* data, int64_t bytes) {

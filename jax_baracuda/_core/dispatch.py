@@ -207,7 +207,7 @@ def at_least(**measures: int) -> Condition:
 launch_bound = at_most(bytes=4 * MB)
 """On GPUs, a launch takes longer than the work on so few bytes."""
 call_bound = at_most(bytes=MB)
-"""On CPUs, the call of a kernel takes longer than the work on so few bytes."""
+"""On CPUs, calling a kernel takes longer than the work on so few bytes."""
 in_cache = at_most(bytes=64 * MB)
 """All operands and results fit in the L2 cache of a GPU. This is the measured limit on an H100 and an H200."""
 at_most_4_features = at_most(features=4)

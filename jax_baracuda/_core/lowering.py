@@ -27,7 +27,8 @@ from jax_baracuda._core.sharding import ShardAxes, partitioned
 
 Listener = Callable[[OpCall, Decision, mlir.LoweringRuleContext], OpCall]
 listeners: list[Listener] = []
-"""Called with each call of an op that is lowered, and with the decision. They return the call, which may get params."""
+"""Called with each call of an op that is lowered, and with the decision. They return the call. ``redirect`` gives those
+that stand in the place of JAX's functions the param `is_redirected`."""
 
 
 def lower(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Any:

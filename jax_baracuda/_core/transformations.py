@@ -123,10 +123,10 @@ def drop_unused_results(op: Op, are_used: Sequence[bool], equation: JaxprEqn) ->
     if not any(are_used):
         return uses_operands, None
     names = resolved(op.results, equation.params)
-    optional = op.optional_results
-    flags = {optional[x]: False for x, is_used in zip(names, are_used, strict=True) if x in optional and not is_used}
-    left = [var for name, var in zip(names, equation.outvars, strict=True) if optional.get(name) not in flags]
-    return uses_operands, equation.replace(outvars=left, params={**equation.params, **flags})
+    is_left = [is_used or name not in op.optional_results for name, is_used in zip(names, are_used, strict=True)]
+    flags = {op.optional_results[name]: False for name, left in zip(names, is_left, strict=True) if not left}
+    outvars = list(itertools.compress(equation.outvars, is_left))
+    return uses_operands, equation.replace(outvars=outvars, params={**equation.params, **flags})
 
 
 def _map_over_batch(call: OpCall, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:

@@ -242,7 +242,7 @@ def _transpose_backward(
 _RULES = (
     on_gpu("XLA fuses a selection with its neighbours", fused),
     on_gpu("both copy at the speed of the L2 cache, and XLA keeps any layout", in_cache),
-    on_cpu("the call of a kernel takes longer than the selection", call_bound),
+    on_cpu("calling a kernel takes longer than the selection", call_bound),
 )
 
 WHERE = Op(

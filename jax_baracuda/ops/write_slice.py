@@ -451,7 +451,7 @@ WRITE_SLICE_BACKWARD = Op(
     dtypes=DIFFERENTIABLE_DTYPES,
     xla_rules=(
         on_gpu("launch-bound: a copy and a slice", launch_bound),
-        on_cpu("the call of a kernel takes longer than the copy", at_most(bytes=16 * KB)),
+        on_cpu("calling a kernel takes longer than the copy", at_most(bytes=16 * KB)),
     ),
     shard_program=_shard_extract,
     transposes=lambda *, ranks: {tuple(_dest_dimensions("d_output", ranks)): _transpose_extract},

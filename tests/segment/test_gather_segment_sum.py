@@ -315,6 +315,21 @@ def test_edges_that_no_order_names_win_nothing(is_in_range: bool) -> None:
     np.testing.assert_array_equal(d_data, 0)
 
 
+@pytest.mark.skipif(cases.PLATFORM != "cpu", reason="GPUs add in another order")
+def test_edges_without_a_row_among_others(rng: np.random.Generator) -> None:
+    """The gradient adds the edges of a row in order, bit by bit, also where some of them have no segment."""
+    edges, nodes, segments = 100_000, 20_000, 50
+    gather_ids = np.sort(rng.integers(0, nodes, edges)).astype(np.int32)
+    segment_ids = np.where(rng.random(edges) < 0.3, segments + 1, rng.integers(0, segments, edges)).astype(np.int32)
+    cotangents = (rng.standard_normal(segments) * 10 ** rng.uniform(-3, 3, segments)).astype(np.float32)
+    expected = np.zeros(nodes, np.float32)
+    exists = segment_ids < segments
+    np.add.at(expected, gather_ids[exists], cotangents[segment_ids[exists]])
+    with implementation("kernel"):
+        _, pull = jax.vjp(lambda x: gather_segment_sum(x, gather_ids, segment_ids, segments), jnp.zeros(nodes))
+        np.testing.assert_array_equal(pull(cotangents)[0], expected)
+
+
 @pytest.mark.skipif(cases.PLATFORM == "cpu", reason="the CPU kernels take edges in any order")
 @pytest.mark.parametrize("target", ["gather_segment_sum", "gather_segment_max", "gather_segment_min_with_winner"])
 def test_unsorted_edges_are_refused(target: str) -> None:

@@ -62,9 +62,8 @@ __device__ __forceinline__ int64_t FirstRowFrom(int64_t segment, int64_t rows, c
   return begin;
 }
 
-// Segments of a chunk.
 struct EmptySegments {
-  int64_t first;     // of the chunk; counted over all results
+  int64_t first;     // the first segment of a chunk, among those of all results
   uint32_t in_gaps;  // bit mask: segments of the chunk that are in a wide gap
 };
 
@@ -90,7 +89,7 @@ __device__ __forceinline__ EmptySegments FindWideGaps(const Problem& problem, in
   const int lane = threadIdx.x % 32;
   const int64_t chunk = min((warp * warp_chunks + lane) * kGapChunk, segments);
   const int64_t row = are_64_bit ? FirstRowFrom(chunk, rows, wide_id_of) : FirstRowFrom(chunk, rows, narrow_id_of);
-  // The gap around the start of the chunk, if it is wide.
+  // The gap around the start of the chunk. A narrow one becomes [segments, 0), which has no segment.
   int64_t gap_begin = row > 0 ? max(id_of(row - 1) + 1, int64_t{0}) : 0;
   int64_t gap_end = row < rows ? min(id_of(row), segments) : segments;
   if (gap_begin > 0 && gap_end < segments && gap_end - gap_begin <= kMaxNarrowGap) gap_begin = segments, gap_end = 0;

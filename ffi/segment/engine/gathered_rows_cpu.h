@@ -142,7 +142,9 @@ class GatheredReduction final : public TypedReduction<Reduction> {
     int32_t numbers[kConvertedIds], ids[kConvertedIds + kScanPrefetchDistance];
     for (int64_t i = 0; i < block.count; ++i) numbers[i] = static_cast<int32_t>(edges.numbers[block.offsets[i]]);
     RowBlock of_numbers{block.count, block.known, 0, block.first_segment, numbers, block.ids};
+    FoldTarget own_target = target;
     if (!clips_) {
+      own_target.ids_ascend = false;  // edges without a row are among those of a segment
       of_numbers.ids = ids;
       for (int64_t i = 0; i < block.known; ++i) ids[i] = edges.HasRow(block.offsets[i]) ? block.ids[i] : -1;
     }
@@ -151,7 +153,7 @@ class GatheredReduction final : public TypedReduction<Reduction> {
     CopyNarrowRows(block, EdgesOf<Bits>(block, target), reinterpret_cast<Bits*>(rows));
     const auto fold = [&](auto* elements, const Narrow& reduction) {
       input.Change(numbers, block.count, target.width, elements);
-      FoldNarrow(of_numbers, kAllOffsets.values, elements, reduction, target);
+      FoldNarrow(of_numbers, kAllOffsets.values, elements, reduction, own_target);
     };
     if constexpr (std::is_same_v<Narrow, Reduction>) {
       fold(rows, this->reduction);

@@ -190,7 +190,7 @@ struct FoldTarget {
   int64_t feature_begin, width;  // the features of the cells
   bool cells_exceed_cache;       // too large for a near cache, so that prefetching a random cell pays
   bool has_runs;                 // whether neighbouring rows may well belong to one segment
-  bool ids_ascend;
+  bool ids_ascend;               // those of a block, so that the rows of a segment are neighbours
   bool rows_are_scattered;
 };
 
@@ -416,7 +416,7 @@ JB_INLINE int32_t RowNumber(const RowBlock& block, int64_t i) {
 }
 
 // Folds a block of narrow rows; loops over their features are compiled for each width. Row i of the block is row
-// places[i] of `rows`; this is i if target.has_runs.
+// places[i] of `rows`; this is i if target.has_runs or target.ids_ascend.
 template <typename Reduction>
 JB_AVX2 void FoldNarrow(const RowBlock block, const int32_t* places, const typename Reduction::Element* rows,
                         const Reduction reduction, const FoldTarget target) {
@@ -431,17 +431,16 @@ JB_AVX2 void FoldNarrow(const RowBlock block, const int32_t* places, const typen
     return;
   }
   DispatchNarrow(target.width, [&](auto width) __attribute__((always_inline)) {
-    const auto fold = [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
-      reduction.Fold(rows + places[i] * width, RowNumber(block, i), width, cells + segment * width);
-      if (target.row_counts != nullptr) ++target.row_counts[segment];
-    };
     if (width == 1 && target.ids_ascend) {
       return ForEachMemberOfParts(block, target, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
         reduction.Fold(rows + i, RowNumber(block, i), 1, cells + segment);
         if (target.row_counts != nullptr) ++target.row_counts[segment];
       });
     }
-    ForEachMember<Reduction>(block, target, width, fold);
+    ForEachMember<Reduction>(block, target, width, [&](int64_t i, int64_t segment) __attribute__((always_inline)) {
+      reduction.Fold(rows + places[i] * width, RowNumber(block, i), width, cells + segment * width);
+      if (target.row_counts != nullptr) ++target.row_counts[segment];
+    });
   });
 }
 

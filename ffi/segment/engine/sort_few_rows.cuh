@@ -90,9 +90,10 @@ class FewRowSorter {
         }
         __syncwarp();
       }
-      if (has_places) break;
-      __syncthreads();
-      ScanCounts(counts);
+      if (!has_places) {
+        __syncthreads();
+        ScanCounts(counts);
+      }
     }
     __shared__ int before_of_warps[kFewRowWarps];
     if (kCountsRowsBefore && lane == 0) before_of_warps[warp] = before;

@@ -100,6 +100,7 @@ JB_INLINE void FoldOne(Key key, int32_t row, Key& best, int32_t& winner) {
   winner ^= (winner ^ row) & if_above;
 }
 
+// The maximum of keys.
 template <typename Key>
 struct MaximumOfKeys {
   using Element = Key;
@@ -113,7 +114,7 @@ struct MaximumOfKeys {
   }
 };
 
-// The maximum of keys. Floating numbers are compared as integers: this uses full vectors for 16-bit types too, and does
+// The maximum of values. Floating numbers are compared as integers: this uses full vectors for 16-bit types too, and does
 // not treat subnormal numbers as zero.
 template <typename Format>
 struct Extremum {
