@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_baracuda._core.identity import digest
@@ -27,14 +28,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def new_primitive(name: str) -> Primitive:
-    """A primitive of this name. Importing the public class, from ``jax.extend``, is slow: it imports Pallas."""
-    try:
-        from jax._src.core import Primitive
-    except ImportError:
-        from jax.extend.core import Primitive
+def _core() -> Any:
+    """What ``jax.extend.core`` exports.
 
-    return Primitive(name)
+    Importing ``jax.extend`` is slow: it imports Pallas. In the middle of a program, it also adds settings that JAX's
+    caches compare, and the program is traced again.
+    """
+    try:
+        return importlib.import_module("jax._src.core")
+    except ImportError:
+        return importlib.import_module("jax.extend.core")
+
+
+def new_primitive(name: str) -> Primitive:
+    primitive: Primitive = _core().Primitive(name)
+    return primitive
 
 
 def primitive_of(
@@ -89,10 +97,9 @@ def is_staging() -> bool:
 
 
 def jaxpr_as_fun(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """A traced program as a function. ``jax.extend`` is imported here, for the reason above."""
-    from jax.extend.core import jaxpr_as_fun
-
-    return jaxpr_as_fun(jaxpr)
+    """A traced program as a function."""
+    function: Callable[..., list[Any]] = _core().jaxpr_as_fun(jaxpr)
+    return function
 
 
 def apply_primitive(primitive: Primitive, *operands: Any, **params: Any) -> Any:
@@ -121,6 +128,12 @@ def require_devices_during_lowering(primitive: Primitive) -> None:
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def register_dead_code_rule(primitive: Primitive, rule: Callable[[Sequence[bool], Any], Any]) -> None:
+    """Registers what removes unused results: ``(whether each is used, equation)`` -> (operands used, what is left)."""
+    # Since JAX 0.12, rules get one more argument between these.
+    partial_eval.dce_rules[primitive] = lambda are_used, *others: rule(are_used, others[-1])
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

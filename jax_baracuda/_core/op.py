@@ -14,7 +14,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
 
 from jax_baracuda._core import jax_versions, transformations
 from jax_baracuda._core.call import OpCall
@@ -222,7 +221,8 @@ class Op:
         primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
         ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = jvp, transpose
         if self.optional_results:
-            pe.dce_rules[primitive] = functools.partial(transformations.drop_unused_results, self)
+            drop = functools.partial(transformations.drop_unused_results, self)
+            jax_versions.register_dead_code_rule(primitive, drop)
         by_platform = {platform: self._lowering(lower, platform) for platform in KERNEL_PLATFORMS}
         rule = functools.partial(
             jax_versions.lower_by_platform, primitive.name, by_platform, self._lowering(lower_elsewhere)
