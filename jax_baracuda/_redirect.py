@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
+import sys
 import textwrap
 import threading
 from collections.abc import Callable, Collection
@@ -64,15 +66,18 @@ class RedirectReport:
     """Counts the calls that were redirected: what runs for each, a kernel or plain JAX, and why.
 
     A call counts when it is lowered, that is, once in each program that is compiled. Printing the report lists the
-    counts in lines of at most 80 characters.
+    counts in lines of at most 80 characters; :meth:`with_lines` adds where the calls stand.
 
     Attributes:
       calls: the number of calls by function, such as ``"jax.ops.segment_sum"``, by what runs, ``"kernel"`` or
         ``"xla"``, and by the reason.
+      lines: the number of calls by the line of the program, such as ``"layers.py:12"``, for each key of `calls`. Files
+        are relative to the entry of ``sys.path`` that they are in. A gradient has the line of what it is of.
     """
 
     def __init__(self) -> None:
         self.calls: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        self.lines: dict[tuple[str, str, str], collections.Counter[str]] = {}
 
     @property
     def redirected(self) -> collections.Counter[str]:
@@ -85,12 +90,32 @@ class RedirectReport:
         return collections.Counter((name, reason) for name, runs, reason in self.calls.elements() if runs != "kernel")
 
     def __str__(self) -> str:
+        return "\n".join(self._text_of(key) for key in sorted(self.calls)) or _NO_CALLS
+
+    def with_lines(self) -> str:
+        """The report, with the lines of the program that make the calls, and how many each makes if it makes several.
+
+        Such as::
+
+          3 x jax.ops.segment_sum: a kernel, expected to be faster
+              layers.py:12 (2), train.py:40
+        """
+        texts = []
+        for key in sorted(self.calls):
+            texts.append(self._text_of(key))
+            lines = sorted(self.lines[key].items())
+            if places := ", ".join(line if count == 1 else f"{line} ({count})" for line, count in lines):
+                texts.append(_wrapped("    " + places))
+        return "\n".join(texts) or _NO_CALLS
+
+    def _text_of(self, key: tuple[str, str, str]) -> str:
+        name, implementation, reason = key
         ran = {"kernel": "a kernel", "xla": "plain JAX"}
-        lines = [
-            f"{count} x {name}: {ran[implementation]}, {reason}"
-            for (name, implementation, reason), count in sorted(self.calls.items())
-        ]
-        return "\n".join(textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ") for line in lines) or _NO_CALLS
+        return _wrapped(f"{self.calls[key]} x {name}: {ran[implementation]}, {reason}")
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,7 +187,7 @@ def _wrap_lowering(primitive: str, own: Callable[..., Any]) -> Callable[..., Any
             decision, result = serve(ctx, *operands, **params)
         except Unserved as reason:
             decision, result = Decision("xla", str(reason)), None
-        _count(name, decision)
+        _count(name, decision, ctx)
         return own(ctx, *operands, **params) if result is None else [result]
 
     return lower
@@ -176,7 +201,7 @@ def _count_op(call: OpCall, decision: Decision, ctx: Any) -> OpCall:
     scope = _scope_of(ctx, is_backward=call.op.name.endswith("_backward"))
     if scope is None:
         return call
-    _count(scope[0], decision)
+    _count(scope[0], decision, ctx)
     return dataclasses.replace(call, all_params={**call.all_params, "is_redirected": True})
 
 
@@ -240,11 +265,25 @@ def _release(places: Collection[str]) -> None:
 # The reports that count a call: those of the contexts of this thread or, if there are none, of the process.
 
 
-def _count(name: str, decision: Decision) -> None:
+def _count(name: str, decision: Decision, ctx: Any) -> None:
+    key = name, decision.implementation, decision.reason
+    line = _line_of(ctx)
     scopes: list[Any] = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)] or [process_scope()]
     for report in {id(scope): scope.report for scope in scopes if scope is not None}.values():
         with _lock:
-            report.calls[name, decision.implementation, decision.reason] += 1
+            report.calls[key] += 1
+            report.lines.setdefault(key, collections.Counter()).update([line] if line else [])
+
+
+def _line_of(ctx: Any) -> str:
+    """Where an operation stands in the program, such as ``"layers.py:12"``; empty if JAX does not know."""
+    place = jax_versions.line_of(ctx)
+    if place is None:
+        return ""
+    file, line = place
+    folders = [os.path.join(os.path.abspath(entry), "") for entry in sys.path]
+    folder = max((folder for folder in folders if file.startswith(folder)), key=len, default="")
+    return f"{file.removeprefix(folder)}:{line}"
 
 
 def _taking_keywords_alone(init: Callable[..., None]) -> Callable[..., None]:

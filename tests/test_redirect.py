@@ -7,6 +7,7 @@ import contextlib
 import cProfile
 import functools
 import math
+import os
 import pstats
 import re
 import sys
@@ -86,6 +87,34 @@ def test_values_and_both_modes(rng: np.random.Generator, name: str) -> None:
             np.testing.assert_allclose(value, loss(data.astype(np.float64)), rtol=1e-5)
     np.testing.assert_allclose(pulled, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(pushed, np.sum(expected * tangent), rtol=1e-4)
+
+
+def test_lines_of_the_program(rng: np.random.Generator) -> None:
+    """The report counts the lines that make calls. Frames of JAX and of this package are left out."""
+    data, ids = problem(rng)
+
+    def loss(data: jax.Array) -> jax.Array:
+        total = jnp.sum(jax.ops.segment_max(data, ids, NUM_SEGMENTS) ** 2)
+        for _ in range(2):
+            total += jnp.sum(jax.ops.segment_sum(data, ids, NUM_SEGMENTS) ** 2)
+        return total
+
+    with redirect() as report, jax_baracuda.implementation("kernel"):
+        jax.jit(jax.grad(loss))(data)
+    first = f"test_redirect.py:{loss.__code__.co_firstlineno + 1}"
+    third = f"test_redirect.py:{loss.__code__.co_firstlineno + 3}"
+    lines = {
+        name: {os.path.basename(line): number for line, number in report.lines[name, *others].items()}
+        for name, *others in report.calls
+    }
+    assert lines == {
+        "jax.ops.segment_max": {first: 1},
+        "gradient of jax.ops.segment_max": {first: 1},
+        "jax.ops.segment_sum": {third: 2},
+    }
+    text = report.with_lines()
+    assert f"{third} (2)" in text and f"{first}\n" in text
+    assert [line for line in text.splitlines() if "test_redirect.py:" not in line] == str(report).splitlines()
 
 
 @pytest.mark.parametrize("arguments", [{"mode": "clip"}, {"bucket_size": 4}, {"num_segments": None}])

@@ -222,12 +222,23 @@ def lower_by_platform(
 def hide_frames_of(folder: str) -> None:
     """Leaves the files of a folder out of the tracebacks that JAX filters, as JAX does with its own files.
 
-    ``JAX_TRACEBACK_FILTERING=off`` shows them again.
+    ``JAX_TRACEBACK_FILTERING=off`` shows them again. Profiles, and JAX's errors, name the line that calls the folder.
     """
     with contextlib.suppress(ImportError, AttributeError):
-        from jax._src import traceback_util
+        from jax._src import source_info_util, traceback_util
 
         traceback_util.register_exclusion(folder)
+        source_info_util.register_exclusion(folder)
+
+
+def line_of(ctx: Any) -> tuple[str, int] | None:
+    """The file and the line of the program that an operation comes from, in its lowering; None if JAX does not know."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import source_info_util
+
+        for frame in source_info_util.user_frames(ctx.traceback):
+            return frame.file_name, frame.start_line
+    return None
 
 
 def hiding_frames(function: Callable[P, R]) -> Callable[P, R]:

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--of",
         nargs=argparse.REMAINDER,
         help="script.py [argument ...]: instead, run this script inside jax_baracuda.redirect, and report what ran for "
-        "its calls of jax.ops, its gathers' gradients, indexed updates and slice updates, and why; the exit status is "
-        "that of the script",
+        "its calls of jax.ops, its gathers' gradients, indexed updates and slice updates, why, and in which lines they "
+        "stand; the exit status is that of the script",
     )
     options = parser.parse_args(arguments)
     if options.of is not None:
@@ -169,7 +169,8 @@ def _report_of(script: str, arguments: Sequence[str]) -> int:
         status = 1
     finally:
         context.uninstall()
-    print(f"\nInside redirect(indexed_updates=True, slice_updates=True), {os.path.basename(script)} ran:\n{report}")
+    kinds = "indexed_updates=True, slice_updates=True"
+    print(f"\nInside redirect({kinds}), {os.path.basename(script)} ran:\n{report.with_lines()}")
     return status
 
 

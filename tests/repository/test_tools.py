@@ -428,6 +428,7 @@ def test_report_where_jax_cannot_start() -> None:
     [
         ("print(sys.argv[1:])", 0, "['--steps', '3']"),
         ("jax.ops.segment_max(jnp.ones(9), jnp.zeros(9, int), 2)", 0, "1 x jax.ops.segment_max: "),
+        ("jax.ops.segment_max(jnp.ones(9), jnp.zeros(9, int), 2)", 0, "\n    script.py:2\n"),
         ("sys.exit(3)", 3, "no calls that can be redirected"),
         ("sys.exit('no data')", 1, "no data"),
         ("raise ValueError('a mistake')", 1, "ValueError: a mistake"),
