@@ -31,7 +31,7 @@ def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:
     if dimensions[-1:] != ("...",):
         return dimensions
     leading = dimensions[:-1]
-    return leading + tuple(f"...{k}" for k in range(len(shape) - len(leading)))
+    return (*leading, *[f"...{k}" for k in range(len(shape) - len(leading))])
 
 
 NamedShape = tuple[tuple[str, ...], tuple[int, ...]]
@@ -267,7 +267,7 @@ class OpCall:
     def has_static_shapes(self) -> bool:
         """Whether no size in the operands or the params is symbolic."""
         is_symbolic = any(map(jax.export.is_symbolic_dim, self.params.values()))
-        return not is_symbolic and all(jax_versions.is_static_shape(x.shape) for x in self.operands)
+        return not is_symbolic and all([jax_versions.is_static_shape(x.shape) for x in self.operands])
 
     def missing_target(self, platform: str) -> str | None:
         """Why the platform has no native target for this call; None if it has one."""
@@ -283,8 +283,8 @@ class OpCall:
         if not self.has_static_shapes():
             return "its shapes are symbolic"
         dtypes = self.resolve(op.dtypes)
-        for dtype in (self.operands[i].dtype.name for i in (0, *itertools.chain(*self.transposes))):
-            if dtype not in dtypes:
+        for i in (0, *itertools.chain(*self.transposes)):
+            if (dtype := self.operands[i].dtype.name) not in dtypes:
                 return f"there is no kernel for {dtype}"
         if any(self.operands[i].shape[: self.num_batch_dims] != self.batch for i in self.resolve(op.in_place)):
             return "the batch shares an array that is written"

@@ -133,7 +133,7 @@ def repeats_softmax(ctx: Any, value: ir.Value[Any]) -> bool:
 
 def _is_written_for_another(value: ir.Value[Any]) -> bool:
     """Whether a matrix product that was lowered before reads a value from memory."""
-    return any(_is_of_a_product(use.owner) for use in value.uses)
+    return any([_is_of_a_product(use.owner) for use in value.uses])
 
 
 def _is_of_a_product(operation: Any) -> bool:
