@@ -21,21 +21,12 @@ from jax import Array
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dataflow import is_carried, may_be_computed
-from jax_baracuda._core.dispatch import (
-    KB,
-    Decision,
-    Rule,
-    Site,
-    at_least,
-    decide,
-    mostly_empty_segments,
-    on_cpu,
-    on_gpu,
-)
+from jax_baracuda._core.dispatch import Decision, decide
 from jax_baracuda._core.known_values import is_ascending, splat_of
 from jax_baracuda._core.lowering import MIN_UNFUSED_BYTES, lower_without_mesh, site_of
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.op import Op
+from jax_baracuda._core.rules import KB, Rule, Site, at_least, mostly_empty_segments, on_cpu, on_gpu
 from jax_baracuda._core.selection import (
     KERNEL_IF_ANY,
     SCOPE_NAME,

@@ -20,9 +20,10 @@ from jax_baracuda import forward_mode
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, broadcasts
 from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.dispatch import Site, decide
+from jax_baracuda._core.dispatch import decide
 from jax_baracuda._core.known_values import MAX_KNOWN_INTEGERS, ascend
 from jax_baracuda._core.op import OPS
+from jax_baracuda._core.rules import Site
 from jax_baracuda._core.selection import current_selection
 from jax_baracuda._indexed import Unserved, require
 from jax_baracuda.ops.segment.definitions import ORDERED_DTYPES

@@ -24,11 +24,22 @@ from support.meshes import collectives
 
 import jax_baracuda as jb
 from benchmarks import graph_networks
-from jax_baracuda._core import dispatch
 from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.dispatch import Rule, Site, at_least, at_most, decide, fused, param
+from jax_baracuda._core.dispatch import decide
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule
 from jax_baracuda._core.op import OPS
+from jax_baracuda._core.rules import (
+    MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT,
+    Condition,
+    Rule,
+    Site,
+    Traits,
+    at_least,
+    at_most,
+    fused,
+    param,
+    unordered,
+)
 from jax_baracuda._core.selection import KERNEL_IF_ANY, selecting
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
@@ -51,7 +62,7 @@ def set_rules(monkeypatch: pytest.MonkeyPatch, **rules: Rule) -> None:
     cases.use_rules(monkeypatch, lambda op: tuple(rule for name, rule in rules.items() if name in op.targets))
 
 
-def plain_jax(platform: str, *conditions: dispatch.Condition) -> Rule:
+def plain_jax(platform: str, *conditions: Condition) -> Rule:
     return Rule(platform, "of this test", conditions)
 
 
@@ -325,7 +336,7 @@ def test_sums_of_gathered_rows_keep_their_order(
     monkeypatch: pytest.MonkeyPatch, cuda_module: None, function: Callable[..., Any], sums: str
 ) -> None:
     """On GPUs, rules choose plain JAX only for unsorted edges without a plan, and only if no order is requested."""
-    rule = plain_jax("cuda", dispatch.unordered)
+    rule = plain_jax("cuda", unordered)
     set_rules(monkeypatch, gather_segment_sum=rule, gather_segment_max_backward=rule, segment_sum=rule)
 
     def sums_by_kernels(*edges: Any, **options: Any) -> bool:
@@ -483,7 +494,7 @@ def test_sums_that_take_less_time_than_a_sort(
 def test_contended_segments_are_the_kernels(users_rules: None, monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
     """Kernels sum contended segments, because XLA's atomic additions to a cell wait for each other."""
     monkeypatch.setattr(OpCall, "unsupported_reason", lambda *_: None)
-    num_rows = 2 * dispatch.MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT + (0 if is_first else 1)
+    num_rows = 2 * MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT + (0 if is_first else 1)
     operands = jax.ShapeDtypeStruct((num_rows,), jnp.float32), jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     params = {"num_segments": 2, "indices_are_sorted": False, "deterministic": False}
     decision = decide(call_of("segment_sum", *operands, **params), Site("cuda"))
@@ -506,7 +517,7 @@ def test_every_condition_applies_to_every_call(example: Example) -> None:
     types = example.operand_types("float32", "small")
     for program in recorded.programs_of(example):
         for call in traced_calls(program, types):
-            traits = dispatch.Traits(call.params, call.measures, dispatch.Site("cuda", fuses=True))
+            traits = Traits(call.params, call.measures, Site("cuda", fuses=True))
             for rule in (*call.op.xla_rules, *call.op.alternatives):
                 for condition in rule.conditions:
                     assert condition(traits) in (True, False), rule.reason
@@ -517,7 +528,7 @@ def test_sizes_of_heads() -> None:
         lambda x: jb.gather_segment_sum(x, IDS, IDS, 3, weights=jnp.ones((2, 4))), jnp.ones((2, 4, 5))
     )
     assert call.measures.items() >= {"head": 4, "feature": 5, "features": 20}.items()
-    traits = dispatch.Traits(call.params, call.measures, dispatch.Site("cuda"))
+    traits = Traits(call.params, call.measures, Site("cuda"))
     assert at_most(features=20)(traits) and not at_most(features=19)(traits)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,12 @@ import numpy as np
 import pytest
 from support import cases
 
-from jax_baracuda._core import jax_versions
 from jax_baracuda._core import op as op_module
 from jax_baracuda._core.arrays import FLOATING_DTYPES
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.native import missing_target
 from jax_baracuda._core.op import OPS, Op
+from jax_baracuda._core.primitives import define_op
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> dict[str, Op]:
 
 def doubling(name: str, **options: tuple[str, ...]) -> Op:
     dimensions = ("row", "...")
-    return Op(
+    return define_op(
         name=name,
         operands={"x": dimensions},
         results={"y": dimensions},
@@ -63,19 +61,3 @@ def test_op_without_a_native_target_runs_as_plain_jax(ops: dict[str, Op], rng: n
     with pytest.warns(RuntimeWarning, match=f"double runs as plain JAX on {cases.PLATFORM}: {problem}"):
         [y] = jax.jit(lambda x: double(x))(jnp.asarray(x))
     np.testing.assert_array_equal(y, 2 * x)
-
-
-@pytest.mark.parametrize("name", ["primitive", "kernel_primitive"])
-def test_threads_share_one_primitive(monkeypatch: pytest.MonkeyPatch, ops: dict[str, Op], name: str) -> None:
-    """Making one takes so long here that all threads ask for it meanwhile."""
-    new_primitive = jax_versions.new_primitive
-
-    def slow(name: str) -> object:
-        time.sleep(0.1)
-        return new_primitive(name)
-
-    monkeypatch.setattr(jax_versions, "new_primitive", slow)
-    double = doubling("double")
-    with ThreadPoolExecutor(4) as pool:
-        primitives = list(pool.map(lambda _: getattr(double, name), range(4)))
-    assert len(set(map(id, primitives))) == 1

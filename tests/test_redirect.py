@@ -31,8 +31,8 @@ from support.kernels import kernels_in, kernels_of, lowered
 import jax_baracuda
 from jax_baracuda import _indexed, _redirect, redirect
 from jax_baracuda._core import lowering
-from jax_baracuda._core.dispatch import on_cpu, on_gpu, sorts_apart
 from jax_baracuda._core.native import NATIVE_MODULES
+from jax_baracuda._core.rules import on_cpu, on_gpu, sorts_apart
 from jax_baracuda._tools.calls import equations_of
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM
 from jax_baracuda.ops.segment.plan import SORTED_APART

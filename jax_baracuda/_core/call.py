@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.export
@@ -19,11 +19,9 @@ from jax_baracuda._core.arrays import element_bits, in_automatic_mode
 from jax_baracuda._core.batch import is_shared, map_over_batch, vmap_sizes
 from jax_baracuda._core.functions import keyword_names, resolved, with_named
 from jax_baracuda._core.native import NATIVE_MODULES, Plan, missing_target
+from jax_baracuda._core.op import Dimensions, Op, Shape, ShapeAndDtype, Transpose
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Selection, selecting
 from jax_baracuda._core.sharding import NamedShapes, spec_entries
-
-if TYPE_CHECKING:
-    from jax_baracuda._core.op import Dimensions, Op, Shape, ShapeAndDtype, Transpose
 
 
 def written_out(dimensions: Dimensions, shape: Sequence[int]) -> Dimensions:

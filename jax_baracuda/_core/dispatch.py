@@ -1,43 +1,19 @@
 """Which implementation serves a call of an op: its kernel, or plain JAX that XLA compiles.
 
 :func:`decide` alone makes that choice, when a program is lowered for a platform. If the caller asks for neither, the
-rules of the op say where plain JAX is faster. A rule is a physical reason and the conditions under which it holds; the
-comment beside it gives the measurement.
+rules of the op say where plain JAX is faster.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.functions import keyword_names
+from jax_baracuda._core.op import Op
+from jax_baracuda._core.rules import Rule, Site, Traits
 from jax_baracuda._core.selection import KERNEL_IF_ANY, Implementation
-
-if TYPE_CHECKING:
-    from jax_baracuda._core.op import Op
-
-KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """Where a call stands in a program."""
-
-    platform: str
-    fuses: bool = False
-    """Whether XLA can fuse the first operand, or one of the largest, with plain JAX."""
-    donated: tuple[int, ...] = ()
-    """The operands that are donated arguments of the program and may be written in place."""
-    is_split: bool = False
-    """Whether JAX's partitioner splits the call over devices."""
-    misreads: bool = False
-    """Whether this XLA might miscompile plain JAX, because a window may be computed from the array it overwrites."""
-    sorts_apart: bool = False
-    """Whether the kernel would sort its ids, in a program whose calls are likely to share them."""
-    loses_empty_calls: bool = False
-    """Whether the call has an empty array inside ``shard_map``: XLA drops such custom calls."""
 
 
 class Decision(NamedTuple):
@@ -80,11 +56,17 @@ def decide(call: OpCall, site: Site, rules: Sequence[Rule] = ()) -> Decision:
         return Decision("kernel", "XLA might read a window after it has overwritten it")
     if is_deterministic:
         return Decision("kernel", "deterministic=True is asked for")
-    if call.selection != KERNEL_IF_ANY:
-        for rule in (*call.op.xla_rules, *rules):
-            if rule.holds_for(call, site):
-                return Decision("xla", rule.reason)
+    if call.selection != KERNEL_IF_ANY and (rule := _first_that_holds((*call.op.xla_rules, *rules), call, site)):
+        return Decision("xla", rule.reason)
     return Decision("kernel", "expected to be faster")
+
+
+def _first_that_holds(rules: Iterable[Rule], call: OpCall, site: Site) -> Rule | None:
+    of_platform = [rule for rule in rules if rule.platform == site.platform]
+    if not of_platform:
+        return None
+    traits = Traits(call.params, call.measures, site)
+    return next((rule for rule in of_platform if rule.holds_for(traits)), None)
 
 
 def _adds_up(op: Op) -> bool:
@@ -94,7 +76,8 @@ def _adds_up(op: Op) -> bool:
 
 def alternative_of(call: OpCall, site: Site) -> Callable[..., Any] | None:
     """The program of several kernels that serves in place of the kernel; None if the kernel does."""
-    return next((program for rule, program in call.op.alternatives.items() if rule.holds_for(call, site)), None)
+    rule = _first_that_holds(call.op.alternatives, call, site)
+    return None if rule is None else call.op.alternatives[rule]
 
 
 def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> ValueError:
@@ -103,116 +86,3 @@ def missing_kernel(call: OpCall, platforms: Sequence[str], reason: str) -> Value
         f"{call.name}: implementation='kernel' is asked for, but there is no kernel for this call of dtype "
         f"{call.dtype.name} on {' and '.join(platforms)}: {reason}"
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Rules.
-
-
-class Traits(NamedTuple):
-    """The properties of a call that conditions test."""
-
-    params: Mapping[str, Any]
-    measures: Mapping[str, int]
-    """See :attr:`OpCall.measures`."""
-    site: Site
-
-
-Condition = Callable[[Traits], bool]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """On this platform, plain JAX or a program of several kernels is faster than the kernel if all conditions hold."""
-
-    platform: str
-    reason: str
-    conditions: tuple[Condition, ...]
-
-    def holds_for(self, call: OpCall, site: Site) -> bool:
-        if self.platform != site.platform:
-            return False
-        return all(condition(Traits(call.params, call.measures, site)) for condition in self.conditions)
-
-
-def on_cpu(reason: str, *conditions: Condition) -> Rule:
-    return Rule("cpu", reason, conditions)
-
-
-def on_gpu(reason: str, *conditions: Condition) -> Rule:
-    return Rule("cuda", reason, conditions)
-
-
-def fused(traits: Traits) -> bool:
-    """XLA fuses the computation of an operand. For a kernel, the operand must first be written to memory."""
-    return traits.site.fuses
-
-
-def in_memory(traits: Traits) -> bool:
-    """XLA has written the operands."""
-    return not traits.site.fuses
-
-
-def sorts_apart(traits: Traits) -> bool:
-    """The kernel would sort ids that other calls of the program are likely to sort as well."""
-    return traits.site.sorts_apart
-
-
-def unordered(traits: Traits) -> bool:
-    """The call promises no order of additions. XLA's atomic additions have none."""
-    return not any(traits.params.get(name) for name in ("deterministic", "indices_are_sorted", "has_plan"))
-
-
-def unsorted(traits: Traits) -> bool:
-    return not traits.params.get("indices_are_sorted")
-
-
-MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
-
-
-def uncontended(traits: Traits) -> bool:
-    """There are enough segments that XLA's atomic operations on a cell seldom wait for each other."""
-    measures = traits.measures
-    return measures["rows"] <= MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT * measures["batch"] * measures["segment"]
-
-
-def mostly_empty_segments(traits: Traits) -> bool:
-    return traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
-
-
-def few_numbers(traits: Traits) -> bool:
-    """All rows, or those that edges gather, have at most 4M numbers, which GPUs reduce faster than they sort ids."""
-    return traits.measures["rows"] * traits.measures["features"] <= 1 << 22
-
-
-def single_feature(traits: Traits) -> bool:
-    """Rows are single numbers. Kernels for CPUs vectorise along rows."""
-    return traits.measures["features"] == 1
-
-
-def param(name: str, value: Any) -> Condition:
-    """A param of the op has this value."""
-    return lambda traits: traits.params.get(name) == value
-
-
-def at_most(**measures: int) -> Condition:
-    """The call's measures are at most these. Names are from :attr:`OpCall.measures`."""
-    return lambda traits: all(traits.measures[name] <= most for name, most in measures.items())
-
-
-def at_least(**measures: int) -> Condition:
-    return lambda traits: all(traits.measures[name] >= least for name, least in measures.items())
-
-
-launch_bound = at_most(bytes=4 * MB)
-"""On GPUs, a launch takes longer than the work on so few bytes."""
-call_bound = at_most(bytes=MB)
-"""On CPUs, calling a kernel takes longer than the work on so few bytes."""
-in_cache = at_most(bytes=64 * MB)
-"""All operands and results fit in the L2 cache of a GPU. This is the measured limit on an H100 and an H200."""
-at_most_4_features = at_most(features=4)
-"""Rows have so few numbers that kernels for GPUs leave lanes idle."""
-at_most_16_features = at_most(features=16)
-"""Rows have at most one vector of a CPU, and leave half of the lanes of a warp idle."""
-at_most_64_features = at_most(features=64)
-"""XLA adds the numbers of such rows in less time than a sort of the ids takes."""

@@ -41,7 +41,9 @@ def _core() -> Any:
 
 
 def new_primitive(name: str) -> Primitive:
+    """A primitive that returns a list, still without rules."""
     primitive: Primitive = _core().Primitive(name)
+    primitive.multiple_results = True
     return primitive
 
 
@@ -56,7 +58,6 @@ def primitive_of(
 ) -> Primitive:
     """A primitive for a function in plain JAX, with these rules. `run` and `types` return lists."""
     primitive = new_primitive(name)
-    primitive.multiple_results = True
     primitive.def_impl(run)
     primitive.def_abstract_eval(types)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True), cacheable=False)

@@ -19,9 +19,10 @@ from jax_baracuda._core.arrays import element_bits
 from jax_baracuda._core.batch import is_shared, map_over_batch, map_over_dims, mapped_dims
 from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dataflow import is_computed, is_donated_argument, may_read, repeats_softmax, updated_argument
-from jax_baracuda._core.dispatch import Decision, Site, alternative_of, decide, missing_kernel
+from jax_baracuda._core.dispatch import Decision, alternative_of, decide, missing_kernel
 from jax_baracuda._core.known_values import is_ascending, known_integers
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
+from jax_baracuda._core.rules import Site
 from jax_baracuda._core.selection import not_redirected, redirected
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
@@ -195,7 +196,10 @@ def _lower_partitioned(
         return tuple(map_over_dims(program, mapped, *shards))
 
     partitioned_call = partitioned(
-        call,
+        call.named_shapes,
+        call.dims(op.replicated_dims),
+        call.dims(op.reduction_dims),
+        call.bound(op.min_shard_sizes)() if op.min_shard_sizes else {},
         functools.partial(kernel.bind, **params),
         shard_program,
         axis_context.mesh if automatic_axis is not None else None,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -13,15 +11,12 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad, batching, mlir
 
-from jax_baracuda._core import jax_versions, transformations
-from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.dispatch import Rule
+from jax_baracuda._core import jax_versions
 from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.guarantees import Guarantee
-from jax_baracuda._core.lowering import lower, lower_elsewhere, lower_kernel
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
+from jax_baracuda._core.rules import Rule
 from jax_baracuda._core.selection import KERNEL_IF_ANY, current_selection
 
 if TYPE_CHECKING:
@@ -41,17 +36,6 @@ Transposes = Mapping[tuple[str, ...], Transpose]
 T = TypeVar("T")
 OfParams: TypeAlias = T | Callable[..., T]
 """A field of a definition: its value, or a function ``(**params)`` -> the value."""
-
-
-_lock = threading.RLock()
-
-
-class _LockedProperty(functools.cached_property[Any]):
-    """A cached property that one thread computes while others wait: an op must not be two primitives."""
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        with _lock:
-            return super().__get__(instance, owner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,6 +124,10 @@ class Op:
     tangent: Callable[..., Sequence[jax.Array]] | None = None
     """``(tangent of the first operand, operands, results, **params)`` -> the tangents of the results, if no other
     operand has a tangent. Use when the tangent follows from the results. Integer results have none."""
+    primitive: Primitive = dataclasses.field(init=False)
+    """The op as JAX sees it. Its rules, and those of `kernel_primitive`, are from :func:`.primitives.define_op`."""
+    kernel_primitive: Primitive = dataclasses.field(init=False)
+    """The kernel alone. Its params `donated` and `sorts_apart` are those of its :class:`.rules.Site`."""
 
     def __post_init__(self) -> None:
         named = [of for of in (self.operands, self.results) if not callable(of)]
@@ -155,6 +143,8 @@ class Op:
             if target in OPS:
                 raise ValueError(f"Op {target} is defined twice")
             OPS[target] = self
+        for field, suffix in {"primitive": "", "kernel_primitive": "_kernel"}.items():
+            object.__setattr__(self, field, jax_versions.new_primitive(f"baracuda_{self.name}{suffix}"))
 
     def __call__(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
         """The results of the op, always a list."""
@@ -205,54 +195,6 @@ class Op:
         """All operands of the definition by name, None for those that a call with these params lacks."""
         given = dict(zip(self.operand_dims(params), operands, strict=False))
         return {name: given.get(name) for name in resolved(self.operands, params)}
-
-    @_LockedProperty
-    def primitive(self) -> Primitive:
-        """The op as JAX sees it."""
-        primitive = self._primitive(f"baracuda_{self.name}")
-
-        def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-            return transformations.jvp(OpCall(self, primals, params), primitive, tangents)
-
-        def transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-            types = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
-            return transformations.transpose(OpCall(self, types, params), cotangents, operands)
-
-        primitive.def_impl(functools.partial(jax_versions.apply_primitive, primitive))
-        ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = jvp, transpose
-        if self.optional_results:
-            drop = functools.partial(transformations.drop_unused_results, self)
-            jax_versions.register_dead_code_rule(primitive, drop)
-        by_platform = {platform: self._lowering(lower, platform) for platform in KERNEL_PLATFORMS}
-        rule = functools.partial(
-            jax_versions.lower_by_platform, primitive.name, by_platform, self._lowering(lower_elsewhere)
-        )
-        # Not cacheable: otherwise JAX lowers an op in its own function, where the origin of the operands is hidden.
-        mlir.register_lowering(primitive, rule, cacheable=False)
-        jax_versions.require_devices_during_lowering(primitive)
-        return primitive
-
-    @_LockedProperty
-    def kernel_primitive(self) -> Primitive:
-        """The kernel alone. Its params `donated` and `sorts_apart` are those of its :class:`.dispatch.Site`."""
-        primitive = self._primitive(f"baracuda_{self.name}_kernel")
-        for platform in KERNEL_PLATFORMS:
-            mlir.register_lowering(primitive, self._lowering(lower_kernel, platform), platform, cacheable=False)
-        return primitive
-
-    def _primitive(self, name: str) -> Primitive:
-        primitive = jax_versions.new_primitive(name)
-        primitive.multiple_results = True
-        primitive.def_abstract_eval(lambda *types, **params: OpCall(self, types, params).result_avals())
-
-        def batch(operands: Sequence[Any], axes: Sequence[int | None], **params: Any) -> Any:
-            return transformations.batch(OpCall(self, operands, params), primitive, axes)
-
-        batching.primitive_batchers[primitive] = batch
-        return primitive
-
-    def _lowering(self, rule: Callable[..., Any], *platform: str) -> Callable[..., Any]:
-        return lambda ctx, *operands, **params: rule(*platform, OpCall(self, ctx.avals_in, params), ctx, operands)
 
 
 OPS: dict[str, Op] = {}

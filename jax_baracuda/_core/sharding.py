@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -13,9 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.selection import not_redirected
-
-if TYPE_CHECKING:
-    from jax_baracuda._core.call import OpCall
 
 MeshAxes = tuple[str, ...]
 ShardAxes = Mapping[str, MeshAxes]
@@ -87,7 +84,10 @@ def spec_entries(names: Sequence[str | None], assignment: ShardAxes) -> tuple[An
 
 
 def partitioned(
-    call: OpCall,
+    shapes: NamedShapes,
+    replicated_dims: Sequence[str],
+    reduction_dims: Sequence[str],
+    min_shard_sizes: Mapping[str, int],
     kernel: Callable[..., Sequence[jax.Array]],
     shard_program: Callable[..., Sequence[jax.Array]],
     whole_mesh: Mesh | None,
@@ -95,15 +95,15 @@ def partitioned(
     """`kernel` as a function that JAX's partitioner splits over devices instead of gathering its operands.
 
     Args:
-      call: its dimensions say how it may be split.
+      shapes: the dimensions along which it may be split.
+      replicated_dims: those that must not be.
+      reduction_dims: those that are summed away.
+      min_shard_sizes: the minimum shard size of dimensions with halo exchange.
       kernel: the computation on whole arrays.
       shard_program: the computation on one shard: ``(axes, *operands) -> results``, where `axes` maps the name of each
         dimension to the mesh axes that split it.
       whole_mesh: the mesh of the program, if the partitioner splits calls over a part of it.
     """
-    op, shapes = call.op, call.named_shapes
-    replicated_dims, reduction_dims = call.dims(op.replicated_dims), call.dims(op.reduction_dims)
-    min_shard_sizes = call.bound(op.min_shard_sizes)() if op.min_shard_sizes else {}
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
         shard_size, rest = divmod(shapes.all_sizes[name], math.prod(mesh.shape[axis] for axis in axes))

@@ -17,9 +17,10 @@ import jax
 import jaxlib.version
 
 import jax_baracuda
-from jax_baracuda._core.dispatch import Site, decide
+from jax_baracuda._core.dispatch import decide
 from jax_baracuda._core.native import NATIVE_MODULES, NativeModule, missing_target, runtime_ffi_api_version
 from jax_baracuda._core.op import OPS
+from jax_baracuda._core.rules import Site
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import value_and_gradient
 from jax_baracuda._tools.calls import traced_calls

@@ -38,11 +38,12 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.batch import map_together
-from jax_baracuda._core.dispatch import MB, at_most, fused, launch_bound, on_cpu, on_gpu, param
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
+from jax_baracuda._core.op import Dimensions, NamedDimensions
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import MB, at_most, fused, launch_bound, on_cpu, on_gpu, param
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
@@ -650,7 +651,7 @@ _SEQUENCE_FIELDS: Any = COMMON_FIELDS | {
 }
 
 # An op of its own, because XLA would all-gather the ids if time is split.
-SAME_SEQUENCE = Op(
+SAME_SEQUENCE = define_op(
     name="causal_conv1d_same_sequence",
     operands={"segment_ids": ("example", "time")},
     results={"same_sequence": ("example", "time")},
@@ -666,7 +667,7 @@ SAME_SEQUENCE = Op(
 # Time of plain JAX / kernel: 0.9 between elementwise operations (H100, 13 loops); 0.75 to 0.85 up to 4 MB, 0.7 to 3.9
 # from 5 to 21 MB (H200, 12 loops). Gradients: 0.3 for single steps (H100), with a pool 0.3 to 0.9 (H200, 30 loops),
 # others of up to 4 MB 0.95 to 2.8 (H200, 6 loops). Two cores: gradients of up to 8 steps 0.4.
-CAUSAL_CONV1D = Op(
+CAUSAL_CONV1D = define_op(
     name="causal_conv1d",
     operands=_operands("x", "weight", *_OPTIONAL),
     optional=optional_operands(*_OPTIONAL),
@@ -685,7 +686,7 @@ GRADIENT_OF_ONE_STEP = on_gpu("the gradient of a single step is elementwise", ON
 
 # H200, channels first, time of plain JAX / kernel: 0.6 to 0.95 for 1 to 2.5 MB of `x` and a forward pass before it, 0.8
 # to 1.15 without it (24 loops); 0.8 to 1.1 and 1.0 to 1.5 for 4 and 5 MB, more above. Channels last: 2 to 30.
-CAUSAL_CONV1D_BACKWARD = Op(
+CAUSAL_CONV1D_BACKWARD = define_op(
     name="causal_conv1d_backward",
     operands=_operands("x", "weight", "d_output", *_OPTIONAL, "d_final_state"),
     optional=optional_operands(*_OPTIONAL, "d_final_state"),

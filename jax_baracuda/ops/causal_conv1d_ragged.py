@@ -15,7 +15,8 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import as_array, check_shape, in_range, index_array, reshard_as
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda.ops.causal_conv1d import (
@@ -272,7 +273,7 @@ _RAGGED_FIELDS: Any = POOL_FIELDS | {
     "replicated_dims": ("example", "time", "slot", "state", "tap", "start", "sequence"),
 }
 
-CAUSAL_CONV1D_RAGGED = Op(
+CAUSAL_CONV1D_RAGGED = define_op(
     name="causal_conv1d_ragged",
     operands=_dimensions(*_OPERANDS, "bias"),
     results=_dimensions("y", "new_states"),
@@ -283,7 +284,7 @@ CAUSAL_CONV1D_RAGGED = Op(
     **_RAGGED_FIELDS,
 )
 
-CAUSAL_CONV1D_RAGGED_BACKWARD = Op(
+CAUSAL_CONV1D_RAGGED_BACKWARD = define_op(
     name="causal_conv1d_ragged_backward",
     operands=_dimensions(*_OPERANDS, "d_output", "d_states", "bias"),
     results=_dimensions("dx", "d_old_states", "dweight", "dbias"),

@@ -26,10 +26,11 @@ from jax_baracuda._core.arrays import (
     reshard_like,
 )
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import fused, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import fused, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda.ops.causal_conv1d import (
     CAUSAL_CONV1D_BACKWARD,
@@ -287,7 +288,7 @@ def _pool_update_backward(
 # Ops: one per native kernel, but for the gradients with pools, which call that of the convolution.
 
 
-CAUSAL_CONV1D_UPDATE = Op(
+CAUSAL_CONV1D_UPDATE = define_op(
     name="causal_conv1d_update",
     operands=lambda *, channels_last: dimensions_of(("x", "state", "weight", "bias"), channels_last),
     optional=optional_operands("bias"),
@@ -357,7 +358,7 @@ _POOL_UPDATE_FIELDS: Any = POOL_FIELDS | {
     "replicated_dims": ("example", "time", "slot", "state", "tap"),
 }
 
-CAUSAL_CONV1D_UPDATE_POOL = Op(
+CAUSAL_CONV1D_UPDATE_POOL = define_op(
     name="causal_conv1d_update_pool",
     operands=lambda *, channels_last: _pool_operands(channels_last=channels_last),
     results=lambda *, channels_last: dimensions_of(["y", "new_states"], channels_last),
@@ -368,7 +369,7 @@ CAUSAL_CONV1D_UPDATE_POOL = Op(
     **_POOL_UPDATE_FIELDS,
 )
 
-CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = Op(
+CAUSAL_CONV1D_UPDATE_POOL_BACKWARD = define_op(
     name="causal_conv1d_update_pool_backward",
     operands=lambda *, channels_last: _pool_operands("d_output", "d_states", channels_last=channels_last),
     results=lambda *, channels_last: dimensions_of(["dx", "d_old_states", "dweight", "dbias"], channels_last),

@@ -38,7 +38,12 @@ from jax_baracuda._core.arrays import (
     whole_number,
 )
 from jax_baracuda._core.autodiff import vjp_of_linear
-from jax_baracuda._core.dispatch import (
+from jax_baracuda._core.functions import Params
+from jax_baracuda._core.guarantees import accumulated
+from jax_baracuda._core.op import NamedDimensions
+from jax_baracuda._core.primitives import define_op
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import (
     KB,
     MB,
     Traits,
@@ -51,10 +56,6 @@ from jax_baracuda._core.dispatch import (
     on_gpu,
     param,
 )
-from jax_baracuda._core.functions import Params
-from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.rope_frequencies import DEFAULT_BASE, rope_frequencies
@@ -547,7 +548,7 @@ ATTRIBUTES_OF_ROTATION = ("interleaved", "rotary_dim", "rotary_offset", "section
 # H100, time of plain JAX / kernel: 0.8 between elementwise operations (52 loops); halves, and float32, by known angles
 # 0.9 (300 loops of 1 to 540 MB); a whole decoding step 0.98. Two cores: float32 halves by known angles 0.7; small
 # arrays that XLA fuses 0.7.
-ROPE = Op(
+ROPE = define_op(
     name="rope",
     targets={
         "rope": {"num_arrays": 1, "inverse": False},

@@ -26,7 +26,8 @@ from jax_baracuda._core.arrays import (
 from jax_baracuda._core.autodiff import vjp_of_linear
 from jax_baracuda._core.functions import Params, with_named
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.rope import (
@@ -234,7 +235,7 @@ def _dtypes(*, scales: Sequence[int] | None = None) -> frozenset[str]:
     return FLOATING_DTYPES if scales is None else FLOATING_DTYPES | CONVERTIBLE_POOLS
 
 
-ROPE_WRITE = Op(
+ROPE_WRITE = define_op(
     name="rope_write",
     operands=lambda *, ranks, axis, has_layer, scales, sections: {
         **_linear_dimensions(ranks, axis, has_layer),

@@ -30,10 +30,11 @@ from jax_baracuda._core.arrays import (
 )
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.batch import joint_size
-from jax_baracuda._core.dispatch import call_bound, fused, in_cache, on_cpu, on_gpu
 from jax_baracuda._core.guarantees import EXACT, accumulated
-from jax_baracuda._core.op import Op, Shape, ShapeAndDtype
+from jax_baracuda._core.op import Shape, ShapeAndDtype
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import call_bound, fused, in_cache, on_cpu, on_gpu
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 
@@ -245,7 +246,7 @@ _RULES = (
     on_cpu("calling a kernel takes longer than the selection", call_bound),
 )
 
-WHERE = Op(
+WHERE = define_op(
     name="where",
     operands={"a": DIMENSIONS, "b": DIMENSIONS, "cond": DIMENSIONS},
     results={"output": DIMENSIONS},
@@ -261,7 +262,7 @@ WHERE = Op(
     },
 )
 
-WHERE_BACKWARD = Op(
+WHERE_BACKWARD = define_op(
     name="where_backward",
     operands={"d_output": DIMENSIONS, "cond": DIMENSIONS},
     results={"da": DIMENSIONS, "db": DIMENSIONS},

@@ -31,11 +31,12 @@ from jax_baracuda._core.arrays import (
     static_type_error,
 )
 from jax_baracuda._core.autodiff import vjp_of_linear
-from jax_baracuda._core.dispatch import Rule, at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import Rule, at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
@@ -383,7 +384,7 @@ _FIELDS: dict[str, Any] = {
 
 # Two cores, appends of 8 × 128 numbers, time of plain JAX / kernel: in loops 0.4 to 0.8 with 1 to 8 rows, 0.6 to 0.9
 # with 16 and 32, which take 1.4 to 1.8 in calls of their own. XLA copies pools of 8 bits in every step.
-WRITE_ROWS = Op(
+WRITE_ROWS = define_op(
     name="write_rows",
     operands=lambda *, ranks, axis, has_layer, scales: {
         **pool_dimensions("dest", ranks, axis, has_layer),
@@ -411,7 +412,7 @@ WRITE_ROWS = Op(
     **_FIELDS,
 )
 
-WRITE_ROWS_BACKWARD = Op(
+WRITE_ROWS_BACKWARD = define_op(
     name="write_rows_backward",
     operands=lambda *, ranks, axis, has_layer, scales: {
         **pool_dimensions("d_output", ranks, axis, has_layer),

@@ -31,11 +31,12 @@ from jax_baracuda._core.arrays import (
     of_bits,
 )
 from jax_baracuda._core.autodiff import vjp_of_linear
-from jax_baracuda._core.dispatch import KB, at_least, at_most, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.functions import Params, placed
 from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.op import NamedDimensions
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import KB, at_least, at_most, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
@@ -412,7 +413,7 @@ _WHOLE_BYTES = at_least(element_bits=8)
 
 # H100, time of plain JAX / kernel: 0.83 to 1.28 (20 loops); in programs XLA fuses the write with what computes the
 # window. Two cores: 0.3 (loops of windows of 4 bytes to 4 MB).
-WRITE_SLICE = Op(
+WRITE_SLICE = define_op(
     name="write_slice",
     operands=lambda *, ranks, windows: {
         **_dest_dimensions("dest", ranks),
@@ -435,7 +436,7 @@ WRITE_SLICE = Op(
     **_FIELDS,
 )
 
-WRITE_SLICE_BACKWARD = Op(
+WRITE_SLICE_BACKWARD = define_op(
     name="write_slice_backward",
     operands=lambda *, ranks, windows: {
         **_dest_dimensions("d_output", ranks),

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from jax_baracuda._core import jax_versions, selection
-from jax_baracuda._core.dispatch import Rule
 from jax_baracuda._core.native import NATIVE_MODULES
 from jax_baracuda._core.op import OPS, Op
+from jax_baracuda._core.rules import Rule
 from jax_baracuda._core.selection import ScopedValue
 
 # Tests run kernels wherever one exists, even if it is slower, unless they request something else.

@@ -18,8 +18,9 @@ from support.programs import integers_like
 
 import jax_baracuda as jb
 from jax_baracuda._core.call import OpCall
-from jax_baracuda._core.dispatch import Site, alternative_of
+from jax_baracuda._core.dispatch import alternative_of
 from jax_baracuda._core.op import OPS, Op
+from jax_baracuda._core.rules import Site
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.calls import traced_calls

@@ -14,10 +14,11 @@ from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES
 from jax_baracuda._core.call import num_features
-from jax_baracuda._core.dispatch import on_cpu, single_feature
 from jax_baracuda._core.functions import with_named
 from jax_baracuda._core.guarantees import EXACT, Guarantee, accumulated
 from jax_baracuda._core.op import NamedDimensions, OfParams, Op
+from jax_baracuda._core.primitives import define_op
+from jax_baracuda._core.rules import on_cpu, single_feature
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.ids import signed_ids
 
@@ -107,7 +108,7 @@ def reduction_op(
         "reduction_dims": ("row",),
         "shard_program": of_split_segments(shard_program, ids_operand=1),
     }
-    return Op(name=name, operands={"data": ROWS, "segment_ids": IDS}, results=results, **(defaults | fields))
+    return define_op(name=name, operands={"data": ROWS, "segment_ids": IDS}, results=results, **(defaults | fields))
 
 
 def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
@@ -118,7 +119,9 @@ def gradient_op(name: str, *, operands: NamedDimensions, **fields: Any) -> Op:
         "replicated_dims": ("segment",),
         "limit": limit_of_32_bits,
     }
-    return Op(name=name, operands=operands, results={"d_data": ROWS}, dtypes=FLOATING_DTYPES, **(defaults | fields))
+    return define_op(
+        name=name, operands=operands, results={"d_data": ROWS}, dtypes=FLOATING_DTYPES, **(defaults | fields)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

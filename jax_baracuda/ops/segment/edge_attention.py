@@ -19,9 +19,10 @@ from jax import Array
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import Traits, few_numbers, on_cpu, on_gpu, uncontended, unordered, unsorted
 from jax_baracuda._core.functions import Params, resolved
 from jax_baracuda._core.op import Dimensions, NamedDimensions, Op
+from jax_baracuda._core.primitives import define_op
+from jax_baracuda._core.rules import Traits, few_numbers, on_cpu, on_gpu, uncontended, unordered, unsorted
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import SEGMENT_FIELDS, limit_of_32_bits, sum_guarantee
@@ -353,7 +354,7 @@ def _attention_op(name: str, operands_of: Callable[..., NamedDimensions], **fiel
         return _with_fitting_heads(op, *operands, **params)
 
     sort_first = sorted_first(lambda: op, lambda arrays, params: arrays["bias"] is not None)
-    op = Op(
+    op = define_op(
         name=name,
         operands=operands_of,
         optional=_OPTIONAL,

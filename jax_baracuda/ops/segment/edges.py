@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_baracuda._core.arrays import in_range
-from jax_baracuda._core.dispatch import Traits, on_gpu
 from jax_baracuda._core.functions import resolved
 from jax_baracuda._core.op import Op
+from jax_baracuda._core.rules import Traits, on_gpu
 from jax_baracuda.ops.segment.cells import gather_or_zeros
 from jax_baracuda.ops.segment.plan import sorted_by_segment
 

@@ -20,7 +20,12 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, check_choice, in_range
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import (
+from jax_baracuda._core.functions import Params, with_named
+from jax_baracuda._core.guarantees import EXACT, accumulated, quotients
+from jax_baracuda._core.op import NamedDimensions
+from jax_baracuda._core.primitives import define_op
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import (
     at_most_4_features,
     at_most_16_features,
     call_bound,
@@ -36,10 +41,6 @@ from jax_baracuda._core.dispatch import (
     unordered,
     unsorted,
 )
-from jax_baracuda._core.functions import Params, with_named
-from jax_baracuda._core.guarantees import EXACT, accumulated, quotients
-from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
@@ -726,7 +727,7 @@ SEGMENT_EXTREMUM_BACKWARD = gradient_op(
     },
 )
 
-SEGMENT_EXTREMUM_OF_WINNERS = Op(
+SEGMENT_EXTREMUM_OF_WINNERS = define_op(
     name="segment_extremum_of_winners",
     operands={"d_data": ROWS, "winner": CELLS, "segment_ids": IDS, "data": ROWS, "output": CELLS},
     optional=_OF_TIES,
@@ -799,7 +800,7 @@ def _backward_of_sorted(
 
 # H200, time of plain JAX / kernel: 0.15 to 0.8 up to 16 MB of messages, but 1.2 to 2.0 if most segments are empty and
 # rows have 64 numbers or more; above 1.1 to 4 (70 calls), rows of 4 0.4 to 0.75.
-GATHER_SEGMENT_EXTREMUM = Op(
+GATHER_SEGMENT_EXTREMUM = define_op(
     name="gather_segment_extremum",
     targets=_reduction_targets("gather_segment_{}"),
     operands={"data": _GATHERED, "gather_ids": _EDGES, "segment_ids": _EDGES, "edge_order": _EDGES},
@@ -827,7 +828,7 @@ GATHER_SEGMENT_EXTREMUM = Op(
     **SEGMENT_FIELDS,
 )
 
-GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
+GATHER_SEGMENT_EXTREMUM_BACKWARD = define_op(
     name="gather_segment_extremum_backward",
     targets=extremum_targets("gather_segment_{}_backward"),
     operands=_OPERANDS_OF_BACKWARD,
@@ -855,7 +856,7 @@ GATHER_SEGMENT_EXTREMUM_BACKWARD = Op(
     limit=limit_of_32_bits,
 )
 
-GATHER_SEGMENT_EXTREMUM_OF_WINNERS = Op(
+GATHER_SEGMENT_EXTREMUM_OF_WINNERS = define_op(
     name="gather_segment_extremum_of_winners",
     operands={
         "d_data": _GATHERED,

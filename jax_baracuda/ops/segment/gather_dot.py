@@ -19,11 +19,11 @@ from jax_baracuda._core.arrays import (
     with_whole_dims,
 )
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import at_most, fused, in_cache, on_gpu
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import at_most, fused, in_cache, on_gpu
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges_between
 from jax_baracuda.ops.segment.cells import gather_segments
@@ -158,7 +158,7 @@ def _transpose_data(
     return [gathered_sum(cells, *weighted, num_segments=avals[0].shape[0], **flags)]
 
 
-GATHER_SEGMENT_DOT = Op(
+GATHER_SEGMENT_DOT = define_op(
     name="gather_segment_dot",
     operands={
         "d_output": ("segment", "head", "feature"),

@@ -21,6 +21,7 @@ from jax_baracuda._core.arrays import in_range
 from jax_baracuda._core.batch import map_over_batch, vmap_sizes
 from jax_baracuda._core.functions import resolved, with_named
 from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.sharding import ShardAxes
 from jax_baracuda.ops.segment.cells import per_row
 
@@ -85,7 +86,7 @@ def _op_of_graphs(
         transpose_one = functools.partial(with_named(transpose_of_op, params), own_avals, d_results)
         return map_over_batch(transpose_one, num_graph_dims, *arrays)
 
-    return Op(
+    return define_op(
         name=f"{op.name}_of_graphs",
         operands=operands,
         optional=op.optional,

@@ -15,10 +15,10 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import at_most_64_features, few_numbers, on_gpu, uncontended, unordered
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import accumulated
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import at_most_64_features, few_numbers, on_gpu, uncontended, unordered
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, as_inexact, canonical_segments, canonicalize

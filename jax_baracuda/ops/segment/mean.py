@@ -14,11 +14,11 @@ from jax.typing import ArrayLike
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import on_cpu, on_gpu
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.guarantees import quotients
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import on_cpu, on_gpu
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (

@@ -15,9 +15,10 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core import jax_versions
 from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, in_range, integer_array
-from jax_baracuda._core.dispatch import Rule, at_least, on_gpu, sorts_apart
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
+from jax_baracuda._core.primitives import define_op
+from jax_baracuda._core.rules import Rule, at_least, on_gpu, sorts_apart
 from jax_baracuda.ops.segment.definitions import IDS, ROWS, SEGMENT_FIELDS
 from jax_baracuda.ops.segment.ids import (
     canonical_edges,
@@ -305,7 +306,7 @@ def _order_of_bytes(segment_ids: bytes, num_segments: int) -> tuple[np.ndarray, 
     return order, ids[order]
 
 
-SEGMENT_ORDER = Op(
+SEGMENT_ORDER = define_op(
     name="segment_order",
     operands={"segment_ids": IDS},
     results={"order": IDS, "sorted_ids": IDS},
@@ -342,7 +343,7 @@ def _permuted_rows(rows: Array, order: Array, *, is_inverse: bool) -> tuple[Arra
 
 
 # The transpose is the inverse, where JAX's own transpose of a gather would be a scatter-add.
-ROW_PERMUTATION = Op(
+ROW_PERMUTATION = define_op(
     name="row_permutation",
     operands={"rows": ROWS, "order": IDS},
     results={"permuted": ROWS},

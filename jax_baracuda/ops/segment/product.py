@@ -14,10 +14,10 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import fused, in_cache, on_gpu
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import fused, in_cache, on_gpu
 from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
@@ -329,7 +329,7 @@ SEGMENT_PROD_BACKWARD = gradient_op(
     transposes={("d_output",): _transpose_backward},
 )
 
-SEGMENT_PROD_TERMS = Op(
+SEGMENT_PROD_TERMS = define_op(
     name="segment_prod_terms",
     operands={"rows": ROWS, "mantissa": CELLS, "packed": CELLS, "data": ROWS, "segment_ids": IDS},
     results={"terms": ROWS},

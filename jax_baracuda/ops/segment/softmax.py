@@ -12,17 +12,10 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, floating_array
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import (
-    at_most_4_features,
-    at_most_64_features,
-    in_cache,
-    on_gpu,
-    uncontended,
-    unordered,
-)
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import at_most_4_features, at_most_64_features, in_cache, on_gpu, uncontended, unordered
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonical_segments, canonicalize, check_like
@@ -208,7 +201,7 @@ _FIELDS: Any = SEGMENT_FIELDS | {
     "attributes": ("num_segments", "indices_are_sorted"),
 }
 
-SEGMENT_SOFTMAX = Op(
+SEGMENT_SOFTMAX = define_op(
     name="segment_softmax",
     operands={"logits": ROWS, "segment_ids": IDS},
     results={"probabilities": ROWS},
@@ -228,7 +221,7 @@ SEGMENT_SOFTMAX = Op(
     **_FIELDS,
 )
 
-SEGMENT_SOFTMAX_BACKWARD = Op(
+SEGMENT_SOFTMAX_BACKWARD = define_op(
     name="segment_softmax_backward",
     operands={"probabilities": ROWS, "d_output": ROWS, "segment_ids": IDS},
     results={"d_logits": ROWS},

@@ -15,7 +15,12 @@ from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, in_range
 from jax_baracuda._core.autodiff import KernelVjp
-from jax_baracuda._core.dispatch import (
+from jax_baracuda._core.functions import Params
+from jax_baracuda._core.guarantees import EXACT
+from jax_baracuda._core.op import NamedDimensions, Op
+from jax_baracuda._core.primitives import define_op
+from jax_baracuda._core.public import public_function
+from jax_baracuda._core.rules import (
     GB,
     MB,
     Traits,
@@ -36,10 +41,6 @@ from jax_baracuda._core.dispatch import (
     unordered,
     unsorted,
 )
-from jax_baracuda._core.functions import Params
-from jax_baracuda._core.guarantees import EXACT
-from jax_baracuda._core.op import NamedDimensions, Op
-from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation, may_run_kernel
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import (
@@ -501,7 +502,7 @@ def _sums_fit_cache(traits: Traits) -> bool:
 
 
 # Time of plain JAX / kernel: 0.35 (H100, 76 loops); with 16 bits and more than 32 MB of sums 1.15 to 2.5 (H200).
-GATHER_SEGMENT_SUM = Op(
+GATHER_SEGMENT_SUM = define_op(
     name="gather_segment_sum",
     operands=_operands_of_edges,
     optional={"weights": "has_weights", "edge_order": "has_edge_order"},

@@ -24,7 +24,7 @@ from jax_baracuda._core.arrays import (
     reshard_like,
 )
 from jax_baracuda._core.batch import map_over_batch, with_mapped_dim
-from jax_baracuda._core.op import Op
+from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation, Selection, current_selection, may_run_kernel, selecting
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel, mesh_axes
@@ -317,7 +317,7 @@ def _shard_program(
     return (d_data.astype(d_output.dtype),)
 
 
-TAKE_ROWS_BACKWARD = Op(
+TAKE_ROWS_BACKWARD = define_op(
     name="take_rows_backward",
     operands=lambda *, ids_ndim: {"d_output": (*_row_dims(ids_ndim), "..."), "ids": _row_dims(ids_ndim)},
     results={"d_data": ("segment", "...")},
