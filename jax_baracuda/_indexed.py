@@ -41,7 +41,7 @@ from jax_baracuda.ops.segment.comparisons import identity_of
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM
 from jax_baracuda.ops.segment.ids import clamped_ids, signed_ids
 from jax_baracuda.ops.segment.product import SEGMENT_PROD
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM
+from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM
 from jax_baracuda.ops.write_rows import WRITE_ROWS
 from jax_baracuda.ops.write_slice import WRITE_SLICE, Window
 

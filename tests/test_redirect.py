@@ -36,7 +36,7 @@ from jax_baracuda._core.rules import on_cpu, on_gpu, sorts_apart
 from jax_baracuda._tools.calls import equations_of
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM
 from jax_baracuda.ops.segment.plan import SORTED_APART
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM
+from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM
 
 pytestmark = pytest.mark.versions
 

@@ -92,7 +92,8 @@ from jax_baracuda.ops.segment.edges import (
 from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart, sorted_by_segment, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
 from jax_baracuda._core.arrays import (
-    FLOATING_DTYPES,
-    accumulation_dtype,
     check_same_dtype,
     floating_array,
     with_whole_dims,
 )
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
-from jax_baracuda._core.guarantees import accumulated
-from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
-from jax_baracuda._core.rules import at_most, fused, in_cache, on_gpu
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import Mode, canonicalize_edges_between
-from jax_baracuda.ops.segment.cells import gather_segments
-from jax_baracuda.ops.segment.definitions import NOTHING_TO_VECTORISE, limit_of_32_bits, plan_parameters
-from jax_baracuda.ops.segment.edges import as_gather_ids, gather_rows, replicated_dims
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import gathered_sum, gathered_sum_by_row, sum_over_split_dim
+from jax_baracuda.ops.segment.sum_ops import GATHER_SEGMENT_DOT, gathered_sum, gathered_sum_by_row
 
 
 @public_function()
@@ -115,79 +104,6 @@ def _of_heads(rows: Array) -> Array:
     """Rows ``[N, ..., D]`` as ``[N, H, D]``."""
     heads = range(1, rows.ndim - 1)
     return with_whole_dims(rows, heads).reshape(rows.shape[0], math.prod(rows.shape[1:-1]), rows.shape[-1])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reference in plain JAX.
-
-
-def _reference(
-    d_output: Array, data: Array, gather_ids: Array, segment_ids: Array, edge_order: Array | None, *, is_wide: bool
-) -> tuple[Array]:
-    wide = accumulation_dtype(data.dtype)
-    if edge_order is not None:  # ids in the order of the edges: cheaper to move than products
-        gather_ids, segment_ids = (jnp.zeros_like(ids).at[edge_order].set(ids) for ids in (gather_ids, segment_ids))
-    cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
-    cells = jnp.where(is_member, cells, 0)  # derivatives multiply the zeros of dropped edges by them
-    products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
-    output = products.sum(axis=-1)
-    return (output if is_wide else output.astype(data.dtype),)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The op. It is also the gradient of weights, where the cells are cotangents: hence the name of its first operand.
-
-
-def _transpose(
-    avals: Sequence[Any], d_outputs: Sequence[Array], data: Array, *edges: Array | None, deterministic: bool
-) -> Sequence[Array]:
-    """The transpose with respect to the cells: the weighted sum."""
-    *ids, order = edges
-    weighted = *ids, d_outputs[0].astype(data.dtype), order
-    return [gathered_sum(data, *weighted, num_segments=avals[0].shape[0], deterministic=deterministic)]
-
-
-def _transpose_data(
-    avals: Sequence[Any], d_outputs: Sequence[Array], cells: Array, *edges: Array | None, deterministic: bool
-) -> Sequence[Array]:
-    """The transpose with respect to the gathered rows: the weighted sum in the other direction."""
-    gather_ids, segment_ids, order = edges
-    # No gradient goes through gather ids out of range.
-    weighted = as_gather_ids(segment_ids, cells.shape[0]), gather_ids, d_outputs[0].astype(cells.dtype), order
-    flags = {"deterministic": deterministic, "clips_gather_ids": False}
-    return [gathered_sum(cells, *weighted, num_segments=avals[0].shape[0], **flags)]
-
-
-GATHER_SEGMENT_DOT = define_op(
-    name="gather_segment_dot",
-    operands={
-        "d_output": ("segment", "head", "feature"),
-        "data": ("gathered", "head", "feature"),
-        **dict.fromkeys(("gather_ids", "segment_ids", "edge_order"), ("edge",)),
-    },
-    optional={"edge_order": "has_edge_order"},
-    defaults={"is_wide": False},
-    results={"output": ("edge", "head")},
-    result_dtypes=lambda d_output, *_, is_wide: [accumulation_dtype(d_output.dtype) if is_wide else d_output.dtype],
-    reference=_reference,
-    # Time of plain JAX / kernel: 0.5 (H100, 41 loops), 0.6 to 1.0 for 4M edges of 7 and 8 (H200). Two cores: 0.2 for
-    # single features.
-    xla_rules=(
-        on_gpu("one thread adds up few products, and XLA fuses that with what follows", at_most(feature=8)),
-        on_gpu("XLA fuses what makes the rows, too", fused),
-        on_gpu("gathers from the L2 cache, fused into the sum over features", in_cache),
-        NOTHING_TO_VECTORISE,
-    ),
-    dtypes=FLOATING_DTYPES,
-    guarantee=accumulated,
-    attributes=("is_wide", "has_edge_order"),
-    plan_parameters=lambda d_output, *_, sizes: plan_parameters(d_output, sizes=sizes),
-    replicated_dims=replicated_dims,
-    reduction_dims=("feature",),
-    shard_program=functools.partial(sum_over_split_dim, "feature"),
-    limit=limit_of_32_bits,
-    transposes={("d_output",): _transpose, ("data",): _transpose_data},
-)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ from jax_baracuda._core.public import public_function
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda.ops.segment.arguments import EdgeCall, Mode, canonicalize_edges
 from jax_baracuda.ops.segment.batched_vjp import BatchedVjp
-from jax_baracuda.ops.segment.gather_dot import GATHER_SEGMENT_DOT
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.mean import divided_by_counts
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import count_rows, gathered_sum, gathered_sum_by_row
+from jax_baracuda.ops.segment.sum_ops import GATHER_SEGMENT_DOT, count_rows, gathered_sum, gathered_sum_by_row
 
 
 @public_function()

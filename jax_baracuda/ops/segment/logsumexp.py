@@ -33,7 +33,8 @@ from jax_baracuda.ops.segment.definitions import (
     sum_guarantee,
 )
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum
+from jax_baracuda.ops.segment.sum import segment_sum
+from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM
 
 
 @public_function(segment_sum)

@@ -44,13 +44,12 @@ from jax_baracuda.ops.segment.definitions import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import (
+from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.sum_ops import (
     RULES_IN_FLOAT64,
     SUM_RULES,
     count_rows,
     gradient_params,
-    segment_sum,
-    segment_sum_backward,
     sum_by_plan,
     sum_op,
     sum_over_shards,

@@ -49,7 +49,8 @@ from jax_baracuda.ops.segment.extended_product import (
 )
 from jax_baracuda.ops.segment.ids import check_numbered
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
+from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM
 
 
 @public_function(segment_sum)

@@ -23,7 +23,8 @@ from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
 from jax_baracuda.ops.segment.definitions import IDS, NOTHING_TO_VECTORISE, ROWS, SEGMENT_FIELDS, sum_guarantee
 from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
-from jax_baracuda.ops.segment.sum import segment_sum, sum_over_shards
+from jax_baracuda.ops.segment.sum import segment_sum
+from jax_baracuda.ops.segment.sum_ops import sum_over_shards
 
 
 @public_function(segment_sum)

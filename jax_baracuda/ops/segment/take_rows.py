@@ -33,7 +33,7 @@ from jax_baracuda.ops.segment.cells import sum_in_blocks
 from jax_baracuda.ops.segment.definitions import of_split_segments, sum_guarantee
 from jax_baracuda.ops.segment.ids import check_numbered, clamped_ids, index_dtype, wrapped_ids
 from jax_baracuda.ops.segment.plan import SegmentPlan, check_plan, check_size_of_plan, permuted
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, sum_by_plan, sum_op, sum_over_shards
+from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM, sum_by_plan, sum_op, sum_over_shards
 
 
 @public_function(has_twin=False)

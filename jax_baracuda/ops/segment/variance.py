@@ -19,7 +19,8 @@ from jax_baracuda.ops.segment.cells import per_row
 from jax_baracuda.ops.segment.ids import check_numbered, static_size
 from jax_baracuda.ops.segment.mean import SEGMENT_MEAN, segment_mean
 from jax_baracuda.ops.segment.plan import SegmentPlan
-from jax_baracuda.ops.segment.sum import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, gradient_params, segment_sum
+from jax_baracuda.ops.segment.sum import segment_sum
+from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM, SEGMENT_SUM_BACKWARD, gradient_params
 
 
 @public_function(segment_mean, segment_sum)
