@@ -62,11 +62,12 @@ def decide(call: OpCall, site: Site, rules: Sequence[Rule] = ()) -> Decision:
 
 
 def _first_that_holds(rules: Iterable[Rule], call: OpCall, site: Site) -> Rule | None:
-    of_platform = [rule for rule in rules if rule.platform == site.platform]
-    if not of_platform:
-        return None
-    traits = Traits(call.params, call.measures, site)
-    return next((rule for rule in of_platform if rule.holds_for(traits)), None)
+    for rule in rules:
+        if rule.platform == site.platform:
+            traits = Traits(call.params, call.measures, site)
+            if all(condition(traits) for condition in rule.conditions):
+                return rule
+    return None
 
 
 def _adds_up(op: Op) -> bool:

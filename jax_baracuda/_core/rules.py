@@ -51,9 +51,6 @@ class Rule:
     reason: str
     conditions: tuple[Condition, ...]
 
-    def holds_for(self, traits: Traits) -> bool:
-        return self.platform == traits.site.platform and all([condition(traits) for condition in self.conditions])
-
 
 def on_cpu(reason: str, *conditions: Condition) -> Rule:
     return Rule("cpu", reason, conditions)
