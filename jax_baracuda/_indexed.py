@@ -453,7 +453,7 @@ def _lowered(service: _Service, site: Site, ctx: Any, operands: Sequence[Any]) -
     decision = _decision(call, site, service.rules)
     if decision.implementation == "xla":
         return decision, None
-    run = call.op if site.is_split else functools.partial(call.op.kernel, sorts_apart=site.sorts_apart)
+    run = call.op if site.is_split else functools.partial(call.op.kernel, shares_sort=site.shares_sort)
     with not_redirected(), Scope(SCOPE_NAME, None), selecting(call.kernel_selection):
         [result] = lower_without_mesh(lambda *arrays: [service.compute(run, *arrays)], ctx, operands)
     return decision, jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])

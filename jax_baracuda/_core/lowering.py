@@ -84,7 +84,7 @@ def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, ope
     """
     with not_redirected():
         params = call.all_params
-        site = Site(platform, donated=params.get("donated", ()), sorts_apart=params.get("sorts_apart", False))
+        site = Site(platform, donated=params.get("donated", ()), shares_sort=params.get("shares_sort", False))
         if decide(call, site).implementation == "xla":
             return _lower_reference(call, ctx, operands)
         return _call_target(call, site, ctx, operands)
@@ -105,7 +105,7 @@ def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands
         donated=tuple(i for i in in_place if is_donated_argument(operands[i])),
         is_split=is_partitioned and not has_empty_array,
         misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
-        sorts_apart=bool(redirected()) and not is_partitioned and _sorts_rows(call, platform),
+        shares_sort=bool(redirected()) and not is_partitioned and _sorts_rows(call, platform),
         loses_empty_calls=has_empty_array and jax_versions.is_in_shard_map(module.axis_context),
     )
 

@@ -234,7 +234,7 @@ class Op:
 
     @_LockedProperty
     def kernel_primitive(self) -> Primitive:
-        """The kernel alone. Its params `donated` and `sorts_apart` are those of its :class:`.dispatch.Site`."""
+        """The kernel alone. Its params `donated` and `shares_sort` are those of its :class:`.dispatch.Site`."""
         primitive = self._primitive(f"baracuda_{self.name}_kernel")
         for platform in KERNEL_PLATFORMS:
             mlir.register_lowering(primitive, self._lowering(lower_kernel, platform), platform, cacheable=False)

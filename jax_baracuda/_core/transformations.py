@@ -33,11 +33,11 @@ def batch(call: OpCall, primitive: Primitive, axes: Sequence[int | None]) -> tup
     """
     op, params = call.op, call.all_params
     operands, size = with_mapped_dim(call.operands, axes)
-    whole = call.resolve(op.in_place)
+    to_broadcast = call.resolve(op.in_place)
     if op.broadcasts:
         names = call.operand_dims
-        whole = [i for i, name in zip(range(len(operands)), names, strict=False) if name not in op.broadcasts]
-    for i in whole:
+        to_broadcast = [i for i, name in zip(range(len(operands)), names, strict=False) if name not in op.broadcasts]
+    for i in to_broadcast:
         operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape[1:]))
     if not op.broadcasts:
         params = {**params, "num_batch_dims": call.num_batch_dims + 1}

@@ -439,11 +439,11 @@ _pool_update = vjp_of_pools("causal_conv1d_update", CAUSAL_CONV1D_UPDATE_POOL, C
 def checked_pool(name: str, argument: str, pool: Array, weight: Array, num_written: int) -> Array:
     """A pool of states whose rows have room for `num_written` inputs."""
     channels, width = weight.shape
-    at_least = max(width - 1, num_written)
-    if pool.ndim != 3 or pool.shape[1] != channels or pool.shape[2] < at_least:
-        why = "W - 1" if at_least == width - 1 else "W - 2 + T"
+    min_length = max(width - 1, num_written)
+    if pool.ndim != 3 or pool.shape[1] != channels or pool.shape[2] < min_length:
+        why = "W - 1" if min_length == width - 1 else "W - 2 + T"
         raise ValueError(
-            f"{name}: {argument} must have shape [slots, C, K] = (slots, {channels}, K) with K >= {why} = {at_least} "
+            f"{name}: {argument} must have shape [slots, C, K] = (slots, {channels}, K) with K >= {why} = {min_length} "
             f"to fit x and weight, got {pool.shape}"
         )
     return pool

@@ -758,7 +758,7 @@ def _frequencies(
     if inv_freq.shape not in ((num_pairs,), (2, num_pairs)):
         raise ValueError(
             f"{name}: inv_freq must have shape [rotary_dim / 2] = ({num_pairs},), one frequency for each pair of the "
-            f"rotary_dim = {rotary_dim} features that turn, or (2, {num_pairs}); got {inv_freq.shape}"
+            f"rotary_dim = {rotary_dim} rotated features, or (2, {num_pairs}); got {inv_freq.shape}"
         )
     if inv_freq.ndim == 1 and is_floating and inv_freq.dtype.itemsize < 8:
         raise TypeError(
