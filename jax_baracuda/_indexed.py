@@ -218,7 +218,7 @@ def _extremum(minimum: bool) -> _Reduction:
 
 
 def _added(x: Array, totals: Array) -> Array:
-    """The sums. Rows without updates keep a -0, to which a total of 0 would add up as 0."""
+    """The sums. Rows without updates stay as they are: ``-0 + 0`` would be 0."""
     return jnp.where(totals == 0, x, x + totals)
 
 

@@ -91,7 +91,7 @@ def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, ope
 
 
 def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
-    """Where a call stands. `ctx` is that of the call or of what it serves."""
+    """Where a call stands. `ctx` lowers the call, or the operation of JAX that the call replaces."""
     module, types = ctx.module_context, [*call.operands, *ctx.avals_out]
     has_empty_array = any([0 in x.shape for x in types])
     is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array

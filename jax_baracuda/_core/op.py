@@ -80,7 +80,7 @@ class Op:
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
     optional_results: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """{result that a call may lack: the param that says whether the call has it}. JAX drops those that no one uses."""
+    """{result that a call may lack: the param that says whether the call has it}. JAX drops unused ones."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The params that callers may omit, and their values."""
     result_sizes: OfParams[Mapping[str, int]] = dataclasses.field(default_factory=dict)

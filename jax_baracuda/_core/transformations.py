@@ -1,4 +1,4 @@
-"""The rules of an op for JAX's transformations: batching, JVP, transpose and the removal of what no one uses."""
+"""The rules of an op for JAX's transformations: batching, JVP, transpose and the removal of unused results."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def transpose(call: OpCall, cotangents: Sequence[Any], operands: Sequence[Any]) 
 
 
 def drop_unused_results(op: Op, are_used: Sequence[bool], equation: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """The rule that removes unused results: the whole call if no one uses any, otherwise the optional ones."""
+    """The rule that removes unused results: the whole call if all are unused, else the unused optional ones."""
     uses_operands = [any(are_used)] * len(equation.invars)
     if not any(are_used):
         return uses_operands, None

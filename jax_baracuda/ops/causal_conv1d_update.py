@@ -128,7 +128,7 @@ def causal_conv1d_update(
     state = with_dtype_of_x(name, "state", state, arrays["x"])
     if state_slots is None:
         if num_accepted is not None:
-            raise ValueError(f"{name}: num_accepted needs state_slots; jnp.arange(B) are those of a state [B, C, K]")
+            raise ValueError(f"{name}: num_accepted needs state_slots; for a state [B, C, K] pass jnp.arange(B)")
         y, new_state = _update(params, state=_checked_state(name, state, arrays), **arrays)
     else:
         y, new_state = _update_of_pool(name, params, arrays, state, state_slots, num_accepted)
@@ -284,7 +284,7 @@ def _pool_update_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel, but for the gradients with pools, which call that of the convolution.
+# Ops: one per native kernel. The gradients with pools call the kernel of the gradient of the convolution.
 
 
 CAUSAL_CONV1D_UPDATE = Op(

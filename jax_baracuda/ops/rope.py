@@ -688,8 +688,8 @@ def _canonicalize(
         if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
             fits_other_layout = layout is None and all(x.shape[axis] == first.shape[axis] for axis in (0, 1, 3))
             raise ValueError(
-                f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads "
-                f"in dimension {3 - sequence_axis} ({_layout_argument(heads_first)}); got {x.shape}"
+                f"{name}: {argument} must have the shape of {first_name}, {first.shape}, except for the number of "
+                f"heads in dimension {3 - sequence_axis} ({_layout_argument(heads_first)}); got {x.shape}"
                 f"{_ADVICE_ON_LAYOUT if fits_other_layout else ''}"
             )
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))

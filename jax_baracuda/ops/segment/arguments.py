@@ -51,7 +51,7 @@ class Segments:
     plan: SegmentPlan | None
 
     def params(self, **options: Any) -> Params:
-        """The static arguments, of which `deterministic` is checked."""
+        """The static arguments. Checks `deterministic`."""
         if "deterministic" in options:
             options["deterministic"] = flag(self.name, "deterministic", options["deterministic"])
         return Params(num_segments=self.num_segments, indices_are_sorted=self.indices_are_sorted, **options)
