@@ -362,7 +362,7 @@ def _service_of_write(types: _Types, numbers: Any, clips: bool, selection: Selec
 # it reads the whole array. Smaller arrays were not timed.
 _MIN_CARRIED_BYTES = 64 * KB
 _MIN_WINDOWS = 8
-"""The number of windows in an array whose copy takes much longer than that of the window."""
+"""An array of at least so many windows takes much longer to copy than a window."""
 
 
 def slice_update(ctx: Any, *operands: Any) -> tuple[Decision, Any]:

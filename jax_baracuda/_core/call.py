@@ -94,7 +94,7 @@ class OpCall:
 
     @property
     def kernel_selection(self) -> Selection:
-        """The selection for calls within this call's kernel. Some of them, such as that of a shard, may have none."""
+        """The selection for the calls that this call's kernel makes. A shard's call may have no kernel."""
         return "kernel" if self.selection == "kernel" else KERNEL_IF_ANY
 
     @property
