@@ -209,7 +209,7 @@ def _extremum(minimum: bool) -> _Reduction:
 
 
 def _added(x: Array, totals: Array) -> Array:
-    """The sums. Rows without updates keep a -0, to which a total of 0 would add up as 0."""
+    """The sums. Rows without updates stay as they are: ``-0 + 0`` would be 0."""
     return jnp.where(totals == 0, x, x + totals)
 
 
@@ -353,7 +353,7 @@ def _service_of_write(types: _Types, numbers: Any, clips: bool, selection: Selec
 # it reads the whole array. Smaller arrays were not timed.
 _MIN_CARRIED_BYTES = 64 * KB
 _MIN_WINDOWS = 8
-"""The number of windows in an array whose copy takes much longer than that of the window."""
+"""An array of at least so many windows takes much longer to copy than a window."""
 
 
 def slice_update(ctx: Any, *operands: Any) -> tuple[Decision, Any]:
@@ -444,7 +444,7 @@ def _lowered(service: _Service, site: Site, ctx: Any, operands: Sequence[Any]) -
     decision = _decision(call, site, service.rules)
     if decision.implementation == "xla":
         return decision, None
-    run = call.op if site.is_split else functools.partial(call.op.kernel, sorts_apart=site.sorts_apart)
+    run = call.op if site.is_split else functools.partial(call.op.kernel, shares_sort=site.shares_sort)
     with not_redirected(), Scope(SCOPE_NAME, None), selecting(call.kernel_selection):
         [result] = lower_without_mesh(lambda *arrays: [service.compute(run, *arrays)], ctx, operands)
     return decision, jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])

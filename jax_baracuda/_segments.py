@@ -97,7 +97,7 @@ def _require_static(*sizes: Any) -> None:
 
 
 def _are_known_to_ascend(segment_ids: Any, ids: Any) -> bool:
-    """Whether ids ascend that a NumPy array holds while the program is traced. `ids`: the same as JAX takes them."""
+    """Whether `segment_ids` is a NumPy array that ascends. `ids`: the same ids in the dtype that JAX gives them."""
     is_known = isinstance(segment_ids, np.ndarray) and segment_ids.ndim == 1 and segment_ids.size <= MAX_KNOWN_INTEGERS
     return is_known and ascend(segment_ids.astype(ids.dtype))
 

@@ -32,10 +32,10 @@ import jax_baracuda
 from jax_baracuda import _indexed, _redirect, redirect
 from jax_baracuda._core import lowering
 from jax_baracuda._core.native import NATIVE_MODULES
-from jax_baracuda._core.rules import on_cpu, on_gpu, sorts_apart
+from jax_baracuda._core.rules import on_cpu, on_gpu, shares_sort
 from jax_baracuda._tools.calls import equations_of
 from jax_baracuda.ops.segment.extremum import SEGMENT_EXTREMUM
-from jax_baracuda.ops.segment.plan import SORTED_APART
+from jax_baracuda.ops.segment.plan import SHARED_SORT
 from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM
 
 pytestmark = pytest.mark.versions
@@ -1275,7 +1275,7 @@ def test_equal_ids_are_sorted_once(monkeypatch: pytest.MonkeyPatch, rng: np.rand
     step = jax.value_and_grad(functools.partial(three_layers, name))
     expected = step(nodes, *ids)
     for op in (SEGMENT_SUM, SEGMENT_EXTREMUM):
-        monkeypatch.setitem(op.alternatives, on_cpu("as on GPUs", sorts_apart), op.alternatives[SORTED_APART])
+        monkeypatch.setitem(op.alternatives, on_cpu("as on GPUs", shares_sort), op.alternatives[SHARED_SORT])
     monkeypatch.setattr(lowering, "_sorts_rows", lambda call, platform: True)
     of_constants = jax.value_and_grad(lambda nodes: three_layers(name, nodes, *ids))
     for program, operands, num_orders in ((step, (nodes, *ids), 2), (of_constants, (nodes,), 0)):

@@ -237,8 +237,8 @@ def reshard_to(array: Array, spec: tuple[Any, ...]) -> Array:
     return array if own_spec in (None, spec) else jax.sharding.reshard(array, PartitionSpec(*spec))
 
 
-def with_whole_dims(array: Array, dims: Sequence[int]) -> Array:
-    """Under explicit sharding, gathers these dimensions if there are several, so that a reshape can merge them."""
+def replicate_dims(array: Array, dims: Sequence[int]) -> Array:
+    """Under explicit sharding, replicates these dimensions if there are several, so that a reshape can merge them."""
     if len(dims) < 2:
         return array
     return reshard_as(array, array, tuple(None if axis in dims else axis for axis in range(array.ndim)))

@@ -71,7 +71,7 @@ class OpCall:
     @functools.cached_property
     def params(self) -> dict[str, Any]:
         """The params for the functions of a definition: all except the params that only ``_core`` uses."""
-        of_core = ("num_batch_dims", "implementation", "donated", "sorts_apart")
+        of_core = ("num_batch_dims", "implementation", "donated", "shares_sort")
         return {name: value for name, value in self.all_params.items() if name not in of_core}
 
     @functools.cached_property
@@ -92,7 +92,7 @@ class OpCall:
 
     @property
     def kernel_selection(self) -> Selection:
-        """What the calls ask for that this call's kernel makes. Some, such as that of a shard, may have no kernel."""
+        """The selection for the calls that this call's kernel makes. A shard's call may have no kernel."""
         return "kernel" if self.selection == "kernel" else KERNEL_IF_ANY
 
     @property

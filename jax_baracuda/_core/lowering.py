@@ -85,14 +85,14 @@ def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, ope
     """
     with not_redirected():
         params = call.all_params
-        site = Site(platform, donated=params.get("donated", ()), sorts_apart=params.get("sorts_apart", False))
+        site = Site(platform, donated=params.get("donated", ()), shares_sort=params.get("shares_sort", False))
         if decide(call, site).implementation == "xla":
             return _lower_reference(call, ctx, operands)
         return _call_target(call, site, ctx, operands)
 
 
 def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]) -> Site:
-    """Where a call stands. `ctx` is that of the call or of what it serves."""
+    """Where a call stands. `ctx` lowers the call, or the operation of JAX that the call replaces."""
     module, types = ctx.module_context, [*call.operands, *ctx.avals_out]
     has_empty_array = any([0 in x.shape for x in types])
     is_for_one_platform = len(module.platforms) == 1  # a branch for one of several platforms would copy the array
@@ -106,7 +106,7 @@ def site_of(call: OpCall, platform: str, ctx: mlir.LoweringRuleContext, operands
         donated=tuple(i for i in in_place if is_donated_argument(operands[i])),
         is_split=is_partitioned and not has_empty_array,
         misreads=not jax_versions.keeps_barriers() and bool(_rereading_operands(call, ctx, operands)),
-        sorts_apart=bool(redirected()) and not is_partitioned and _sorts_rows(call, platform),
+        shares_sort=bool(redirected()) and not is_partitioned and _sorts_rows(call, platform),
         loses_empty_calls=has_empty_array and jax_versions.is_in_shard_map(module.axis_context),
     )
 

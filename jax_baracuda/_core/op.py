@@ -64,7 +64,7 @@ class Op:
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """{operand that a call may lack: the param that says whether the call has it}. Callers need not pass this param."""
     optional_results: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """{result that a call may lack: the param that says whether the call has it}. JAX drops those that no one uses."""
+    """{result that a call may lack: the param that says whether the call has it}. JAX drops unused ones."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The params that callers may omit, and their values."""
     result_sizes: OfParams[Mapping[str, int]] = dataclasses.field(default_factory=dict)
@@ -127,7 +127,7 @@ class Op:
     primitive: Primitive = dataclasses.field(init=False)
     """The op as JAX sees it. Its rules, and those of `kernel_primitive`, are from :func:`.primitives.define_op`."""
     kernel_primitive: Primitive = dataclasses.field(init=False)
-    """The kernel alone. Its params `donated` and `sorts_apart` are those of its :class:`.rules.Site`."""
+    """The kernel alone. Its params `donated` and `shares_sort` are those of its :class:`.rules.Site`."""
 
     def __post_init__(self) -> None:
         named = [of for of in (self.operands, self.results) if not callable(of)]

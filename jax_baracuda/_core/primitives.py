@@ -81,11 +81,11 @@ def _batch(
     """
     call = OpCall(op, operands, params)
     operands, size = with_mapped_dim(operands, axes)
-    whole = call.resolve(op.in_place)
+    to_broadcast = call.resolve(op.in_place)
     if op.broadcasts:
         names = call.operand_dims
-        whole = [i for i, name in zip(range(len(operands)), names, strict=False) if name not in op.broadcasts]
-    for i in whole:
+        to_broadcast = [i for i, name in zip(range(len(operands)), names, strict=False) if name not in op.broadcasts]
+    for i in to_broadcast:
         operands[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape[1:]))
     if not op.broadcasts:
         params = {**params, "num_batch_dims": call.num_batch_dims + 1}
@@ -168,7 +168,7 @@ def _transpose(op: Op, cotangents: Sequence[Any], *operands: Any, **params: Any)
 
 
 def _drop_unused_results(op: Op, are_used: Sequence[bool], equation: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """The rule that removes unused results: the whole call if no one uses any, otherwise the optional ones."""
+    """The rule that removes unused results: the whole call if all are unused, else the unused optional ones."""
     uses_operands = [any(are_used)] * len(equation.invars)
     if not any(are_used):
         return uses_operands, None

@@ -25,8 +25,8 @@ class Site:
     """Whether JAX's partitioner splits the call over devices."""
     misreads: bool = False
     """Whether this XLA might miscompile plain JAX, because a window may be computed from the array it overwrites."""
-    sorts_apart: bool = False
-    """Whether the kernel would sort its ids, in a program whose calls are likely to share them."""
+    shares_sort: bool = False
+    """Whether the kernel would sort its ids, in a program whose calls are likely to share one sort."""
     loses_empty_calls: bool = False
     """Whether the call has an empty array inside ``shard_map``: XLA drops such custom calls."""
 
@@ -70,9 +70,9 @@ def in_memory(traits: Traits) -> bool:
     return not traits.site.fuses
 
 
-def sorts_apart(traits: Traits) -> bool:
-    """The kernel would sort ids that other calls of the program are likely to sort as well."""
-    return traits.site.sorts_apart
+def shares_sort(traits: Traits) -> bool:
+    """Other calls of the program are likely to sort the same ids. See :attr:`Site.shares_sort`."""
+    return traits.site.shares_sort
 
 
 def unordered(traits: Traits) -> bool:
@@ -114,11 +114,11 @@ def param(name: str, value: Any) -> Condition:
 
 def at_most(**measures: int) -> Condition:
     """The call's measures are at most these. Names are from :attr:`.call.OpCall.measures`."""
-    return lambda traits: all(traits.measures[name] <= most for name, most in measures.items())
+    return lambda traits: all(traits.measures[name] <= maximum for name, maximum in measures.items())
 
 
 def at_least(**measures: int) -> Condition:
-    return lambda traits: all(traits.measures[name] >= least for name, least in measures.items())
+    return lambda traits: all(traits.measures[name] >= minimum for name, minimum in measures.items())
 
 
 launch_bound = at_most(bytes=4 * MB)

@@ -165,7 +165,7 @@ def process_scope() -> Scope[Kinds | None] | None:
 
 
 def set_process_scope(scope: Scope[Kinds | None] | None) -> None:
-    """Functions are traced again."""
+    """Sets the scope, and clears JAX's caches, so that functions are traced again."""
     global _process_scope
     _process_scope = scope
     jax.clear_caches()

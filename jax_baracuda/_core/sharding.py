@@ -90,7 +90,7 @@ def partitioned(
     min_shard_sizes: Mapping[str, int],
     kernel: Callable[..., Sequence[jax.Array]],
     shard_program: Callable[..., Sequence[jax.Array]],
-    whole_mesh: Mesh | None,
+    program_mesh: Mesh | None,
 ) -> Callable[..., Sequence[jax.Array]]:
     """`kernel` as a function that JAX's partitioner splits over devices instead of gathering its operands.
 
@@ -102,7 +102,7 @@ def partitioned(
       kernel: the computation on whole arrays.
       shard_program: the computation on one shard: ``(axes, *operands) -> results``, where `axes` maps the name of each
         dimension to the mesh axes that split it.
-      whole_mesh: the mesh of the program, if the partitioner splits calls over a part of it.
+      program_mesh: the mesh of the whole program, if the partitioner splits calls over a part of it.
     """
 
     def can_be_split(mesh: Any, name: str, axes: MeshAxes) -> bool:
@@ -128,7 +128,7 @@ def partitioned(
                 return shard_program(assignment, *operands)
 
         return (
-            whole_mesh or mesh,  # the shard's collectives run on its devices
+            program_mesh or mesh,  # the shard's collectives run on its devices
             shard,
             shardings(shapes.results),
             shardings(shapes.operands),

@@ -50,30 +50,30 @@ def causal_conv1d(
     segment_ids: Array | None = None,
 ) -> Any:
     """The convolution as a sum of shifted inputs."""
-    time, kept = (1 if channels_last else 2), weight.shape[1] - 1
+    time, state_length = (1 if channels_last else 2), weight.shape[1] - 1
     inputs, ids = x, segment_ids
     if initial_state is not None:
         state = jnp.swapaxes(initial_state, 1, 2) if channels_last else initial_state
         inputs = jnp.concatenate([state, x], axis=time)
         if ids is not None:
-            ids = jnp.concatenate([jnp.repeat(ids[:, :1], kept, axis=1), ids], axis=1)
+            ids = jnp.concatenate([jnp.repeat(ids[:, :1], state_length, axis=1), ids], axis=1)
     z = jnp.zeros((), x.dtype) if bias is None else along_channels(bias, channels_last)
-    for steps in range(kept + 1):
+    for steps in range(state_length + 1):
         tap = shifted(inputs, steps, time)
         if ids is not None:
             tap = jnp.where(jnp.expand_dims(shifted(ids, steps, 1) == ids, 3 - time), tap, 0)
-        z = z + along_channels(weight[:, kept - steps], channels_last) * tap
+        z = z + along_channels(weight[:, state_length - steps], channels_last) * tap
     z = jax.lax.slice_in_dim(z, z.shape[time] - x.shape[time], None, axis=time)
     y = z if activation is None else jax.nn.silu(z)
     if not return_final_state:
         return y
-    return y, final_state(inputs, ids, kept, time)
+    return y, final_state(inputs, ids, state_length, time)
 
 
-def final_state(inputs: Array, ids: Array | None, kept: int, time: int) -> Array:
-    state = jax.lax.slice_in_dim(inputs, inputs.shape[time] - kept, None, axis=time)
+def final_state(inputs: Array, ids: Array | None, state_length: int, time: int) -> Array:
+    state = jax.lax.slice_in_dim(inputs, inputs.shape[time] - state_length, None, axis=time)
     state = jnp.swapaxes(state, 1, 2) if time == 1 else state
-    return state if ids is None else jnp.where((ids[:, -kept:] == ids[:, -1:])[:, None], state, 0)
+    return state if ids is None else jnp.where((ids[:, -state_length:] == ids[:, -1:])[:, None], state, 0)
 
 
 def causal_conv1d_backward(
@@ -128,7 +128,7 @@ def causal_conv1d_ragged(
 ) -> tuple[Array, Array]:
     """For slots that are all different, and a pool of rows of the filter's length minus one."""
     width, tokens, count = weight.shape[1], x.shape[0], state_slots.shape[0]
-    kept, time = width - 1, jnp.arange(x.shape[0])
+    state_length, time = width - 1, jnp.arange(x.shape[0])
     sequence = jnp.sum(cu_seqlens[None, 1:] <= time[:, None], axis=1)  # the number of sequences that ended before
     own = jnp.minimum(sequence, count - 1)
     position = time - cu_seqlens[own]
@@ -137,14 +137,14 @@ def causal_conv1d_ragged(
 
     def before(position: Array, own: Array, at: Array) -> Array:
         """The inputs ``[.., C]`` at a position of a sequence; negative positions are entries of the state."""
-        of_state = old[own, :, jnp.clip(kept + position, 0, kept - 1)]
+        of_state = old[own, :, jnp.clip(state_length + position, 0, state_length - 1)]
         return jnp.where((position < 0)[..., None], of_state, x[jnp.clip(at, 0, tokens - 1)])
 
     z = jnp.zeros((), x.dtype) if bias is None else bias
     for steps in range(width):
-        z = z + weight[:, kept - steps] * before(position - steps, own, time - steps)
+        z = z + weight[:, state_length - steps] * before(position - steps, own, time - steps)
     y = jnp.where((sequence < count)[:, None], z if activation is None else jax.nn.silu(z), 0)
-    back = jnp.arange(kept) - kept
+    back = jnp.arange(state_length) - state_length
     new = before(
         (cu_seqlens[1:] - cu_seqlens[:-1])[:, None] + back, jnp.arange(count)[:, None], cu_seqlens[1:, None] + back
     )
@@ -169,10 +169,10 @@ def causal_conv1d_update_pool(
     **options: Any,
 ) -> tuple[Array, Array]:
     """For a pool of states, and slots that are all different."""
-    pool, kept = state, weight.shape[1] - 1
+    pool, state_length = state, weight.shape[1] - 1
     is_slot = (state_slots >= 0) & (state_slots < pool.shape[0])
     first = jnp.zeros_like(state_slots) if num_accepted is None else num_accepted - 1
-    rows, entries = jnp.clip(state_slots, 0, pool.shape[0] - 1), first[:, None] + jnp.arange(kept)
+    rows, entries = jnp.clip(state_slots, 0, pool.shape[0] - 1), first[:, None] + jnp.arange(state_length)
     old = jnp.where(is_slot[:, None, None], jnp.swapaxes(pool[rows[:, None], :, entries], 1, 2), 0)
     y, new = causal_conv1d_update(x, old, weight, bias, **options)
     if num_accepted is not None:

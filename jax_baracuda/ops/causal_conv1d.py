@@ -358,9 +358,9 @@ def _unsplit(function: Callable[..., tuple[Array]], axis: int, *arrays: Array) -
     """
     spec = jax_versions.explicit_spec(jax.typeof(arrays[0]))
     if spec is not None and spec[axis] is not None:
-        whole = [*spec]
-        whole[axis] = None
-        function = in_automatic_mode(function, jax.typeof(arrays[0]), whole)
+        replicated = [*spec]
+        replicated[axis] = None
+        function = in_automatic_mode(function, jax.typeof(arrays[0]), replicated)
     return function(*arrays)[0]
 
 

@@ -136,47 +136,51 @@ def causal_conv1d_ragged(
 # References in plain JAX. They compute all tokens as if no sequence had a state, then the first ones of those that do.
 
 
-class _Layout(NamedTuple):
+class _TokenRanges(NamedTuple):
     """Where sequences are among the tokens."""
 
     same_sequence: Array | None
     """``[1, T]``, as the convolution takes it."""
     is_token: Array
     """``[T]``: false for padding."""
-    heads: Array
+    first_tokens: Array
     """``[N, W - 1]``: the first tokens of the sequences that begin with a state; T if there are fewer."""
     starts: Array
     ends: Array
-    tails: Array
+    last_tokens: Array
     """``[N, W - 1]``: the last tokens of the sequences. Those before its start are entries of its state."""
     is_in_state: Array
-    """``[N, W - 1]``: which of the tails these are."""
-    readers: Array
+    """``[N, W - 1]``: which of the last tokens these are."""
+    read_slots: Array
     """``[N]``: the slots of the states with which sequences begin; -1 for zeros."""
-    writers: Array
+    write_slots: Array
     """``[N]``: the slots to which sequences write; -1 for none."""
 
 
-def _layout(x: Array, states: Array, weight: Array, starts: Array, slots: Array, has_state: Array) -> _Layout:
+def _token_ranges(
+    x: Array, states: Array, weight: Array, starts: Array, slots: Array, has_state: Array
+) -> _TokenRanges:
     length, width = x.shape[1], weight.shape[1]
-    num_sequences, kept = slots.shape[0], width - 1
+    num_sequences, state_length = slots.shape[0], width - 1
     time = jnp.arange(length)
     sequence = jnp.searchsorted(starts, time, side="right", method="scan_unrolled") - 1
     is_token = in_range(sequence, num_sequences)
     same_sequence = None
     if 1 < width <= MAX_WIDTH:
         position = time - starts[jnp.maximum(sequence, 0)]
-        same_sequence = ((2 << jnp.minimum(position, kept)) - 1).astype(jnp.uint8)[None]
+        same_sequence = ((2 << jnp.minimum(position, state_length)) - 1).astype(jnp.uint8)[None]
     elif width > 1:
         same_sequence = sequence[None]
     begins, ends = starts[:-1], starts[1:]
-    readers = jnp.where(has_state & (slots < states.shape[0]), slots, -1)
-    heads = begins[:, None] + jnp.arange(kept)[None]
-    heads = jnp.where((readers[:, None] >= 0) & (heads < ends[:, None]), heads, length)
-    tails = ends[:, None] - kept + jnp.arange(kept)[None]
-    is_in_state = tails < begins[:, None]
-    writers = written_slots(states, slots, ends > begins)
-    return _Layout(same_sequence, is_token, heads, begins, ends, tails, is_in_state, readers, writers)
+    read_slots = jnp.where(has_state & (slots < states.shape[0]), slots, -1)
+    first_tokens = begins[:, None] + jnp.arange(state_length)[None]
+    first_tokens = jnp.where((read_slots[:, None] >= 0) & (first_tokens < ends[:, None]), first_tokens, length)
+    last_tokens = ends[:, None] - state_length + jnp.arange(state_length)[None]
+    is_in_state = last_tokens < begins[:, None]
+    write_slots = written_slots(states, slots, ends > begins)
+    return _TokenRanges(
+        same_sequence, is_token, first_tokens, begins, ends, last_tokens, is_in_state, read_slots, write_slots
+    )
 
 
 def _tokens(x: Array, at: Array) -> Array:
@@ -185,29 +189,29 @@ def _tokens(x: Array, at: Array) -> Array:
     return jnp.where((at < x.shape[1])[..., None], taken, 0)
 
 
-def _first_entries(count: int, kept: int) -> Array:
-    return jnp.broadcast_to(jnp.arange(kept), (count, kept))
+def _first_entries(count: int, state_length: int) -> Array:
+    return jnp.broadcast_to(jnp.arange(state_length), (count, state_length))
 
 
 def _reference_ragged(x: Array, states: Array, weight: Array, *others: Any, silu: bool) -> tuple[Array, Array]:
     *sequences, bias = others
     if 0 in x.shape:
         return jnp.zeros_like(x), states
-    layout = _layout(x, states, weight, *sequences)
-    num_sequences, kept = layout.heads.shape
-    [y] = reference_convolution(x, weight, bias, None, layout.same_sequence, channels_last=True, silu=silu)
-    if kept > 0 and num_sequences > 0:
-        history = states_of_slots(states, layout.readers, _first_entries(num_sequences, kept))
-        heads = _tokens(x, layout.heads)
-        [y_heads] = reference_convolution(heads, weight, bias, history, None, channels_last=True, silu=silu)
+    ranges = _token_ranges(x, states, weight, *sequences)
+    num_sequences, state_length = ranges.first_tokens.shape
+    [y] = reference_convolution(x, weight, bias, None, ranges.same_sequence, channels_last=True, silu=silu)
+    if state_length > 0 and num_sequences > 0:
+        history = states_of_slots(states, ranges.read_slots, _first_entries(num_sequences, state_length))
+        first_tokens = _tokens(x, ranges.first_tokens)
+        [y_first] = reference_convolution(first_tokens, weight, bias, history, None, channels_last=True, silu=silu)
         with not_redirected():
-            y = y.at[0, layout.heads].set(y_heads, mode="drop")
-        in_state = jnp.clip(layout.tails - layout.starts[:, None] + kept, 0, kept - 1)
+            y = y.at[0, ranges.first_tokens].set(y_first, mode="drop")
+        in_state = jnp.clip(ranges.last_tokens - ranges.starts[:, None] + state_length, 0, state_length - 1)
         of_state = jnp.take_along_axis(history, in_state[:, None], axis=2)
-        of_tokens = jnp.swapaxes(_tokens(x, layout.tails), 1, 2)
-        new = jnp.where(layout.is_in_state[:, None], of_state, of_tokens)
-        states = with_states(states, layout.writers, new)
-    return jnp.where(layout.is_token[None, :, None], y, 0), states
+        of_tokens = jnp.swapaxes(_tokens(x, ranges.last_tokens), 1, 2)
+        new = jnp.where(ranges.is_in_state[:, None], of_state, of_tokens)
+        states = with_states(states, ranges.write_slots, new)
+    return jnp.where(ranges.is_token[None, :, None], y, 0), states
 
 
 def _backward(
@@ -220,33 +224,42 @@ def _backward(
 ) -> list[Array]:
     """The gradients of x, states, weight and bias, with the gradient of a convolution of packed sequences."""
     *sequences, d_output, d_states, bias = others
-    layout = _layout(x, states, weight, *sequences)
-    (num_sequences, kept), length = layout.heads.shape, x.shape[1]
+    ranges = _token_ranges(x, states, weight, *sequences)
+    (num_sequences, state_length), length = ranges.first_tokens.shape, x.shape[1]
     options = {"channels_last": True, "silu": silu}
-    is_head = jnp.zeros(length, bool).at[layout.heads].set(True, mode="drop")
-    d_bodies = jnp.where((layout.is_token & ~is_head)[None, :, None], d_output, 0)
-    dx, dweight, dbias = convolution_backward(x, weight, d_bodies, bias, None, layout.same_sequence, None, **options)
-    if kept == 0 or num_sequences == 0:
-        return [dx, d_states, dweight, dbias]
-    first = _first_entries(num_sequences, kept)
-    history = states_of_slots(states, layout.readers, first)
-    of_heads = convolution_backward(
-        _tokens(x, layout.heads), weight, _tokens(d_output, layout.heads), bias, history, None, None, **options
+    is_first_token = jnp.zeros(length, bool).at[ranges.first_tokens].set(True, mode="drop")
+    d_other_tokens = jnp.where((ranges.is_token & ~is_first_token)[None, :, None], d_output, 0)
+    dx, dweight, dbias = convolution_backward(
+        x, weight, d_other_tokens, bias, None, ranges.same_sequence, None, **options
     )
-    dx_heads, dweight_heads, dbias_heads, d_history = of_heads
-    d_new = states_of_slots(d_states, layout.writers, first)
-    d_tails = jnp.where(layout.is_in_state[:, None], 0, d_new)
+    if state_length == 0 or num_sequences == 0:
+        return [dx, d_states, dweight, dbias]
+    first = _first_entries(num_sequences, state_length)
+    history = states_of_slots(states, ranges.read_slots, first)
+    of_first_tokens = convolution_backward(
+        _tokens(x, ranges.first_tokens),
+        weight,
+        _tokens(d_output, ranges.first_tokens),
+        bias,
+        history,
+        None,
+        None,
+        **options,
+    )
+    dx_first, dweight_first, dbias_first, d_history = of_first_tokens
+    d_new = states_of_slots(d_states, ranges.write_slots, first)
+    d_last_tokens = jnp.where(ranges.is_in_state[:, None], 0, d_new)
     with not_redirected():
-        dx = dx.at[0, layout.heads].add(dx_heads, mode="drop")
-        tails = jnp.where(layout.is_in_state, length, layout.tails)
-        dx = dx.at[0, tails].add(jnp.swapaxes(d_tails, 1, 2), mode="drop")
+        dx = dx.at[0, ranges.first_tokens].add(dx_first, mode="drop")
+        last_tokens = jnp.where(ranges.is_in_state, length, ranges.last_tokens)
+        dx = dx.at[0, last_tokens].add(jnp.swapaxes(d_last_tokens, 1, 2), mode="drop")
     # Entry k of the new state of a sequence of L tokens is entry k + L of the old one, if there is such an entry.
-    count = (layout.ends - layout.starts)[:, None]
-    of_new = jnp.clip(first - count, 0, kept - 1)
+    count = (ranges.ends - ranges.starts)[:, None]
+    of_new = jnp.clip(first - count, 0, state_length - 1)
     d_shifted = jnp.where((first >= count)[:, None], jnp.take_along_axis(d_new, of_new[:, None], axis=2), 0)
-    d_states = with_states(d_states, layout.writers, jnp.zeros_like(d_new))
-    d_states = with_added_states(d_states, layout.readers, first, d_history + d_shifted)
-    return [dx, d_states, dweight + dweight_heads, dbias + dbias_heads]
+    d_states = with_states(d_states, ranges.write_slots, jnp.zeros_like(d_new))
+    d_states = with_added_states(d_states, ranges.read_slots, first, d_history + d_shifted)
+    return [dx, d_states, dweight + dweight_first, dbias + dbias_first]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

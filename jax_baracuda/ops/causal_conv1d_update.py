@@ -129,7 +129,7 @@ def causal_conv1d_update(
     state = with_dtype_of_x(name, "state", state, arrays["x"])
     if state_slots is None:
         if num_accepted is not None:
-            raise ValueError(f"{name}: num_accepted needs state_slots; jnp.arange(B) are those of a state [B, C, K]")
+            raise ValueError(f"{name}: num_accepted needs state_slots; for a state [B, C, K] pass jnp.arange(B)")
         y, new_state = _update(params, state=_checked_state(name, state, arrays), **arrays)
     else:
         y, new_state = _update_of_pool(name, params, arrays, state, state_slots, num_accepted)
@@ -285,7 +285,7 @@ def _pool_update_backward(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ops: one per native kernel, but for the gradients with pools, which call that of the convolution.
+# Ops: one per native kernel. The gradients with pools call the kernel of the gradient of the convolution.
 
 
 CAUSAL_CONV1D_UPDATE = define_op(
@@ -440,11 +440,11 @@ _pool_update = vjp_of_pools("causal_conv1d_update", CAUSAL_CONV1D_UPDATE_POOL, C
 def checked_pool(name: str, argument: str, pool: Array, weight: Array, num_written: int) -> Array:
     """A pool of states whose rows have room for `num_written` inputs."""
     channels, width = weight.shape
-    at_least = max(width - 1, num_written)
-    if pool.ndim != 3 or pool.shape[1] != channels or pool.shape[2] < at_least:
-        why = "W - 1" if at_least == width - 1 else "W - 2 + T"
+    min_length = max(width - 1, num_written)
+    if pool.ndim != 3 or pool.shape[1] != channels or pool.shape[2] < min_length:
+        why = "W - 1" if min_length == width - 1 else "W - 2 + T"
         raise ValueError(
-            f"{name}: {argument} must have shape [slots, C, K] = (slots, {channels}, K) with K >= {why} = {at_least} "
+            f"{name}: {argument} must have shape [slots, C, K] = (slots, {channels}, K) with K >= {why} = {min_length} "
             f"to fit x and weight, got {pool.shape}"
         )
     return pool

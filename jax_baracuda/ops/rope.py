@@ -689,8 +689,8 @@ def _canonicalize(
         if any(x.shape[axis] != first.shape[axis] for axis in (0, sequence_axis, 3)):
             fits_other_layout = layout is None and all(x.shape[axis] == first.shape[axis] for axis in (0, 1, 3))
             raise ValueError(
-                f"{name}: {argument} must have the shape of {first_name}, {first.shape}, but for the number of heads "
-                f"in dimension {3 - sequence_axis} ({_layout_argument(heads_first)}); got {x.shape}"
+                f"{name}: {argument} must have the shape of {first_name}, {first.shape}, except for the number of "
+                f"heads in dimension {3 - sequence_axis} ({_layout_argument(heads_first)}); got {x.shape}"
                 f"{_ADVICE_ON_LAYOUT if fits_other_layout else ''}"
             )
     examples, length, size = (first.shape[axis] for axis in (0, sequence_axis, 3))
@@ -759,7 +759,7 @@ def _frequencies(
     if inv_freq.shape not in ((num_pairs,), (2, num_pairs)):
         raise ValueError(
             f"{name}: inv_freq must have shape [rotary_dim / 2] = ({num_pairs},), one frequency for each pair of the "
-            f"rotary_dim = {rotary_dim} features that turn, or (2, {num_pairs}); got {inv_freq.shape}"
+            f"rotary_dim = {rotary_dim} rotated features, or (2, {num_pairs}); got {inv_freq.shape}"
         )
     if inv_freq.ndim == 1 and is_floating and inv_freq.dtype.itemsize < 8:
         raise TypeError(

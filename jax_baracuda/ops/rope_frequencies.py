@@ -295,9 +295,9 @@ def _longrope(model: _Model) -> Frequencies:
 
 def _proportional(model: _Model) -> Frequencies:
     whole = _inv_freq(model.head_dim, model.base)
-    num_turning = int(model.rotated_part * model.head_dim // 2)
-    turns = np.arange(len(whole)) < num_turning
-    return np.where(turns, whole / model.number("factor", 1.0), 0.0), 1.0
+    num_rotated = int(model.rotated_part * model.head_dim // 2)
+    is_rotated = np.arange(len(whole)) < num_rotated
+    return np.where(is_rotated, whole / model.number("factor", 1.0), 0.0), 1.0
 
 
 class _Scheme(NamedTuple):

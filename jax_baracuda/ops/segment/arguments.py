@@ -51,7 +51,7 @@ class Segments:
     plan: SegmentPlan | None
 
     def params(self, **options: Any) -> Params:
-        """The static arguments, of which `deterministic` is checked."""
+        """The static arguments. Checks `deterministic`."""
         if "deterministic" in options:
             options["deterministic"] = flag(self.name, "deterministic", options["deterministic"])
         return Params(num_segments=self.num_segments, indices_are_sorted=self.indices_are_sorted, **options)
@@ -210,11 +210,11 @@ def canonicalize(
     row_shape = data.shape[1:]
     if not broadcasts(data.shape, (*ids_shape, *row_shape)):
         labels_axes = len(ids_shape) > 1 and data.shape[: len(ids_shape)] == ids_shape
-        way_out = "; flatten the ids and the axes that they label" if labels_axes else ""
+        advice = "; flatten the ids and the axes that they label" if labels_axes else ""
         raise ValueError(
             f"{name}: {data_name} must have one row per id, that is, a shape that broadcasts to segment_ids.shape + "
             f"{data_name}.shape[1:] = {(*ids_shape, *row_shape)}; got {data_name}.shape = {data.shape}, "
-            f"segment_ids.shape = {ids_shape}{way_out}"
+            f"segment_ids.shape = {ids_shape}{advice}"
         )
     if bucket_size is not None:
         _check_bucket_size(segments, bucket_size, out_sharding)

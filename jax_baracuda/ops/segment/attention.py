@@ -39,8 +39,8 @@ def segment_attention(
     ``out[s, h, ...] = sum { p[e, h] * data[gather_ids[e], h, ...] : segment_ids[e] == s }``, where
     ``p = segment_softmax(logits, segment_ids, num_segments)``.
 
-    The kernels of this function and of its gradient write and read no array of edges times features, and none of edges
-    times heads but `logits` and their gradient.
+    The kernels of this function and of its gradient write and read no array of edges times features. Their only arrays
+    of edges times heads are `logits` and their gradient.
 
     Args:
       logits: ``[E]`` or ``[E, H]``, one for each edge and head, a floating dtype. They are cast to float32, or to
@@ -113,8 +113,8 @@ def graph_dot_product_attention(
     ``logit[e, h] = scale * sum(query[segment_ids[e], h] * key[gather_ids[e], h]) + bias[e, h]``.
 
     The same as :func:`jax.nn.dot_product_attention` with a mask that holds the edges. The kernels of this function and
-    of its gradient write and read no array of edges times features, and none of edges times heads but `bias` and its
-    gradient.
+    of its gradient write and read no array of edges times features. Their only arrays of edges times heads are
+    `bias` and its gradient.
 
     Args:
       query: ``[S, H, D]``, one for each segment (receiver) and head, a floating dtype. float16, bfloat16, float32 and
@@ -199,8 +199,8 @@ def graph_additive_attention(
     edges of each segment, of ``logit[e, h] = sum(score_weights[h] * leaky_relu(query[segment_ids[e], h] +
     key[gather_ids[e], h], negative_slope)) + bias[e, h]``. The keys are the values, too.
 
-    The kernels of this function and of its gradient write and read no array of edges times features, and none of edges
-    times heads but `bias` and its gradient.
+    The kernels of this function and of its gradient write and read no array of edges times features. Their only arrays
+    of edges times heads are `bias` and its gradient.
 
     Args:
       query: ``[S, H, D]``, the transformed features of each segment (receiver), a floating dtype. float16, bfloat16,

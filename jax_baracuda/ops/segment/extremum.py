@@ -91,7 +91,7 @@ from jax_baracuda.ops.segment.edges import (
 )
 from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
 from jax_baracuda.ops.segment.ids import check_numbered, index_dtype
-from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_apart, sorted_by_segment, unpermuted
+from jax_baracuda.ops.segment.plan import SegmentPlan, sorted_by_segment, unpermuted, with_shared_sort
 from jax_baracuda.ops.segment.sum import segment_sum, segment_sum_backward
 from jax_baracuda.ops.segment.sum_ops import SEGMENT_SUM, SEGMENT_SUM_BACKWARD
 
@@ -708,7 +708,7 @@ SEGMENT_EXTREMUM = reduction_op(
         on_cpu(NOTHING_TO_VECTORISE.reason, _without_winner, single_feature, unsorted, call_bound),
     ),
     shard_program=functools.partial(_shard_reduce, "row"),
-    alternatives=sorted_apart(lambda: GATHER_SEGMENT_EXTREMUM),
+    alternatives=with_shared_sort(lambda: GATHER_SEGMENT_EXTREMUM),
     tangent=_tangent,
 )
 

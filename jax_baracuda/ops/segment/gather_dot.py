@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jax_baracuda._core.arrays import (
     check_same_dtype,
     floating_array,
-    with_whole_dims,
+    replicate_dims,
 )
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
@@ -103,7 +103,7 @@ def gather_segment_dot(
 def _of_heads(rows: Array) -> Array:
     """Rows ``[N, ..., D]`` as ``[N, H, D]``."""
     heads = range(1, rows.ndim - 1)
-    return with_whole_dims(rows, heads).reshape(rows.shape[0], math.prod(rows.shape[1:-1]), rows.shape[-1])
+    return replicate_dims(rows, heads).reshape(rows.shape[0], math.prod(rows.shape[1:-1]), rows.shape[-1])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

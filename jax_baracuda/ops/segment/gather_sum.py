@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import as_array, with_whole_dims
+from jax_baracuda._core.arrays import as_array, replicate_dims
 from jax_baracuda._core.batch import map_over_batch
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.public import public_function
@@ -155,8 +155,8 @@ def by_heads(call: EdgeCall, argument: str, weights: Array) -> tuple[Array, Arra
             f"got {argument}.shape = {weights.shape} for {num_edges} edges and data.shape = {data.shape}"
         )
     heads = math.prod(weights.shape[1:])
-    weights, data = (with_whole_dims(x, range(1, weights.ndim)) for x in (weights, data))
-    data = with_whole_dims(data, range(weights.ndim, data.ndim))
+    weights, data = (replicate_dims(x, range(1, weights.ndim)) for x in (weights, data))
+    data = replicate_dims(data, range(weights.ndim, data.ndim))
     features = math.prod(data.shape[weights.ndim :])
     return weights.reshape(num_edges, heads), data.reshape(data.shape[0], heads, features)
 

@@ -18,7 +18,7 @@ from jax_baracuda._core.arrays import FLOATING_DTYPES, INTEGER_DTYPES, in_range,
 from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.primitives import define_op
-from jax_baracuda._core.rules import Rule, at_least, on_gpu, sorts_apart
+from jax_baracuda._core.rules import Rule, at_least, on_gpu, shares_sort
 from jax_baracuda.ops.segment.definitions import IDS, ROWS, SEGMENT_FIELDS
 from jax_baracuda.ops.segment.ids import (
     canonical_edges,
@@ -218,7 +218,7 @@ def _summary(value: Any) -> str:
 
 
 def check_plan(name: str, plan: Any, **belonging: Any) -> None:
-    """Checks that a plan is one, not a batch, and that no argument that it replaces is given. None is no plan."""
+    """Checks that `plan` is a single plan or None, and that no argument that it replaces is given."""
     if misplaced := [argument for argument, value in belonging.items() if isinstance(value, SegmentPlan)]:
         raise TypeError(f"{name}: {misplaced[0]} must not be a SegmentPlan; pass it by name, as plan=")
     if plan is None:
@@ -272,19 +272,22 @@ def sorted_by_segment(segment_ids: Array, num_segments: int) -> tuple[Array, Arr
     return order, sorted_ids
 
 
-SORTED_APART = on_gpu("XLA shares the sort between calls", sorts_apart, at_least(row_bytes=65))
-"""Where an op sorts the ids, then gathers its rows in that order. Narrower rows are copied in order instead."""
+SHARED_SORT = on_gpu("XLA shares the sort between calls", shares_sort, at_least(row_bytes=65))
+"""Where a separate op sorts the ids, and the rows are gathered in that order. The op itself sorts narrower rows."""
 
 
-def sorted_apart(op_of_edges: Callable[[], Op], **more: Any) -> dict[Rule, Callable[..., Sequence[Array]]]:
-    """The alternative of an op of rows: the op of gathered rows, with `more` params, gathers them in the ids' order."""
+def with_shared_sort(op_of_edges: Callable[[], Op], **more: Any) -> dict[Rule, Callable[..., Sequence[Array]]]:
+    """The alternative of an op of rows: it sorts the ids by a separate op, then calls the op of gathered rows.
+
+    `more`: params of the op of gathered rows.
+    """
 
     def program(data: Array, ids: Array, **params: Any) -> Sequence[Array]:
         order, sorted_ids = sorted_by_segment(ids, params["num_segments"])
         numbers = [order] if params.get("has_winner") else []
         return op_of_edges().kernel(data, order, sorted_ids, *numbers, **params | more | {"indices_are_sorted": True})
 
-    return {SORTED_APART: program}
+    return {SHARED_SORT: program}
 
 
 def _reference(segment_ids: Array, *, num_segments: int) -> tuple[Array, Array]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -19,7 +18,7 @@ from jax_baracuda._core.rules import at_most_4_features, at_most_64_features, in
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonical_segments, canonicalize, check_like
-from jax_baracuda.ops.segment.cells import gather_segments, xla_max, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, xla_sum
 from jax_baracuda.ops.segment.definitions import IDS, NOTHING_TO_VECTORISE, ROWS, SEGMENT_FIELDS, sum_guarantee
 from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
@@ -140,11 +139,7 @@ def _probabilities(logits: Array, ids: Array, maxima: Array, totals: Array) -> A
 
 
 def _reference(logits: Array, ids: Array, *, num_segments: int) -> tuple[Array]:
-    wide = logits.astype(accumulation_dtype(logits.dtype))
-    maxima = xla_max(jax.lax.stop_gradient(wide), ids, num_segments)
-    of_rows, is_member = gather_segments(maxima, ids)
-    totals = xla_sum(jnp.exp(jnp.where(is_member, wide - of_rows, -jnp.inf)), ids, num_segments)
-    return (_probabilities(logits, ids, maxima, totals),)
+    return (_probabilities(logits, ids, *SEGMENT_LOGSUMEXP.reference(logits, ids, num_segments=num_segments)),)
 
 
 def _weighted_cotangents(probabilities: Array, d_output: Array) -> Array:

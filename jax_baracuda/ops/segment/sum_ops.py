@@ -71,7 +71,7 @@ from jax_baracuda.ops.segment.edges import (
 )
 from jax_baracuda.ops.segment.graphs import flat_batch, graph_axes, merge_graphs, renumbered, sum_over_graphs
 from jax_baracuda.ops.segment.ids import index_dtype
-from jax_baracuda.ops.segment.plan import sorted_apart
+from jax_baracuda.ops.segment.plan import with_shared_sort
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reference in plain JAX.
@@ -149,7 +149,7 @@ def _are_added_in_less_time_than_sorted(traits: Traits) -> bool:
 # Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes for one sum: 0.25 to 1.0 for
 # 200,000 to 5M rows, 1.1 to 1.9 where they have 32 numbers or more and one of few segments has a tenth of them (H200,
 # 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature.
-# Rows of 2 to 15 numbers are kept for the kernel because of a force field, 1.25 as a whole. Rows in memory:
+# Rows of 2 to 15 numbers go to the kernel, which a whole force field gains from: 1.25. Rows in memory:
 # 0.4 to 0.75, once 1.06, up to 64 MB; in float32 0.7 to 1.0 up to 128 MB (18 loops), 0.9 to 1.3 up to 240 MB
 # (10 loops); beyond that 0.8 to 1.3 in rows of 32, 1.2 to 2.0 in longer ones (H200). Steps of jraph's GAT over 1.2M and
 # 2M edges, in rows of 32: 0.83 and 0.89.
@@ -206,7 +206,7 @@ SEGMENT_SUM = _sum_op(
             single_feature,
         ),
     ),
-    alternatives=sorted_apart(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
+    alternatives=with_shared_sort(lambda: GATHER_SEGMENT_SUM, clips_gather_ids=True, is_wide=False),
 )
 
 # H200, time of plain JAX / kernel: 0.2 for rows of 1, 0.35 of 2, 0.5 to 0.8 of 4, 1.0 to 1.5 of 8, 2 to 4 above; up to

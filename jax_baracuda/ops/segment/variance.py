@@ -131,7 +131,7 @@ def _reduce(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivative rules. JAX would also differentiate by the means: a sum of differences, which is 0 but for rounding.
+# Derivative rules. JAX would also differentiate by the means: a sum of differences, which is 0 except for rounding.
 
 
 def _differences(params: Params, data: Array, mean: Array, ids: Array) -> Array:

@@ -11,13 +11,13 @@ from support import matrix  # isort: skip  (sets the environment before JAX is l
 import argparse
 import contextlib
 import dataclasses
+import functools
 import secrets
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -104,31 +104,16 @@ def has_large_sizes() -> bool:
     return jax.devices()[0].platform != "cpu"
 
 
-@contextlib.contextmanager
-def _progress(seconds: float | None, cases: int | None) -> Any:
-    """``(report, tick)``, with a progress bar if tqdm is installed and stderr is a terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if tqdm is None or not sys.stderr.isatty():
-        last = [time.monotonic()]
+def _summaries(every: float = 15) -> Callable[[Fuzz], None]:
+    """A function that prints a summary, at most once in so many seconds."""
+    last = [time.monotonic()]
 
-        def tick(fuzz: Fuzz) -> None:
-            if time.monotonic() - last[0] > 15:
-                last[0] = time.monotonic()
-                print(fuzz.summary(), flush=True)
+    def tick(fuzz: Fuzz) -> None:
+        if time.monotonic() - last[0] > every:
+            last[0] = time.monotonic()
+            print(fuzz.summary(), flush=True)
 
-        yield (lambda text: print(text, flush=True)), tick
-        return
-    with tqdm(total=cases or seconds, unit="case" if cases else "s") as bar:
-        start = time.monotonic()
-
-        def tick(fuzz: Fuzz) -> None:
-            bar.n = fuzz.num_programs if cases else min(int(time.monotonic() - start), int(seconds or 0))
-            bar.set_postfix_str(f"{fuzz.num_cases} cases, {len(fuzz.failures)} failures")
-
-        yield tqdm.write, tick
+    return tick
 
 
 def main() -> int:
@@ -142,10 +127,10 @@ def main() -> int:
     seconds = 60 if arguments.seconds is None and arguments.programs is None else arguments.seconds
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     print(f"seed {seed}, {arguments.threads} threads, {num_devices()} {jax.devices()[0].platform} devices", flush=True)
-    with _progress(seconds, arguments.programs) as (report, tick):
-        deadline = None if seconds is None else time.monotonic() + seconds
-        fuzz = Fuzz(seed, arguments.programs, deadline, report, has_large_sizes(), arguments.draws)
-        fuzz.run(arguments.threads, tick)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    report = functools.partial(print, flush=True)
+    fuzz = Fuzz(seed, arguments.programs, deadline, report, has_large_sizes(), arguments.draws)
+    fuzz.run(arguments.threads, _summaries())
     print(fuzz.summary(), flush=True)
     return 1 if fuzz.failures else 0
 
