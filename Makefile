@@ -129,7 +129,7 @@ docs: $(VENV)/installed
 	@echo "The pages are in build/docs; open build/docs/index.html."
 
 lint: $(VENV)/tests-installed
-	$(BIN)/pip install --quiet basedpyright clang-format==23.1.5 codespell mypy ruff
+	$(BIN)/pip install --quiet basedpyright clang-format==23.1.5 codespell mypy rich ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check jax_baracuda tests benchmarks release
 	$(BIN)/mypy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -27,6 +26,7 @@ from benchmarks.harness import QUICK, Case, copy_bytes_per_second, environment, 
 from benchmarks.record import OURS, PROGRAMS, RESULTS, XLA, CaseRecord, Measurement, Run, milliseconds_text
 from jax_baracuda._tools.command_line import INTERRUPTED, output_file, parser_of, run
 from jax_baracuda._tools.platforms import default_devices, require_kernels
+from jax_baracuda._tools.progress import Progress
 
 FAMILIES = (
     segment,
@@ -81,14 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_kernels(default_devices()[0])
     output = options.output or (None if options.only or options.quick else RESULTS / f"{backend}.json")
 
-    say = functools.partial(print, flush=True)
+    progress = Progress()
+    say = progress.print
     bandwidth = copy_bytes_per_second()
     say(f"{len(cases)} cases; copy: {bandwidth / 1e12:.3f} TB/s on {jax.devices()[0].device_kind}")
     run = Run(environment(), bandwidth / 1e12, options.quick)
     start = time.perf_counter()
     is_serious, failures = False, []
     try:
-        for case in cases:
+        for case in progress.track(cases, len(cases), lambda case: case.name):
             try:
                 result = measure(case, bandwidth, QUICK if options.quick else case.effort)
             except Exception as error:  # One case that cannot be set up must not end the run.

@@ -35,6 +35,7 @@ from jax_baracuda._examples import causal_conv1d, rope
 from jax_baracuda._examples import segment as plain_segment
 from jax_baracuda._tools.command_line import output_file, parser_of, run
 from jax_baracuda._tools.platforms import default_devices, require_kernels
+from jax_baracuda._tools.progress import Progress
 
 AXIS = "x"
 ALL_REDUCE = "all-reduce"
@@ -363,14 +364,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not programs:
         parser.error(f"no program has a name with {' or '.join(options.only)}")
-    print(f"{len(programs)} programs on {num_devices} × {jax.devices()[0].device_kind}", flush=True)
+    progress = Progress()
+    progress.print(f"{len(programs)} programs on {num_devices} × {jax.devices()[0].device_kind}")
     scalings = []
-    for program in programs:
+    for program in progress.track(programs, len(programs), lambda program: program.name):
         try:
             scalings.append(measure(program, num_devices, QUICK if options.quick else FULL))
         except Exception as error:  # One failing program must not end the run.
             scalings.append(Scaling(program.name, program.split, {}, summary_of(error)))
-        print(scalings[-1].describe(), flush=True)
+        progress.print(scalings[-1].describe())
         if options.output is not None:
             record = {"environment": environment(), "devices": num_devices, "is_quick": options.quick}
             content = {**record, "programs": [dataclasses.asdict(scaling) for scaling in scalings]}

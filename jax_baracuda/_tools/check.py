@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.command_line import integer_from, parser_of
 from jax_baracuda._tools.platforms import devices_by_platform, require_kernels
+from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
 
 
@@ -32,8 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for device in devices.values():
         require_kernels(device)
     examples = all_examples()
+    progress = Progress()
     table = ProgressiveTable(
-        functools.partial(print, flush=True),
+        progress.print,
         ("function", *(example.name for example in examples)),
         ("dtype", "bfloat16"),
         ("on", *devices),
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     to_check = [(example, platform) for platform in devices for example in examples]
     num_checks = num_failures = 0
-    for example, platform in to_check:
+    for example, platform in progress.track(to_check, len(to_check), lambda pair: f"{pair[0].name} on {pair[1]}"):
         with selecting(KERNEL_IF_ANY):
             errors_by_dtype = list(errors(example, devices[platform], seed))
         for dtype, value_error, gradient_error in errors_by_dtype:

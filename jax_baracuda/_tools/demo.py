@@ -37,6 +37,7 @@ from jax.example_libraries import optimizers
 import jax_baracuda
 from jax_baracuda._tools.command_line import CANNOT_RUN, integer_from, output_file, parser_of
 from jax_baracuda._tools.platforms import default_devices
+from jax_baracuda._tools.progress import Progress
 
 NEIGHBOURS = 10
 LABELLED_FRACTION = 0.3
@@ -175,7 +176,7 @@ def start_runs(seed: int) -> tuple[Run, Run]:
 
 def train_side_by_side(runs: Sequence[Run], graph: Graph, steps: int) -> None:
     """Trains all runs, one step each in turn, so that other work on this machine affects their timings equally."""
-    for _ in range(steps):
+    for _ in Progress().track(range(steps), steps, lambda _: f"training, loss {(runs[0].losses or [np.nan])[-1]:.4f}"):
         for run in runs:
             run.advance(graph)
 

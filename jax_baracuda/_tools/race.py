@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example, value_and_gradient
 from jax_baracuda._tools.command_line import integer_from, parser_of
 from jax_baracuda._tools.platforms import devices_by_platform, require_kernels
+from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import ProgressiveTable
 
 FORWARD, WITH_GRADIENT = "forward", "+ gradient"
@@ -37,12 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     repeats = parser.parse_args(arguments).repeats
     num_timed = num_scattered = 0
+    progress = Progress()
     for platform, device in devices_by_platform().items():
         require_kernels(device)
         examples = [example for example in all_examples() if platform in example.sizes]
-        print(f"{platform}: {device.device_kind}", flush=True)
+        progress.print(f"{platform}: {device.device_kind}")
         table = ProgressiveTable(
-            functools.partial(print, flush=True),
+            progress.print,
             ("function\nsizes, float32", *(name_and_sizes(example, platform) for example in examples)),
             ("timed", FORWARD, WITH_GRADIENT),
             ("ours\n[ms]", "1.23e+03"),
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ("speed-up",),
             ("spread",),
         )
-        for example in examples:
+        for example in progress.track(examples, len(examples), lambda example: example.name):
             timed = list(race(example, platform, device, repeats))
             passes = [
                 (what, f"{ours * 1e3:.3g}", f"{xla * 1e3:.3g}", f"{xla / ours:.1f}x", f"{spread:.0%}")
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_scattered += sum(spread > MAX_SPREAD for *_, spread in timed)
             cells = map("\n".join, zip(*passes, strict=True))
             table.print_row(name_and_sizes(example, platform), *cells)
-        print()
+        progress.print("")
     print(
         f"Times are medians of {repeats} calls. Spread: the distance of their quartiles,\n"
         "relative to the median; the larger one of ours and XLA's."

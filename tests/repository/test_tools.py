@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import io
 import json
 import os
 import shutil
@@ -38,6 +39,7 @@ from jax_baracuda._examples.example import Example
 from jax_baracuda._tools import check, demo, race, report
 from jax_baracuda._tools.command_line import CANNOT_RUN, exit_status
 from jax_baracuda._tools.platforms import BackendError
+from jax_baracuda._tools.progress import Progress
 from jax_baracuda._tools.table import format_table
 
 
@@ -376,6 +378,25 @@ def ended(tool: Any, arguments: Sequence[str], capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as stop:
         tool.main(arguments)
     return stop.value.code, "".join(capsys.readouterr())
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    return terminal
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    terminal = on_terminal(monkeypatch)
+    progress = Progress()
+    for item in progress.track(range(3), 3, lambda number: f"[item] {number}"):
+        progress.print(f"[row] {item} " + "x" * 150)
+    text = terminal.getvalue()
+    assert "\x1b[" in text and "3/3" in text and "[item] 2" in text
+    assert all(f"[row] {item} " + "x" * 150 + "\n" in text for item in range(3))
 
 
 def test_check_fails_without_a_device_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
