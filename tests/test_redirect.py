@@ -941,6 +941,25 @@ def test_small_sums_on_cpus_are_left_to_xla_if_rows_are_in_memory(
     assert called == (["segment_sum"] if is_computed else [])
 
 
+@cases.on_two_devices
+@pytest.mark.skipif(cases.PLATFORM != "cpu", reason="on GPUs, other rules decide")
+def test_what_serves_a_split_call_decides_once(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """The kernel takes narrow integers as 32 bits. Its op would leave these to XLA, as single numbers that XLA
+    computes."""
+    cases.use_rules(monkeypatch)
+    split = jax.NamedSharding(jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("x"))
+    rows = rng.integers(-128, 128, (2, 300_000)).astype(np.int8)
+    ids = rng.integers(0, 1000, rows.shape).astype(np.int32)
+    expected = np.zeros((2, 1000), np.int8)
+    np.add.at(expected, (np.arange(2)[:, None], ids), rows)
+    with redirect() as report:
+        step = jax.jit(jax.vmap(lambda rows, ids: jax.ops.segment_sum(rows, ids, 1000)), in_shardings=split)
+        compiled = step.lower(rows, ids).compile()
+    assert report.redirected.total() == 1, report
+    assert "segment_sum" in kernels_in(compiled.as_text())
+    np.testing.assert_array_equal(compiled(*jax.device_put((rows, ids), split)), expected)
+
+
 @pytest.mark.parametrize("is_read_by_a_product", [True, False])
 @pytest.mark.parametrize("is_softmax", [True, False])
 def test_products_that_add_up_nothing_are_fused(

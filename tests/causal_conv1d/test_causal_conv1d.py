@@ -631,3 +631,14 @@ def test_overloads_have_the_arguments_of_the_function() -> None:
         assert list(of_overload) == list(parameters)
         for name in parameters.keys() - {"return_final_state"}:
             assert of_overload[name] == parameters[name]
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize(("dtype", "limit"), [("float16", 2048), ("bfloat16", 256)])
+def test_ties_are_rounded_to_even(rng: np.random.Generator, dtype: str, limit: int, channels_last: bool) -> None:
+    """Sums of integers are exact in float32, and often in the middle of two numbers of 16 bits."""
+    x, weight = rng.integers(-limit, limit + 1, (2, 20, 70)), np.ones((20, 4), jnp.dtype(dtype))
+    exact = sum(np.pad(x, ((0, 0), (0, 0), (back, 0)))[..., : x.shape[2]] for back in range(4))
+    layout = (lambda array: np.swapaxes(array, 1, 2)) if channels_last else np.asarray
+    output = causal_conv1d(layout(x).astype(weight.dtype), weight, channels_last=channels_last)
+    np.testing.assert_array_equal(np.asarray(output), layout(exact).astype(weight.dtype))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import cases
+from support.kernels import kernels_in
 
 import jax_baracuda as jb
 from jax_baracuda._core.call import OpCall
@@ -24,20 +25,35 @@ from jax_baracuda.ops.segment.plan import SEGMENT_ORDER
 NODES, EDGES, SEGMENTS = 30, 200, 17
 
 
-def assert_is_order(ids: np.ndarray, segments: int) -> None:
-    """Asserts that SEGMENT_ORDER of each row of `ids` is a stable sort, with ids out of range at the end."""
-    order, sorted_ids = jax.jit(jax.vmap(lambda ids: SEGMENT_ORDER(ids, num_segments=segments)))(ids)
+def assert_is_order(ids: np.ndarray, segments: int, order: Any = None) -> None:
+    """Asserts that SEGMENT_ORDER of each row of `ids` is a stable sort, with ids out of range at the end.
+
+    Args:
+      order: the results of SEGMENT_ORDER. Default: those of a batch.
+    """
+    if order is None:
+        order = jax.jit(jax.vmap(lambda ids: SEGMENT_ORDER(ids, num_segments=segments)))(ids)
     is_member = (ids >= 0) & (ids < segments)
     expected = np.argsort(np.where(is_member, ids, segments), axis=-1, kind="stable")
-    np.testing.assert_array_equal(order, expected)
+    np.testing.assert_array_equal(order[0], expected)
     in_order = np.take_along_axis(np.where(is_member, ids, segments), expected, axis=-1)
-    np.testing.assert_array_equal(sorted_ids, in_order)
+    np.testing.assert_array_equal(order[1], in_order)
 
 
 @pytest.mark.parametrize("segments", [1, 7, 300, 100_000])
 @pytest.mark.parametrize("rows", [0, 1, 500])
 def test_order(rng: np.random.Generator, rows: int, segments: int) -> None:
     assert_is_order(rng.integers(-2, segments + 3, (3, rows)).astype(np.int32), segments)
+
+
+@pytest.mark.parametrize("segments", [1, 7, 300, 100_000])
+@pytest.mark.parametrize("rows", [0, 1, 500])
+def test_order_of_constants(rng: np.random.Generator, rows: int, segments: int) -> None:
+    """A program holds the order of constant ids, which NumPy finds."""
+    ids = rng.integers(-2, segments + 3, rows).astype(np.int32)
+    program = jax.jit(lambda: SEGMENT_ORDER(jnp.asarray(ids), num_segments=segments))
+    assert not kernels_in(program.lower().as_text())
+    assert_is_order(ids, segments, program())
 
 
 @pytest.mark.parametrize("segments", [1, 600, 2**18, 2**31 - 1], ids=["1 digit", "2 digits", "3 digits", "4 digits"])

@@ -116,3 +116,21 @@ def test_few_rows_of_many_segments(rng: np.random.Generator, is_sorted: bool) ->
         gradient = segment_softmax_backward(probabilities, cotangent, ids, segments, indices_are_sorted=is_sorted)
         of_numbers = segment_softmax_backward(probabilities, cotangent, numbers, 8)
     np.testing.assert_allclose(gradient, of_numbers, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [-1000, 0], ids=["before and beyond", "beyond"])
+def test_few_rows_of_no_segment(rng: np.random.Generator, first: int) -> None:
+    """With many segments, CPUs number those that have rows. Rows are dropped also if no segment has any."""
+    segments, num_rows = 100_000, 40
+    ids = rng.integers(first, 1000, num_rows)
+    ids = np.where(ids < 0, ids, ids + segments).astype(np.int32)
+    p, d = rng.normal(size=(2, num_rows, 3)).astype(np.float32)
+    with implementation("kernel"):
+        for is_sorted in (False, True):
+            own = np.sort(ids) if is_sorted else ids
+            results = (
+                segment_softmax(p, own, segments, indices_are_sorted=is_sorted),
+                segment_softmax_backward(d, p, own, segments, indices_are_sorted=is_sorted),
+            )
+            for result in results:
+                assert_same_bits(result, np.zeros_like(p))
