@@ -29,6 +29,7 @@ from segment.reference import (
 )
 from support import cases, programs
 from support.cases import Expected, Shape
+from support.kernels import kernels_in
 from support.meshes import MESH_SHAPE, collectives, exchanges_in, make_mesh
 
 import jax_baracuda
@@ -211,6 +212,21 @@ def test_row_sharded_results_of_narrow_dtypes(dtype: str) -> None:
             num_cells = -(-NUM_SEGMENTS // num_devices) * num_devices * 3
             traffic = sum(exchange.traffic for exchange in exchanges_in(compiled.as_text()))
             assert 0 < traffic <= 2 * num_cells * data.dtype.itemsize
+
+
+@pytest.mark.versions
+@each_reduction
+def test_shards_run_what_is_picked_for_the_call(reduction: Reduction) -> None:
+    """Plain JAX in a program split by rows calls no kernel, also not that of another op."""
+    data, ids, cotangent = make_operands(reduction, seed=1)
+    sharded = jax.device_put(data, NamedSharding(make_mesh(AxisType.Auto, NAMES), P("rows", None)))
+    for implementation in ("xla", "kernel"):
+
+        def run(data: jax.Array, implementation: str = implementation) -> tuple[jax.Array, ...]:
+            return value_and_gradient(reduction, {"implementation": implementation}, data, ids, cotangent)
+
+        compiled = jax.jit(run).lower(sharded).compile().as_text()
+        assert bool(kernels_in(compiled)) == (implementation == "kernel")
 
 
 def test_row_sharded_sums_need_no_16_bit_collective() -> None:

@@ -23,7 +23,7 @@ from jax_baracuda._core.dispatch import Decision, alternative_of, decide, missin
 from jax_baracuda._core.known_values import is_ascending, known_integers
 from jax_baracuda._core.native import KERNEL_PLATFORMS, target_name
 from jax_baracuda._core.rules import Site
-from jax_baracuda._core.selection import not_redirected, redirected
+from jax_baracuda._core.selection import KERNEL_IF_ANY, not_redirected, redirected, selecting
 from jax_baracuda._core.sharding import ShardAxes, partitioned
 
 Listener = Callable[[OpCall, Decision, mlir.LoweringRuleContext], OpCall]
@@ -86,7 +86,8 @@ def lower_kernel(platform: str, call: OpCall, ctx: mlir.LoweringRuleContext, ope
     with not_redirected():
         params = call.all_params
         site = Site(platform, donated=params.get("donated", ()), shares_sort=params.get("shares_sort", False))
-        if decide(call, site).implementation == "xla":
+        # The caller has picked plain JAX already, also for a deterministic call that has no kernel.
+        if call.selection == "xla" or decide(call, site).implementation == "xla":
             return _lower_reference(call, ctx, operands)
         return _call_target(call, site, ctx, operands)
 
@@ -193,7 +194,8 @@ def _lower_partitioned(
         program = (
             call.of_operands(op.shard_program, run_kernel, axes) if op.shard_program else call.of_operands(run_kernel)
         )
-        return tuple(map_over_dims(program, mapped, *shards))
+        with selecting(KERNEL_IF_ANY if runs_kernel else "xla"):  # also what other ops compute for the program
+            return tuple(map_over_dims(program, mapped, *shards))
 
     partitioned_call = partitioned(
         call.named_shapes,
@@ -220,7 +222,8 @@ def _call_target(call: OpCall, site: Site, ctx: mlir.LoweringRuleContext, operan
         return lower_without_mesh(lambda *_: [jnp.asarray(x) for x in constants], ctx, operands)
     if (program := op.program or alternative_of(call, site)) is not None:
         mapped_program = functools.partial(map_over_batch, call.of_operands(program), call.num_batch_dims)
-        return lower_without_mesh(mapped_program, ctx, operands)
+        with selecting(KERNEL_IF_ANY):
+            return lower_without_mesh(mapped_program, ctx, operands)
     ctx, operands = _with_whole_batch(call, ctx, operands)
     num_results = len(ctx.avals_out)
     if op.plan_parameters is not None:

@@ -164,7 +164,8 @@ class Op:
     def kernel(self, *operands: jax.Array | None, **params: Any) -> list[jax.Array]:
         """The kernel alone, without derivatives and sharding: for programs of other ops, and for redirected calls."""
         present, params = self._present(operands, params)
-        return self.kernel_primitive.bind(*present, **{"implementation": KERNEL_IF_ANY, **params})
+        selection = current_selection() or KERNEL_IF_ANY
+        return self.kernel_primitive.bind(*present, **{"implementation": selection, **params})
 
     def operand_names(self, params: Mapping[str, Any]) -> list[str]:
         """The names of all operands, before it is known which of them a call has."""
