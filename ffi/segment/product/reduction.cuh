@@ -30,7 +30,7 @@ template <typename T>
 struct FloatingProductReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = 12;
+  static constexpr int kTileBlocks = 6;
   using C = ComputeType<T>;
   using Outputs = ProductOutputs<T>;
 
@@ -136,7 +136,7 @@ template <typename T>
 struct IntegerProductReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = 12;
+  static constexpr int kTileBlocks = 6;
   using Outputs = ProductOutputs<T>;
 
   template <int kCount>
