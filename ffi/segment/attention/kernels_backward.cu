@@ -12,7 +12,7 @@ struct GradientSums {
   using Element = T;
   // A row loads so much that more resident blocks hide more latency than more rows in flight.
   static constexpr int kRowsInFlight = kInFlight;
-  static constexpr int kTileBlocks = 12;
+  static constexpr int kTileBlocks = 6;
   using C = ComputeType<T>;
 
   template <int kCount>

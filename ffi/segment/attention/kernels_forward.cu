@@ -8,7 +8,7 @@ template <typename T, typename Score>
 struct ForwardReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 3;
-  static constexpr int kTileBlocks = 12;
+  static constexpr int kTileBlocks = 6;
   using C = ComputeType<T>;
 
   struct Outputs : AttentionHeads<T, Score> {

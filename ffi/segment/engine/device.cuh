@@ -75,9 +75,10 @@ inline FeatureLanes AssignFeatures(int64_t vectors, int max_lanes, int unit = 1)
 // Bytes of the widest vector of a thread: at most 8 elements, so that they stay packed in registers.
 constexpr int WidestVectorBytes(int element_bytes) { return element_bytes == 1 ? 4 : 16; }
 
-// The widest vector, in elements, that divides the row and so is aligned in every row.
+// The widest vector, in elements, that divides the row and so is aligned in every row: 16 bytes, 8 of 16-bit elements,
+// or 4. Rows of 100 or 300 16-bit elements take 0.66 to 0.83 of the time that vectors of 4 bytes take (H200).
 inline int RowVector(int64_t features, int64_t element_bytes) {
-  for (const int64_t bytes : {WidestVectorBytes(static_cast<int>(element_bytes)), 4}) {
+  for (const int64_t bytes : {WidestVectorBytes(static_cast<int>(element_bytes)), element_bytes == 2 ? 8 : 4, 4}) {
     if (bytes > element_bytes && features * element_bytes % bytes == 0) return static_cast<int>(bytes / element_bytes);
   }
   return 1;
@@ -87,11 +88,11 @@ inline int RowVector(int64_t features, int64_t element_bytes) {
 template <typename T, typename Body>
 auto DispatchRowVector(int64_t features, Body&& body) {
   constexpr int kWidest = WidestVectorBytes(sizeof(T)) / static_cast<int>(sizeof(T));
-  constexpr int kWord = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
   const int vector = RowVector(features, sizeof(T));
   if (vector == kWidest) return body(std::integral_constant<int, kWidest>{});
-  if constexpr (kWord > 1 && kWord < kWidest) {
-    if (vector == kWord) return body(std::integral_constant<int, kWord>{});
+  if constexpr (sizeof(T) == 2) {
+    if (vector == 4) return body(std::integral_constant<int, 4>{});
+    if (vector == 2) return body(std::integral_constant<int, 2>{});
   }
   return body(std::integral_constant<int, 1>{});
 }

@@ -1,4 +1,4 @@
-// Reduction of few unsorted rows in one launch.
+// Reduction of few unsorted rows in one launch. It also serves few sorted pairs of rows.
 //
 // Each block sorts the rows of its own segments in shared memory (see sort_few_rows.cuh). Groups of threads then take
 // equal shares of the sorted rows, so a hot segment keeps all groups of its block busy. The parts of a segment in later

@@ -15,7 +15,7 @@ namespace jax_baracuda::segment {
 
 inline constexpr int kMapThreads = 256;
 inline constexpr int kMapRowsInFlight = 4;
-inline constexpr int kMinMapRowsPerThread = 4, kMaxMapRowsPerThread = 32;
+inline constexpr int kMinMapRowsPerThread = 1, kMaxMapRowsPerThread = 32;
 inline constexpr int kFlatVectorsPerThread = 4;
 
 // A row function is a struct with

@@ -14,7 +14,7 @@ enum class Strategy {
   kFillCounts,       // means without features, whose counts are returned
   kPrivateTable,     // few segments: one table per thread
   kBatchOfFewRows,   // a large batch of few rows that share their ids, in one launch
-  kFewUnsortedRows,  // few unsorted rows, in one launch
+  kFewUnsortedRows,  // few unsorted rows, or few pairs of rows, in one launch
   kFewSortedRows,    // few sorted rows, own or gathered, in one launch
   kRuns,             // narrow sorted rows, whole rows per thread
   kTiles,            // sorted rows, in tiles

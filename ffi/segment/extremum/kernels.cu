@@ -93,9 +93,11 @@ struct TableLauncher {
                                 ? FilteredMax<kWidest>(a, carver.Take<char>(kBoundBytes))
                             : is_aligned ? TableMax<kWidest>(a)
                                          : TableMax<1>(a));
-    if (!kOutputIsTable<T> && !plan.StaysShared()) {
-      DecodeTableKernel<T><<<GridSize(CeilDivide(all_cells, 256)), 256, 0, stream>>>(a, all_cells);
-      JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
+    if constexpr (!kOutputIsTable<T>) {
+      if (!plan.StaysShared()) {
+        DecodeTableKernel<T><<<GridSize(CeilDivide(all_cells, 256 * kDecodedCells)), 256, 0, stream>>>(a, all_cells);
+        JB_RETURN_IF_LAUNCH_ERROR(DecodeTableKernel);
+      }
     }
     if constexpr (kWithWinner) {
       // Every byte of kNoWinner is 0xff.

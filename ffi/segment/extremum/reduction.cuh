@@ -154,7 +154,7 @@ template <typename T>
 struct MaxReduction {
   using Element = T;
   static constexpr int kRowsInFlight = sizeof(T) == 8 ? 4 : 8;
-  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 16;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 6 : 8;
 
   struct Outputs {
     T* output;
@@ -202,7 +202,7 @@ template <typename T>
 struct WinnerReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 10;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 6 : 5;
 
   struct Outputs {
     T* output;
@@ -282,7 +282,7 @@ struct ArgReduction {
   using C = ComputeType<T>;
   using Key = OrderedKey<C>;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 10;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 6 : 5;
 
   struct Outputs {
     int32_t* row;

@@ -247,11 +247,21 @@ __global__ void __launch_bounds__(kSharedTableThreads, MinBlocks(kSharedTableThr
   }
 }
 
+inline constexpr int kDecodedCells = 4;  // per thread
+
 // Writes the results of narrow values.
 template <typename T>
 __global__ void __launch_bounds__(256) DecodeTableKernel(const __grid_constant__ TableArguments<T> a, int64_t cells) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < cells) a.output[i] = ResultOf(a, a.keys[i]);
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kDecodedCells;
+  if (first + kDecodedCells <= cells) {
+    const auto keys = LoadStreaming<kDecodedCells>(a.keys + first);
+    Vector<T, kDecodedCells> results;
+#pragma unroll
+    for (int i = 0; i < kDecodedCells; ++i) results.lane[i] = ResultOf(a, keys.lane[i]);
+    StoreVector(a.output + first, results);
+  } else {
+    for (int64_t i = first; i < cells; ++i) a.output[i] = ResultOf(a, a.keys[i]);
+  }
 }
 
 // Adds `count` rows that attain the cell's maximum to its winner. `row` is used if count is 1 or with first_wins.

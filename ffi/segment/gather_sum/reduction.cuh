@@ -16,7 +16,7 @@ template <typename T, bool kHasWeightVectors = false>
 struct GatherSumReduction {
   using Element = T;
   static constexpr int kRowsInFlight = SumReduction<T>::kRowsInFlight / (kHasWeightVectors ? 2 : 1);
-  static constexpr int kTileBlocks = kHasWeightVectors ? 12 : SumReduction<T>::kTileBlocks;
+  static constexpr int kTileBlocks = kHasWeightVectors ? 6 : SumReduction<T>::kTileBlocks;
   using C = ComputeType<T>;
 
   struct Outputs {

@@ -11,7 +11,7 @@ template <typename T>
 struct LogSumExpReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = 12;
+  static constexpr int kTileBlocks = 6;
   using C = ComputeType<T>;
 
   struct Outputs {

@@ -30,7 +30,7 @@ template <typename T>
 struct FloatingProductReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = 12;
+  static constexpr int kTileBlocks = 6;
   using C = ComputeType<T>;
   using Outputs = ProductOutputs<T>;
 
@@ -62,14 +62,20 @@ struct FloatingProductReduction {
                                           int64_t feature) const {
       const int64_t cell = segment * features + feature;
       Vector<T, kCount> result;
-      if (IsMantissaAlone()) {
+      const bool is_mantissa_alone = IsMantissaAlone();
+      if (is_mantissa_alone) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) result.lane[i] = static_cast<T>(mantissa.lane[i]);
       } else {
         result = ValuesOfAny(*this);
       }
       StoreVector(outputs.output + cell, result);
-      if (outputs.mantissa != nullptr) StoreResiduals(*this, outputs, cell);
+      if (outputs.mantissa == nullptr) return;
+      if (is_mantissa_alone) {
+        StoreResiduals(outputs, cell, [&](int i) { return Residual<C>::Of(mantissa.lane[i], 0); });
+      } else {
+        StoreResidualsOfAny(*this, outputs, cell);
+      }
     }
 
    private:
@@ -102,12 +108,17 @@ struct FloatingProductReduction {
       for (int i = 0; i < kCount; ++i) cells.Set(i, ProductOfBoth(cells.At(i), others.At(i)));
       return cells;
     }
-    __device__ __noinline__ static void StoreResiduals(Accumulator cells, const Outputs& outputs, int64_t cell) {
+    __device__ __noinline__ static void StoreResidualsOfAny(Accumulator cells, const Outputs& outputs, int64_t cell) {
+      StoreResiduals(outputs, cell, [&](int i) { return Residual<C>::Of(cells.mantissa.lane[i], cells.At(i).packed); });
+    }
+    template <typename ResidualOf>
+    __device__ __forceinline__ static void StoreResiduals(const Outputs& outputs, int64_t cell,
+                                                          const ResidualOf& residual_of) {
       Vector<C, kCount> mantissas;
       Vector<int32_t, kCount> packed;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const auto residual = Residual<C>::Of(cells.mantissa.lane[i], cells.At(i).packed);
+        const Residual<C> residual = residual_of(i);
         mantissas.lane[i] = residual.mantissa;
         packed.lane[i] = residual.packed;
       }
@@ -136,7 +147,7 @@ template <typename T>
 struct IntegerProductReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = 12;
+  static constexpr int kTileBlocks = 6;
   using Outputs = ProductOutputs<T>;
 
   template <int kCount>

@@ -62,7 +62,7 @@ template <typename T>
 struct ProductSumReduction {
   using Element = T;
   static constexpr int kRowsInFlight = 4;
-  static constexpr int kTileBlocks = 12;
+  static constexpr int kTileBlocks = 6;
   using C = ComputeType<T>;
   using Outputs = typename SumReduction<C>::Outputs;
 

@@ -12,7 +12,7 @@ template <typename T>
 struct Float64Reduction {
   using Element = T;
   static constexpr int kRowsInFlight = 8;
-  static constexpr int kTileBlocks = sizeof(T) < 4 ? 8 : 12;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 4 : 6;
 
   struct Outputs {
     T* output;

@@ -13,7 +13,7 @@ template <typename T>
 struct SumReduction {
   using Element = T;
   static constexpr int kRowsInFlight = sizeof(T) == 8 ? 4 : 8;
-  static constexpr int kTileBlocks = sizeof(T) < 4 ? 12 : 16;
+  static constexpr int kTileBlocks = sizeof(T) < 4 ? 6 : 8;
   using C = ComputeType<T>;
 
   struct Outputs {
