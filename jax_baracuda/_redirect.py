@@ -103,7 +103,7 @@ class RedirectReport:
         texts = []
         for key in sorted(self.calls):
             texts.append(self._text_of(key))
-            lines = sorted(self.lines[key].items())
+            lines = sorted(self.lines.get(key, {}).items(), key=lambda item: _in_order_of_lines(item[0]))
             if places := ", ".join(line if count == 1 else f"{line} ({count})" for line, count in lines):
                 texts.append(_wrapped("    " + places))
         return "\n".join(texts) or _NO_CALLS
@@ -112,6 +112,11 @@ class RedirectReport:
         name, implementation, reason = key
         ran = {"kernel": "a kernel", "xla": "plain JAX"}
         return _wrapped(f"{self.calls[key]} x {name}: {ran[implementation]}, {reason}")
+
+
+def _in_order_of_lines(line: str) -> tuple[str, int]:
+    file, _, number = line.rpartition(":")
+    return file, int(number)
 
 
 def _wrapped(line: str) -> str:
@@ -271,8 +276,8 @@ def _count(name: str, decision: Decision, ctx: Any) -> None:
     scopes: list[Any] = [scope for scope in REDIRECTION.entered if isinstance(scope, redirect)] or [process_scope()]
     for report in {id(scope): scope.report for scope in scopes if scope is not None}.values():
         with _lock:
-            report.calls[key] += 1
             report.lines.setdefault(key, collections.Counter()).update([line] if line else [])
+            report.calls[key] += 1
 
 
 def _line_of(ctx: Any) -> str:
@@ -281,9 +286,14 @@ def _line_of(ctx: Any) -> str:
     if place is None:
         return ""
     file, line = place
-    folders = [os.path.join(os.path.abspath(entry), "") for entry in sys.path]
-    folder = max((folder for folder in folders if file.startswith(folder)), key=len, default="")
-    return f"{file.removeprefix(folder)}:{line}"
+    return f"{_name_of(file)}:{line}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _name_of(file: str) -> str:
+    """The path of a file, relative to the entry of ``sys.path`` that it is in."""
+    folders = [os.path.join(entry, "") for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]
+    return file.removeprefix(max((folder for folder in folders if file.startswith(folder)), key=len, default=""))
 
 
 def _taking_keywords_alone(init: Callable[..., None]) -> Callable[..., None]:

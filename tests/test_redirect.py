@@ -117,6 +117,18 @@ def test_lines_of_the_program(rng: np.random.Generator) -> None:
     assert [line for line in text.splitlines() if "test_redirect.py:" not in line] == str(report).splitlines()
 
 
+def test_line_in_a_folder_whose_name_starts_like_the_package(rng: np.random.Generator) -> None:
+    """Only the package's own files are left out."""
+    data, ids = problem(rng)
+    namespace = {"jax": jax, "ids": ids}
+    file = f"{jax_baracuda.__path__[0]}_models/train.py"
+    exec(compile("def total(data):\n    return jax.ops.segment_sum(data, ids, 5)", file, "exec"), namespace)
+    with redirect() as report:
+        jax.jit(namespace["total"])(data)
+    [lines] = report.lines.values()
+    assert list(lines) == [f"{os.path.basename(jax_baracuda.__path__[0])}_models/train.py:2"]
+
+
 @pytest.mark.parametrize("arguments", [{"mode": "clip"}, {"bucket_size": 4}, {"num_segments": None}])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_arguments_of_jax_ops(rng: np.random.Generator, name: str, arguments: dict[str, object]) -> None:

@@ -82,7 +82,8 @@ def _content(value: Any, seen: dict[int, int]) -> Any:
     elif isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] not in _VERSIONED:
         parts = value.__code__, value.__defaults__, value.__kwdefaults__, value.__closure__
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        # Fields that are no arguments follow from the others.
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
     if parts is not None:
         if (number := seen.get(id(value))) is not None:
             return kind, number

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
@@ -229,7 +230,7 @@ def hide_frames_of(folder: str) -> None:
         from jax._src import source_info_util, traceback_util
 
         traceback_util.register_exclusion(folder)
-        source_info_util.register_exclusion(folder)
+        source_info_util.register_exclusion(os.path.join(folder, ""))  # not a folder whose name starts with this one
 
 
 def line_of(ctx: Any) -> tuple[str, int] | None:

@@ -31,9 +31,9 @@ import benchmarks.__main__ as benchmarks_main
 import benchmarks.grid as grid_benchmark
 import jax_baracuda as jb
 from benchmarks import kernels, many_devices, sample, timing
-from jax_baracuda._core import dispatch
 from jax_baracuda._core.native import NativeModule
 from jax_baracuda._core.op import OPS
+from jax_baracuda._core.rules import Rule
 from jax_baracuda._examples import all_examples
 from jax_baracuda._examples.example import Example
 from jax_baracuda._tools import check, demo, race, report
@@ -310,7 +310,7 @@ def test_ids_by_a_power_law(rng: np.random.Generator) -> None:
 
 
 def test_report_says_what_is_picked_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = [dispatch.Rule(platform, "of this test", ()) for platform in ("cpu", "cuda")]
+    rules = [Rule(platform, "of this test", ()) for platform in ("cpu", "cuda")]
     cases.use_rules(monkeypatch, lambda op: rules if op.name == "where" else ())
     text = report._choices()
     for op in ("rope", "where_backward", "write_slice", "write_slice_backward", "causal_conv1d_update", "segment_max"):

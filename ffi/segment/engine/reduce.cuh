@@ -157,15 +157,14 @@ inline uint32_t GapBlocks(const Problem& problem, int threads) {
   return GridSize(CeilDivide(problem.batch * GapWarpsPerBatch(problem), threads / 32));
 }
 
-// Only tiles and the kernel of few unsorted rows read pairs of rows. That kernel serves few sorted pairs, too.
-inline ReducePlan PlanPairs(const SegmentCall& call, int64_t state_bytes) {
+// Only tiles and the kernel of few unsorted rows read pairs of rows. `uses_order`: whether the kernel is one for sorted
+// rows.
+inline ReducePlan PlanPairs(const SegmentCall& call, bool uses_order, int64_t state_bytes) {
   const Problem& problem = call.problem;
   const int64_t element_bytes = ElementBytes(call.type);
-  const bool are_few = UsesFewUnsortedRows(problem) &&
-                       problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewSortedPairs;
   const Strategy strategy = problem.HasNoResult()                             ? Strategy::kNothing
                             : problem.rows == 0                               ? Strategy::kFill
-                            : !call.indices_are_sorted || are_few             ? ChooseUnsortedStrategy(problem)
+                            : !uses_order                                     ? ChooseUnsortedStrategy(problem)
                             : problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles
                                                                               : Strategy::kTiles;
   return MakeReducePlan(problem, strategy, element_bytes, state_bytes);

@@ -45,9 +45,11 @@ struct Tuning {
   static constexpr int64_t kMaxFewSortedRows = int64_t{1} << 16, kMaxFewSortedRowsToSegment = 64,
                            kMaxStepsOfFewSortedRows = 512;
   static constexpr int64_t kMaxElementsOfFewSortedRows = int64_t{1} << 21;
-  // Sorted pairs of rows in one launch: the maximum number of elements. Softmax with its gradient took 0.81 of the time
-  // of tiles for 10,000 elements, 0.91 for 512,000.
-  static constexpr int64_t kMaxElementsOfFewSortedPairs = int64_t{1} << 19;
+  // Sorted pairs of rows in one launch: the maximum number of elements, and of elements to a segment, which one block
+  // reads. Softmax with its gradient took 0.8 of the time of tiles for 1,272 x 8 in 2 segments, 0.9 for 8,000 x 64 in
+  // 800; the gradient alone 0.65 for 5,000 x 64 in 50.
+  static constexpr int64_t kMaxElementsOfFewSortedPairs = int64_t{1} << 19,
+                           kMaxElementsOfFewSortedPairsToSegment = int64_t{1} << 14;
   // Gathered rows in that launch: the maximum number of blocks, which is four per multiprocessor.
   static constexpr int64_t kMaxBlocksOfFewEdges = 528;
 

@@ -143,7 +143,7 @@ CudaStatus GatherDotCall::Run(cudaStream_t stream) const {
       DotKernel<T, kVec><<<GridSize(problem.batch * a.blocks_per_batch), kThreads, 0, stream>>>(a);
       return JB_LAUNCH_STATUS(DotKernel);
     };
-    // Unlike reductions, products also have vectors of 8 bytes.
+    // Unlike reductions, products also have vectors of 8 bytes of 32-bit numbers.
     constexpr int kOfEightBytes = 8 / sizeof(T);
     if constexpr (kOfEightBytes > 1) {
       if (head_features % kOfEightBytes == 0 && head_features % (2 * kOfEightBytes) != 0) {

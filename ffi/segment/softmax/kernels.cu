@@ -76,7 +76,16 @@ struct ProductSumReduction {
   };
 };
 
-ReducePlan PlanOfProducts(const SoftmaxCall& call) { return PlanPairs(call, AccumulatorBytes(call.type)); }
+// Few sorted rows are sorted again, because that launch reads pairs of rows, too, and needs no merge.
+bool SortsAgain(const Problem& problem) {
+  const int64_t elements = problem.rows * problem.features;
+  return UsesFewUnsortedRows(problem) && problem.batch * elements <= Tuning::kMaxElementsOfFewSortedPairs &&
+         elements <= Tuning::kMaxElementsOfFewSortedPairsToSegment * problem.segments;
+}
+
+ReducePlan PlanOfProducts(const SoftmaxCall& call) {
+  return PlanPairs(call, call.indices_are_sorted && !SortsAgain(call.problem), AccumulatorBytes(call.type));
+}
 
 // How the rows are reduced to cells.
 Plan PlanOfCells(const SoftmaxCall& call) {

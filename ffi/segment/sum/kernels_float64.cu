@@ -68,7 +68,7 @@ inline constexpr bool kStoresCellsAlone<Float64Reduction<T>> = false;
 
 ReducePlan PlanFloat64(const SumCall& call) {
   constexpr int64_t kStateBytes = sizeof(Float64Reduction<float>::Accumulator<1>);
-  return PlanPairs(call, kStateBytes);
+  return PlanPairs(call, call.indices_are_sorted, kStateBytes);
 }
 
 CudaStatus ReduceFloat64(const SumCall& call, const ReducePlan& plan, cudaStream_t stream) {

@@ -149,7 +149,7 @@ def _are_added_in_less_time_than_sorted(traits: Traits) -> bool:
 # Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes for one sum: 0.25 to 1.0 for
 # 200,000 to 5M rows, 1.1 to 1.9 where they have 32 numbers or more and one of few segments has a tenth of them (H200,
 # 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature.
-# Rows of 2 to 15 numbers go to the kernel, which a whole force field gains from: 1.25. Rows in memory:
+# Rows of 2 to 15 numbers stay with the kernel: a whole force field runs at 1.25 times the speed. Rows in memory:
 # 0.4 to 0.75, once 1.06, up to 64 MB; in float32 0.7 to 1.0 up to 128 MB (18 loops), 0.9 to 1.3 up to 240 MB
 # (10 loops); beyond that 0.8 to 1.3 in rows of 32, 1.2 to 2.0 in longer ones (H200). Steps of jraph's GAT over 1.2M and
 # 2M edges, in rows of 32: 0.83 and 0.89.
