@@ -42,7 +42,8 @@ from jax_baracuda.ops.write_slice import WriteMode, write_slice, write_slices
 
 __version__ = _version("jax_baracuda")
 
-_jax_versions.hide_frames_of(__path__[0])
+for _folder in __path__:  # an editable installation has two
+    _jax_versions.hide_frames_of(_folder)
 
 DISABLE_JAX_EXPORT_CHECKS = _disabled_export_checks()
 """For ``jax.export.export(..., disabled_checks=DISABLE_JAX_EXPORT_CHECKS)`` of a program that calls functions of this

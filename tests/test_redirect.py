@@ -15,6 +15,7 @@ import types
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from jax.lax import dynamic_update_slice as imported_update  # isort: skip  (as clients do, before anything is redirected)
 from jax.ops import segment_max as imported_segment_max  # isort: skip
@@ -121,12 +122,13 @@ def test_line_in_a_folder_whose_name_starts_like_the_package(rng: np.random.Gene
     """Only the package's own files are left out."""
     data, ids = problem(rng)
     namespace = {"jax": jax, "ids": ids}
-    file = f"{jax_baracuda.__path__[0]}_models/train.py"
+    package = Path(jax_baracuda.__file__).parent
+    file = f"{package}_models/train.py"
     exec(compile("def total(data):\n    return jax.ops.segment_sum(data, ids, 5)", file, "exec"), namespace)
     with redirect() as report:
         jax.jit(namespace["total"])(data)
     [lines] = report.lines.values()
-    assert list(lines) == [f"{os.path.basename(jax_baracuda.__path__[0])}_models/train.py:2"]
+    assert list(lines) == [f"{package.name}_models/train.py:2"]
 
 
 @pytest.mark.parametrize("arguments", [{"mode": "clip"}, {"bucket_size": 4}, {"num_segments": None}])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax_baracuda
 
-ROOT = Path(jax_baracuda.__path__[0]).parent
+ROOT = Path(jax_baracuda.__file__).parents[1]
 
 
 def imported_files(file: Path) -> set[Path]:
