@@ -144,11 +144,8 @@ CudaStatus GatherDotCall::Run(cudaStream_t stream) const {
       return JB_LAUNCH_STATUS(DotKernel);
     };
     // Unlike reductions, products also have vectors of 8 bytes of 32-bit numbers.
-    constexpr int kOfEightBytes = 8 / sizeof(T);
-    if constexpr (kOfEightBytes > 1) {
-      if (head_features % kOfEightBytes == 0 && head_features % (2 * kOfEightBytes) != 0) {
-        return launch(std::integral_constant<int, kOfEightBytes>{});
-      }
+    if constexpr (sizeof(T) == 4) {
+      if (head_features % 4 == 2) return launch(std::integral_constant<int, 2>{});
     }
     return DispatchRowVector<T>(head_features, launch);
   });

@@ -8,11 +8,7 @@ from collections.abc import Mapping
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import (
-    check_same_dtype,
-    floating_array,
-    replicate_dims,
-)
+from jax_baracuda._core.arrays import check_same_dtype, floating_array, replicate_dims
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.public import public_function

@@ -248,6 +248,18 @@ SEGMENT_SUM_BACKWARD = gradient_op(
 )
 
 
+def gradient_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
+    names = ("indices_are_sorted", "deterministic", "accumulator")
+    return {name: params[name] for name in names if params.get(name) is not None}
+
+
+def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
+    """The number of rows of each segment, ``[S]``."""
+    ones = jnp.ones(ids.shape, index_dtype(ids.shape[0]))
+    return SEGMENT_SUM(ones, ids, num_segments=num_segments, indices_are_sorted=indices_are_sorted)[0]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Sums of gathered rows.
 
@@ -482,18 +494,6 @@ def sum_by_plan(data: Array, order: Array, sorted_ids: Array, num_segments: int,
     """Sums of rows in the order of a plan. `is_wide`: unrounded, in the accumulation dtype."""
     flags = {"indices_are_sorted": True, "deterministic": may_run_kernel(), "is_wide": is_wide}
     return gathered_sum(data, order, sorted_ids, num_segments=num_segments, **flags)
-
-
-def gradient_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The params of the gradient of a sum. The number of segments follows from the shape of the cotangent."""
-    names = ("indices_are_sorted", "deterministic", "accumulator")
-    return {name: params[name] for name in names if params.get(name) is not None}
-
-
-def count_rows(ids: Array, num_segments: int, indices_are_sorted: bool = False) -> Array:
-    """The number of rows of each segment, ``[S]``."""
-    ones = jnp.ones(ids.shape, index_dtype(ids.shape[0]))
-    return SEGMENT_SUM(ones, ids, num_segments=num_segments, indices_are_sorted=indices_are_sorted)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
