@@ -23,7 +23,12 @@ from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dataflow import is_carried, may_be_computed
 from jax_baracuda._core.dispatch import Decision, decide
 from jax_baracuda._core.known_values import is_ascending, splat_of
-from jax_baracuda._core.lowering import MIN_UNFUSED_BYTES, lower_without_mesh, site_of
+from jax_baracuda._core.lowering import (
+    MIN_UNFUSED_BYTES,
+    adds_slowly,
+    lower_without_mesh,
+    site_of,
+)
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.rules import KB, Rule, Site, at_least, mostly_empty_segments, on_cpu, on_gpu
@@ -190,6 +195,9 @@ _RULES_OF_JOIN = (on_cpu(_FEW_ROWS, mostly_empty_segments), on_gpu(_FEW_ROWS, mo
 _RULES_OF_WRITE = (on_cpu("XLA writes rows in place in as little time", at_least(element_bits=16)),)
 
 
+ADDITION, SUBTRACTION, WRITE = "scatter-add", "scatter-sub", "scatter"
+
+
 class _Reduction(NamedTuple):
     """What serves a scatter that reduces the updates of a row."""
 
@@ -200,6 +208,8 @@ class _Reduction(NamedTuple):
     join: Callable[[Array, Array], Array]
     widens: bool
     """Whether narrow integers are reduced in 32 bits."""
+    negates: bool = False
+    """Whether negated updates are reduced."""
 
 
 def _extremum(minimum: bool) -> _Reduction:
@@ -214,15 +224,16 @@ def _added(x: Array, totals: Array) -> Array:
 
 
 _REDUCTIONS = {
-    "scatter-add": _Reduction(SEGMENT_SUM, {"deterministic": False}, lambda _: 0, _added, widens=True),
+    ADDITION: _Reduction(SEGMENT_SUM, {"deterministic": False}, lambda _: 0, _added, widens=True),
+    SUBTRACTION: _Reduction(SEGMENT_SUM, {"deterministic": False}, lambda _: 0, _added, widens=True, negates=True),
     "scatter-mul": _Reduction(SEGMENT_PROD, {"has_residual": False}, lambda _: 1, jnp.multiply, widens=True),
     "scatter-max": _extremum(minimum=False),
     "scatter-min": _extremum(minimum=True),
 }
-WRITE = "scatter"
 SCATTERS = [
     jax.lax.scatter_p,
     jax.lax.scatter_add_p,
+    jax.lax.scatter_sub_p,
     jax.lax.scatter_mul_p,
     jax.lax.scatter_max_p,
     jax.lax.scatter_min_p,
@@ -254,8 +265,8 @@ def scatter(primitive: str, ctx: Any, *operands: Any, dimension_numbers: Any, **
     site = _site(service, platform, ctx, operands)
     decision, result = _lowered(service, site, ctx, operands)
     # With devices that split the program, one may have a part of any axis.
-    if result is None and primitive == "scatter-add" and platform == "cuda" and not site.is_split:
-        result = _add_flat_rows(ctx, operands, dimension_numbers, params)
+    if result is None and primitive in (ADDITION, SUBTRACTION) and platform == "cuda" and not site.is_split:
+        result = _add_on_gpu(primitive, ctx, operands, dimension_numbers, params)
     return decision, result
 
 
@@ -293,6 +304,7 @@ def _service_of_reduction(
     def compute(run: _Run, operand: Array, indices: Array, updates: Array) -> Array:
         data = jax.lax.reshape(updates, types_of_op[0].shape)
         data = data.astype(types_of_op[0].dtype) if is_narrow else data
+        data = -data if reduction.negates else data
         [reduced] = run(data, rows.ids(indices, clips), **params)
         reduced = jax.lax.reshape(reduced.astype(dtype) if is_narrow else reduced, operand.shape)
         return reduced if replaces else reduction.join(operand, reduced)
@@ -301,23 +313,26 @@ def _service_of_reduction(
     return _Service(call, (2, 1), compute, () if replaces else _RULES_OF_JOIN)
 
 
-def _add_flat_rows(ctx: Any, operands: Sequence[Any], numbers: Any, params: dict[str, Any]) -> Any:
-    """JAX's scatter of flat rows; None if it takes no less time."""
-    rows = _rows_of(_types_of(ctx), numbers)
-    if rows.batch is not None or not are_added_one_by_one(rows.row_shape, ctx.avals_in[2].dtype):
+def _add_on_gpu(primitive: str, ctx: Any, operands: Sequence[Any], numbers: Any, params: dict[str, Any]) -> Any:
+    """JAX's scatter of flat rows, or of rows that are negated behind a barrier; None if neither takes less time."""
+    rows, dtype = _rows_of(_types_of(ctx), numbers), ctx.avals_in[2].dtype
+    is_flat = rows.batch is None and are_added_one_by_one(rows.row_shape, dtype)
+    subtracts = primitive == SUBTRACTION
+    has_barrier = adds_slowly(ctx, operands[2], dtype) or (subtracts and jnp.issubdtype(dtype, jnp.floating))
+    if not (is_flat or has_barrier):
         return None
     num_features = math.prod(rows.row_shape)
 
     def add(operand: Array, indices: Array, updates: Array) -> list[Array]:
-        of_ids = updates.shape[: updates.ndim - len(rows.row_shape)]
-        flat = jax.lax.scatter_add_p.bind(
-            operand.reshape(*rows.indexed, num_features),
-            indices,
-            updates.reshape(*of_ids, num_features),
-            dimension_numbers=numbers._replace(update_window_dims=(len(of_ids),)),
-            **params,
-        )
-        return [flat.reshape(operand.shape)]
+        shape, of_numbers = operand.shape, numbers
+        updates = -updates if subtracts else updates
+        updates = jax.lax.optimization_barrier(updates) if has_barrier else updates
+        if is_flat:
+            of_ids = updates.shape[: updates.ndim - len(rows.row_shape)]
+            operand, updates = operand.reshape(*rows.indexed, num_features), updates.reshape(*of_ids, num_features)
+            of_numbers = numbers._replace(update_window_dims=(len(of_ids),))
+        flags = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+        return [jax.lax.scatter_add(operand, indices, updates, of_numbers, **flags).reshape(shape)]
 
     with not_redirected(), Scope(SCOPE_NAME, None):
         [result] = lower_without_mesh(add, ctx, operands)
@@ -348,9 +363,9 @@ def _service_of_write(types: _Types, numbers: Any, clips: bool, selection: Selec
 # ----------------------------------------------------------------------------------------------------------------------
 # Slice updates.
 
-# Two busy cores, time of plain JAX / kernel in loops that carry an array of 256 KB to 64 MB: 0.6 to 12 where the loop
-# reads the window, 200 to 900 where it reads its sum, since XLA then copies the array in each step, and 0.7 to 7 where
-# it reads the whole array. Smaller arrays were not timed.
+# Two cores, time of plain JAX / that with a barrier in loops that carry an array of 256 KB to 32 MB: 0.9 to 1.05 where
+# the loop reads the window, or the whole array for matrix products, 20 to 55 where it reads the sum of the window,
+# since XLA then copies the array in each step.
 _MIN_CARRIED_BYTES = 64 * KB
 _MIN_WINDOWS = 8
 """An array of at least so many windows takes much longer to copy than a window."""
@@ -359,14 +374,26 @@ _MIN_WINDOWS = 8
 def slice_update(ctx: Any, *operands: Any) -> tuple[Decision, Any]:
     """Decides what serves an update of a slice, and lowers it unless JAX's own rule has to, like :func:`scatter`."""
     platform = _platform_of(ctx)
-    may_copy = current_selection() is None and platform == "cpu" and _may_copy(ctx, operands[0])
-    service = _service_of_slice(_types_of(ctx), KERNEL_IF_ANY if may_copy else current_selection())
+    service = _service_of_slice(_types_of(ctx), current_selection())
     # `misreads` is about a read before the update of `write_slice`, which JAX's own update does not have.
     site = dataclasses.replace(_site(service, platform, ctx, operands), misreads=False)
     decision, result = _lowered(service, site, ctx, operands)
-    if may_copy and result is not None:
-        decision = Decision("kernel", "a loop carries the array, which XLA might copy in each step")
+    is_free = result is None and current_selection() is None and not site.is_split
+    if is_free and platform == "cpu" and _may_copy(ctx, operands[0]):
+        reason = "a loop carries the array, which a barrier keeps XLA from copying in each step"
+        return Decision("xla", reason), _lowered_with_barrier(ctx, operands)
     return decision, result
+
+
+def _lowered_with_barrier(ctx: Any, operands: Sequence[Any]) -> Any:
+    """JAX's update, which XLA does not fuse with what reads the window."""
+
+    def update(*operands: Array) -> list[Array]:
+        return [jax.lax.optimization_barrier(jax.lax.dynamic_update_slice_p.bind(*operands))]
+
+    with not_redirected(), Scope(SCOPE_NAME, None):
+        [result] = lower_without_mesh(update, ctx, operands)
+    return jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])
 
 
 @_cached

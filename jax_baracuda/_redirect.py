@@ -53,6 +53,7 @@ _KIND_OF_NAME = {
 indexed updates."""
 _UPDATES = {
     "scatter-add": "x.at[ids].add",
+    "scatter-sub": "x.at[ids].subtract",
     "scatter-mul": "x.at[ids].multiply",
     "scatter-max": "x.at[ids].max",
     "scatter-min": "x.at[ids].min",
@@ -320,17 +321,19 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
       imported.
     - `gather_gradients`: the gradient of gathering by arrays of ids, as in ``x[ids]``, ``x[..., ids]``, ``x[i, j]`` or
       ``jnp.take(x, ids, axis=0)``. It runs the kernel of :func:`segment_sum`. The gather itself stays XLA's.
-    - `indexed_updates`: ``x.at[ids].add``, ``.multiply``, ``.max`` and ``.min``, also by several arrays of ids or along
-      other axes. A kernel reduces the updates of each row; the result is then joined with the row. Also ``.set``, which
-      runs the kernel of :func:`write_rows`: of several updates of a row, the last one is written.
+    - `indexed_updates`: ``x.at[ids].add``, ``.subtract``, ``.multiply``, ``.max`` and ``.min``, also by several arrays
+      of ids or along other axes. A kernel reduces the updates of each row; the result is then joined with the row. Also
+      ``.set``, which runs the kernel of :func:`write_rows`: of several updates of a row, the last one is written.
     - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
-      ``dynamic_update_index_in_dim``, for example to write caches in loops. They run the kernel of
-      :func:`write_slice`, on CPUs where a loop carries a large array. Under ``jax.vmap``, they stay JAX's.
+      ``dynamic_update_index_in_dim``, for example to write caches in loops. On CPUs, where a loop carries a large
+      array, a barrier keeps XLA from copying it in each step. Under ``jax.vmap``, they stay JAX's.
 
     For each call, a kernel or plain JAX is picked when the program is lowered, by the rules of the op. Calls that no
     kernel serves run as plain JAX. The report says what runs for each call, and why. Where plain JAX is picked for a
-    gather or an update, the program is the same as without the context. There is one exception: on GPUs, rows such as
-    ``[F, 3]`` are flattened before they are added, outside ``vmap`` and in programs that are not split over devices.
+    gather or an update, the program is the same as without the context, except for what XLA is slow at. On GPUs, rows
+    such as ``[F, 3]`` are flattened before they are added, outside ``vmap``, and a barrier keeps XLA from fusing their
+    negation into the sum; on CPUs, a barrier follows some updates of slices. This does not apply to programs that are
+    split over devices.
 
     Both modes of differentiation apply. The context applies to code traced and lowered inside: ``jax.jit`` keeps one
     trace for each context, so programs that were traced outside are traced again inside, and vice versa. The context

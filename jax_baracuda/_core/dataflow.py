@@ -98,6 +98,14 @@ def _multiplies(operation: Any) -> bool:
     return math.prod(shape[dim] for dim in numbers.lhs_contracting_dimensions) == 1
 
 
+def is_negated(ctx: Any, value: ir.Value[Any]) -> bool:
+    """Whether the numbers of a value are negated, and then at most converted, where XLA may fuse that."""
+    operation: Any = origin(ctx, value).owner
+    while not isinstance(operation, ir.Block) and operation.name == "stablehlo.convert":
+        operation = origin(ctx, operation.operands[0]).owner
+    return not isinstance(operation, ir.Block) and operation.name == "stablehlo.negate"
+
+
 def may_be_computed(value: ir.Value[Any]) -> bool:
     """Whether a value is an argument of a function that the program calls. XLA may fuse what its callers pass."""
     if not isinstance(value.owner, ir.Block):

@@ -84,7 +84,7 @@ def unsorted(traits: Traits) -> bool:
     return not traits.params.get("indices_are_sorted")
 
 
-MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 1024
+MAX_ROWS_OF_AN_UNCONTENDED_SEGMENT = 2048
 
 
 def uncontended(traits: Traits) -> bool:

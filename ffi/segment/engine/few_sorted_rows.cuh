@@ -22,8 +22,7 @@
 namespace jax_baracuda::segment {
 
 inline constexpr int kFewSortedRowThreads = 256;
-inline constexpr int kRowsOfTail = 4;   // rows per group and step when a run is followed beyond the block
-inline constexpr int kGapOfGroup = 64;  // in segments; wider gaps are filled by the whole block
+inline constexpr int kRowsOfTail = 4;  // rows per group and step when a run is followed beyond the block
 
 // The groups of a block, and those of them that own a row: the others look ahead.
 inline int FewSortedRowGroups(const FeatureLanes& features) { return kFewSortedRowThreads / features.lanes; }
@@ -34,12 +33,12 @@ inline int64_t FewSortedRowBlocks(int64_t rows, int groups) {
   return CeilDivide(rows + 1, static_cast<int64_t>(OwnGroups(groups)));
 }
 
-// Rows so few that one block could read all of them, with few rows per segment on average.
+// Rows so few that one block could read all of them, and those of a segment, on average, in a few steps.
 inline bool UsesFewSortedRows(const Problem& problem, const FeatureLanes& features) {
   const int64_t rows_of_step = int64_t{FewSortedRowGroups(features)} * kRowsOfTail;
   return problem.batch * problem.rows <= Tuning::kMaxFewSortedRows &&
          problem.rows <= Tuning::kMaxStepsOfFewSortedRows * rows_of_step &&
-         problem.rows / std::max(rows_of_step, Tuning::kMaxFewSortedRowsToSegment) <= problem.segments &&
+         problem.rows / (Tuning::kMaxStepsToFewSortedSegment * rows_of_step) <= problem.segments &&
          problem.batch * problem.rows * problem.features <= Tuning::kMaxElementsOfFewSortedRows &&
          problem.NumCells() <= Tuning::kMaxElementsOfFewSortedRows;
 }
@@ -50,13 +49,9 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
   using Cells = typename Reduction::template Accumulator<kVec>;
   using Row = typename Input::template Row<kVec>;
   constexpr bool kGathers = std::is_base_of_v<Edges, Input>;
-  struct Gap {
-    int begin, end;
-  };
   __shared__ Cells partials[2][kFewSortedRowThreads];
   __shared__ int partial_starts[2][kFewSortedRowThreads];
-  __shared__ Gap wide_gaps[kFewSortedRowThreads];
-  __shared__ int wide_gap_count, leaving_segment;
+  __shared__ int leaving_segment;
 
   constexpr int kNoStart = -1;
   const int groups = a.groups, own_groups = OwnGroups(groups);
@@ -106,17 +101,12 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
   const int before = has_row ? segment_of(row - 1) : segments, own = has_row ? segment_of(row) : segments;
   const int after = has_row ? segment_of(row + 1) : segments;
   Row own_row = load(row, own);
-  if (threadIdx.x == 0) wide_gap_count = 0;
-  __syncthreads();
 
-  // The gap before the row.
-  if (fills_gaps && group < own_groups) {
-    if (own - before > kGapOfGroup + 1) {
-      if (lane == 0) wide_gaps[atomicAdd(&wide_gap_count, 1)] = {before + 1, own};
-    } else {
+  // All segments in which the block's runs start, and the gaps between them. The results follow after a barrier.
+  if (fills_gaps && has_row) {
+    const int first = segment_of(first_row - 1) + 1, last = segment_of(first_row + own_groups - 1);
 #pragma unroll 1
-      for (int empty = before + 1; empty < own; ++empty) store(nothing, empty);
-    }
+    for (int segment = first + group; segment < last; segment += groups) store(nothing, segment);
   }
 
   // The partial result of the row's run within the block, up to the row, and the group in which the run starts.
@@ -182,11 +172,6 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
     if (is_last) cells.Merge(partials[0][lane], a.outputs);
   }
   if (is_own && (ends_here || is_last)) store(cells, own);
-#pragma unroll 1
-  for (int i = 0; has_row && i < wide_gap_count; ++i) {
-#pragma unroll 1
-    for (int empty = wide_gaps[i].begin + group; empty < wide_gaps[i].end; empty += groups) store(nothing, empty);
-  }
 }
 
 }  // namespace jax_baracuda::segment

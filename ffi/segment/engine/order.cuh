@@ -12,9 +12,9 @@ inline bool OrderFits(const Problem& problem) {
 }
 
 // Whether unsorted rows are so few that one launch sorts them (see sort_few_rows.cuh). Numbers of rows have 16 bits in
-// shared memory. The blocks, each of a range of segments, all read the ids.
+// shared memory. The blocks, each of at most 256 segments, all read the ids: two per multiprocessor at most.
 inline bool UsesFewUnsortedRows(const Problem& problem) {
-  constexpr int64_t kMaxRows = int64_t{1} << 14, kMaxSegments = int64_t{1} << 18;
+  constexpr int64_t kMaxRows = int64_t{1} << 14, kMaxSegments = int64_t{1} << 16;
   return problem.rows <= kMaxRows && problem.batch * problem.segments <= kMaxSegments;
 }
 

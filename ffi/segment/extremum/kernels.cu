@@ -148,6 +148,10 @@ struct TableLauncher {
 
   template <int kVec>
   CudaStatus TableMax(const TableArguments<T>& a) const {
+    const int64_t elements = problem.batch * a.problem.rows * problem.features;
+    if (plan.strategy == Strategy::kAtomics && elements <= Tuning::kMaxElementsRaisedAtOnce) {
+      return OverRows<1>(a, RaiseTableKernel<T>, nullptr, 0);
+    }
     return OverRows<kVec>(a, TableMaxKernel<T, kVec>, SharedTableMaxKernel<T, kVec>, sizeof(OrderedKey<T>));
   }
 

@@ -26,6 +26,8 @@ from jax_baracuda._core.op import NamedDimensions
 from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
 from jax_baracuda._core.rules import (
+    MB,
+    Traits,
     at_most_4_features,
     at_most_16_features,
     call_bound,
@@ -682,14 +684,18 @@ def _result_dtypes(data: Any, ids: Any, *_: Any, has_winner: bool) -> list[Any]:
 _OF_TIES = dict.fromkeys(("data", "output"), "shares_ties")
 """The optional operands of gradients, by which these find tied rows."""
 
-LAUNCH_BOUND_EXTREMUM = on_gpu(
-    "launch-bound: few bytes in short rows", unsorted, uncontended, launch_bound, at_most_16_features
-)
+
+def _few_bytes(traits: Traits) -> bool:
+    """At most 1 MB, or 4 MB in rows of at most 16 numbers, which leave half of the lanes of a warp idle."""
+    return traits.measures["bytes"] <= MB or (launch_bound(traits) and at_most_16_features(traits))
+
+
+LAUNCH_BOUND_EXTREMUM = on_gpu("launch-bound: few bytes", unsorted, uncontended, _few_bytes)
 
 _without_winner = param("has_winner", False)
 
 # H200, time of plain JAX / kernel: 0.45 to 1.1 for rows of 1 to 16 numbers up to 4 MB, with the gradient 0.3 to 1.0;
-# above, and for wider rows, 0.8 to 3.5 and 1.3 to 3.0 (60 calls each).
+# above, and for wider rows, 0.8 to 3.5 and 1.3 to 3.0 (60 calls each). Wider rows up to 1 MB: 0.7 to 0.95 (6 loops).
 SEGMENT_EXTREMUM = reduction_op(
     "segment_extremum",
     targets=_reduction_targets("segment_{}"),

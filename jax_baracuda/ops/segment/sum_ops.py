@@ -126,16 +126,6 @@ def _few_rows(traits: Traits) -> bool:
     return 64 * traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
 
 
-def _are_added_by_xla(traits: Traits) -> bool:
-    """Whether rows are single features, or wide, and take at most 1 GB.
-
-    Rows of a few numbers are often forces, or logits of heads, which programs add to both ends of an edge. XLA would
-    compute them twice.
-    """
-    features = traits.measures["features"]
-    return (features == 1 or features >= 16) and traits.measures["bytes"] <= GB
-
-
 def _are_added_in_less_time_than_sorted(traits: Traits) -> bool:
     """Whether rows and sums fit in the cache or, in 32 bits, take at most 128 MB or have less than 64 numbers a row.
 
@@ -146,17 +136,17 @@ def _are_added_in_less_time_than_sorted(traits: Traits) -> bool:
     return in_cache(traits) or (has_32_bits and (measures["bytes"] <= 128 * MB or measures["features"] < 64))
 
 
-# Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100). Rows that XLA computes for one sum: 0.25 to 1.0 for
-# 200,000 to 5M rows, 1.1 to 1.9 where they have 32 numbers or more and one of few segments has a tenth of them (H200,
-# 160 calls); up to 80 for two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature.
-# Rows of 2 to 15 numbers stay with the kernel: a whole force field runs at 1.25 times the speed. Rows in memory:
-# 0.4 to 0.75, once 1.06, up to 64 MB; in float32 0.7 to 1.0 up to 128 MB (18 loops), 0.9 to 1.3 up to 240 MB
-# (10 loops); beyond that 0.8 to 1.3 in rows of 32, 1.2 to 2.0 in longer ones (H200). Steps of jraph's GAT over 1.2M and
-# 2M edges, in rows of 32: 0.83 and 0.89.
+# Times of plain JAX / kernel. Launch-bound: 0.8 up to 4 MB (H100); 0.45 to 0.8 for two segments of 1,200 rows, 0.8 to
+# 1.6 for those of 3,000 (H200, 10 loops). Rows that XLA computes for one sum: 0.25 to 1.0 for 200,000 to 5M rows, 1.1
+# to 1.9 where they have 32 numbers or more and one of few segments has a tenth of them (H200, 160 calls); up to 80 for
+# two segments, 5 to 10 where XLA computes the softmax of an attention again for each feature. Force fields, whose
+# forces are rows of 3: 0.99 (13 programs). Rows in memory: 0.4 to 0.75, once 1.06, up to 64 MB; in float32 0.7 to 1.0
+# up to 128 MB (18 loops), 0.9 to 1.3 up to 240 MB (10 loops); beyond that 0.8 to 1.3 in rows of 32, 1.2 to 2.0 in
+# longer ones (H200). Steps of jraph's GAT over 1.2M and 2M edges, in rows of 32: 0.83 and 0.89.
 _LAUNCH_BOUND = on_gpu("launch-bound: XLA takes one launch", unordered, uncontended, launch_bound)
 SUM_RULES = (
     _LAUNCH_BOUND,
-    on_gpu("XLA adds rows as it computes them", unordered, uncontended, _own_ids, fused, _are_added_by_xla),
+    on_gpu("XLA adds rows as it computes them", unordered, uncontended, _own_ids, fused, at_most(bytes=GB)),
     on_gpu(
         "the sort of the ids takes longer",
         unordered,
