@@ -326,14 +326,15 @@ class redirect(contextlib.ContextDecorator, Scope[Kinds | None]):  # noqa: N801 
       ``.set``, which runs the kernel of :func:`write_rows`: of several updates of a row, the last one is written.
     - `slice_updates`: ``jax.lax.dynamic_update_slice`` and the functions that call it, ``..._in_dim`` and
       ``dynamic_update_index_in_dim``, for example to write caches in loops. On CPUs, where a loop carries a large
-      array, a barrier keeps XLA from copying it in each step. Under ``jax.vmap``, they stay JAX's.
+      array, a barrier keeps XLA from copying it in each step, or before jax 0.11 the kernel of
+      :func:`write_slice`. Under ``jax.vmap``, they stay JAX's.
 
     For each call, a kernel or plain JAX is picked when the program is lowered, by the rules of the op. Calls that no
     kernel serves run as plain JAX. The report says what runs for each call, and why. Where plain JAX is picked for a
     gather or an update, the program is the same as without the context, except for what XLA is slow at. On GPUs, rows
-    such as ``[F, 3]`` are flattened before they are added, outside ``vmap``, and a barrier keeps XLA from fusing their
-    negation into the sum; on CPUs, a barrier follows some updates of slices. This does not apply to programs that are
-    split over devices.
+    such as ``[F, 3]`` are flattened before they are added, outside ``vmap``, and a barrier keeps XLA from fusing a
+    negation into a sum; programs that are split over devices have neither. On CPUs, a barrier follows some updates of
+    slices.
 
     Both modes of differentiation apply. The context applies to code traced and lowered inside: ``jax.jit`` keeps one
     trace for each context, so programs that were traced outside are traced again inside, and vice versa. The context

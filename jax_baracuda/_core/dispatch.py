@@ -33,7 +33,7 @@ def decide(call: OpCall, site: Site, rules: Sequence[Rule] = ()) -> Decision:
       ValueError: a kernel is asked for, and there is none. Or plain JAX and ``deterministic=True`` are asked for on a
         GPU, where XLA adds up rows in an order that varies from run to run.
     """
-    is_deterministic = site.platform == "cuda" and call.params.get("deterministic") and _adds_up(call.op)
+    is_deterministic = site.platform == "cuda" and call.params.get("deterministic") and adds_up(call.op)
     if call.selection == "xla":
         if is_deterministic:
             raise ValueError(
@@ -70,7 +70,7 @@ def _first_that_holds(rules: Iterable[Rule], call: OpCall, site: Site) -> Rule |
     return None
 
 
-def _adds_up(op: Op) -> bool:
+def adds_up(op: Op) -> bool:
     """Whether the op's guarantee depends on the param `deterministic`. Gradients that gather only pass the param on."""
     return callable(op.guarantee) and "deterministic" in (keyword_names(op.guarantee) or ())
 

@@ -365,6 +365,24 @@ def test_many_narrow_sorted_rows(rng: np.random.Generator, reduction: Reduction,
         expected.check(reduction(data, ids, segments, indices_are_sorted=is_sorted), f"promised: {is_sorted}")
 
 
+@pytest.mark.parametrize("segments", [1500, 3500])
+@pytest.mark.parametrize("reduction", [r for r in REDUCTIONS if r is not SOFTMAX], ids=str)
+def test_gaps_of_few_sorted_rows(rng: np.random.Generator, reduction: Reduction, segments: int) -> None:
+    """All segments without rows are filled, also before the first row, behind the last one, and in a batch."""
+    ids = np.sort(rng.integers(-50, segments + 50, (3, 2000)), axis=1).astype(np.int32)
+    ids[1, :40], ids[2, 700:] = -1, segments
+    data = rng.choice([-2, -1, -0.5, 0.5, 1, 2], (3, 2000, 2)).astype(np.float32)
+
+    def reduced(data: jax.Array, ids: jax.Array) -> Any:
+        return reduction(data, ids, segments, indices_are_sorted=True)
+
+    results = jax.vmap(reduced)(data, ids)
+    for i in range(3):
+        expected = reduction.value(data[i], ids[i], segments)
+        expected.check(results[i], f"element {i}")
+        expected.check(reduced(data[i], ids[i]), f"alone {i}")
+
+
 @each_reduction
 def test_number_of_segments_from_ids(reduction: Reduction) -> None:
     """Eagerly, num_segments=None means the greatest id plus one. NumPy integers and 0-d arrays are accepted, too."""

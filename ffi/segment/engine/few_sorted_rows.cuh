@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kFewSortedRowThreads)
   const int after = has_row ? segment_of(row + 1) : segments;
   Row own_row = load(row, own);
 
-  // All segments in which the block's runs start, and the gaps between them. The results follow after a barrier.
+  // Fills all segments before that of the block's last row. After a barrier, results overwrite those with rows.
   if (fills_gaps && has_row) {
     const int first = segment_of(first_row - 1) + 1, last = segment_of(first_row + own_groups - 1);
 #pragma unroll 1

@@ -12,7 +12,7 @@ inline bool OrderFits(const Problem& problem) {
 }
 
 // Whether unsorted rows are so few that one launch sorts them (see sort_few_rows.cuh). Numbers of rows have 16 bits in
-// shared memory. The blocks, each of at most 256 segments, all read the ids: two per multiprocessor at most.
+// shared memory. Without a batch, at most two blocks per multiprocessor, of 256 segments each, read all ids.
 inline bool UsesFewUnsortedRows(const Problem& problem) {
   constexpr int64_t kMaxRows = int64_t{1} << 14, kMaxSegments = int64_t{1} << 16;
   return problem.rows <= kMaxRows && problem.batch * problem.segments <= kMaxSegments;

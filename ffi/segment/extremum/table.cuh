@@ -2,8 +2,8 @@
 // when read and written.
 //
 // A table holds keys (see EncodeKey), for which the hardware has an atomic maximum. Values of 32 and 64 bits need no keys
-// in global memory: the output is the table. A plain load precedes each atomic, because few of many rows raise a
-// maximum. If the table fits in shared memory, each block keeps its own and merges it once, or writes the results if it
+// in global memory: the output is the table. Of many rows, few raise a maximum, so a plain load precedes
+// each atomic. If the table fits in shared memory, each block keeps its own and merges it once, or writes the results if it
 // is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per cell, lower
 // bounds in shared memory avoid most of those loads.
 #pragma once
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(256) TableMaxKernel(const __grid_constant__ Ta
   ForEachFlipped<int64_t, kVec>(a, b, [&](const auto& elements) { RaiseCells(table, elements); });
 }
 
-// The same for few elements, which are all in flight before any cell has risen. So no load precedes an atomic, and
-// neighbouring threads raise neighbouring cells, which is one access to memory.
+// For few elements. Most of them are read before any cell has risen, so a load would save no atomic. Neighbouring
+// threads raise neighbouring cells, which is one access to memory.
 template <typename T>
 __global__ void __launch_bounds__(256) RaiseTableKernel(const __grid_constant__ TableArguments<T> a) {
   const int64_t b = blockIdx.x / a.blocks_per_batch;
