@@ -21,10 +21,10 @@ bool FiltersRows(const Problem& problem, int64_t key_bytes) {
 //
 //   * Unsorted rows use a table per block in shared memory where it fits and pays, unless private tables do, too, or
 //     the rows are a batch of few rows.
-//   * Unsorted rows that are narrow or few use atomics on a table in global memory. An atomic per element, or
-//     a load and an atomic if it raises its cell, cost less than sorting the ids. Winners take more launches, so few rows are sorted.
-//     Elements are filtered if the table exceeds the L1 cache and has so many rows per cell that most of them come after
-//     a greater one.
+//   * Unsorted rows that are narrow or few use atomics on a table in global memory. An atomic per element, or a load and
+//     an atomic if it raises its cell, cost less than sorting the ids. Winners take more launches, so few rows are
+//     sorted. Elements are filtered if the table exceeds the L1 cache and has so many rows per cell that most of them
+//     come after a greater one.
 //   * Calls too large for the sort's 32-bit numbers use the same table.
 ReducePlan Choose(const ExtremumCall& call) {
   const Problem& problem = call.problem;

@@ -2,10 +2,10 @@
 // when read and written.
 //
 // A table holds keys (see EncodeKey), for which the hardware has an atomic maximum. Values of 32 and 64 bits need no keys
-// in global memory: the output is the table. Of many rows, few raise a maximum, so a plain load precedes
-// each atomic. If the table fits in shared memory, each block keeps its own and merges it once, or writes the results if it
-// is the only block of its batch element. If the table exceeds the L1 cache and there are many rows per cell, lower
-// bounds in shared memory avoid most of those loads.
+// in global memory: the output is the table. Of many rows, few raise a maximum, so a plain load precedes each atomic. If
+// the table fits in shared memory, each block keeps its own and merges it once, or writes the results if it is the only
+// block of its batch element. If the table exceeds the L1 cache and there are many rows per cell, lower bounds in shared
+// memory avoid most of those loads.
 #pragma once
 
 #include "ffi/core/launch_bounds.cuh"
