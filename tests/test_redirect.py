@@ -1051,7 +1051,7 @@ NOT_SLOW: dict[str, Callable[..., jax.Array]] = {
 def test_negated_rows_that_are_left_to_xla_have_a_barrier_on_gpus(
     rng: np.random.Generator, cuda_module: None, platform: str, name: str
 ) -> None:
-    """There, XLA would subtract in a loop of compare-and-swap."""
+    """There, XLA would take as long as for a subtraction."""
     nodes, rows = rng.normal(size=(5, 3)).astype(np.float32), rng.normal(size=(7, 3)).astype(np.float32)
     operands = nodes, rows, rng.integers(0, 5, 7)
     with redirect(indexed_updates=True), jax_baracuda.implementation("xla"):

@@ -187,11 +187,11 @@ def _negated_operands(call: OpCall, ctx: mlir.LoweringRuleContext, operands: Seq
 
 
 def adds_slowly(ctx: mlir.LoweringRuleContext, rows: Any, dtype: Any, subtracts: bool = False) -> bool:
-    """Whether XLA for GPUs adds rows to cells in a loop of compare-and-swap, because it fuses their negation.
+    """Whether XLA for GPUs adds rows slowly, because it fuses their negation into the sum.
 
-    The compiler turns the addition of a negated number into a subtraction, which the hardware has no atomic operation
-    for. 219,040 sorted rows of 3, 16 and 64 numbers took 10, 13 and 13 times as long as behind a barrier (H200), and
-    integers took no longer. The forces on both ends of an edge are such rows.
+    That takes as long as a subtraction, for which GPUs have no atomic operation. 219,040 sorted rows of 3, 16 and 64
+    numbers took 10, 13 and 13 times as long as behind a barrier (H200), and integers took no longer. The forces on both
+    ends of an edge are such rows.
     """
     return jnp.issubdtype(dtype, jnp.floating) and (subtracts or is_negated(ctx, rows))
 
