@@ -23,12 +23,7 @@ from jax_baracuda._core.call import OpCall
 from jax_baracuda._core.dataflow import is_carried, may_be_computed
 from jax_baracuda._core.dispatch import Decision, decide
 from jax_baracuda._core.known_values import is_ascending, splat_of
-from jax_baracuda._core.lowering import (
-    MIN_UNFUSED_BYTES,
-    adds_slowly,
-    lower_without_mesh,
-    site_of,
-)
+from jax_baracuda._core.lowering import MIN_UNFUSED_BYTES, adds_slowly, lower_without_mesh, site_of
 from jax_baracuda._core.native import KERNEL_PLATFORMS
 from jax_baracuda._core.op import Op
 from jax_baracuda._core.rules import KB, Rule, Site, at_least, mostly_empty_segments, on_cpu, on_gpu
@@ -195,9 +190,6 @@ _RULES_OF_JOIN = (on_cpu(_FEW_ROWS, mostly_empty_segments), on_gpu(_FEW_ROWS, mo
 _RULES_OF_WRITE = (on_cpu("XLA writes rows in place in as little time", at_least(element_bits=16)),)
 
 
-ADDITION, SUBTRACTION, WRITE = "scatter-add", "scatter-sub", "scatter"
-
-
 class _Reduction(NamedTuple):
     """What serves a scatter that reduces the updates of a row."""
 
@@ -223,9 +215,11 @@ def _added(x: Array, totals: Array) -> Array:
     return jnp.where(totals == 0, x, x + totals)
 
 
+ADDITION, SUBTRACTION, WRITE = "scatter-add", "scatter-sub", "scatter"
+_SUM = _Reduction(SEGMENT_SUM, {"deterministic": False}, lambda _: 0, _added, widens=True)
 _REDUCTIONS = {
-    ADDITION: _Reduction(SEGMENT_SUM, {"deterministic": False}, lambda _: 0, _added, widens=True),
-    SUBTRACTION: _Reduction(SEGMENT_SUM, {"deterministic": False}, lambda _: 0, _added, widens=True, negates=True),
+    ADDITION: _SUM,
+    SUBTRACTION: _SUM._replace(negates=True),
     "scatter-mul": _Reduction(SEGMENT_PROD, {"has_residual": False}, lambda _: 1, jnp.multiply, widens=True),
     "scatter-max": _extremum(minimum=False),
     "scatter-min": _extremum(minimum=True),
@@ -336,9 +330,7 @@ def _add_on_gpu(primitive: str, ctx: Any, operands: Sequence[Any], numbers: Any,
         flags = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
         return [jax.lax.scatter_add(operand, indices, updates, of_numbers, **flags).reshape(shape)]
 
-    with not_redirected(), Scope(SCOPE_NAME, None):
-        [result] = lower_without_mesh(add, ctx, operands)
-    return jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])
+    return _lowered_by(add, ctx, operands)
 
 
 @_cached
@@ -397,9 +389,7 @@ def _lowered_with_barrier(ctx: Any, operands: Sequence[Any]) -> Any:
     def update(*operands: Array) -> list[Array]:
         return [jax.lax.optimization_barrier(jax.lax.dynamic_update_slice_p.bind(*operands))]
 
-    with not_redirected(), Scope(SCOPE_NAME, None):
-        [result] = lower_without_mesh(update, ctx, operands)
-    return jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])
+    return _lowered_by(update, ctx, operands)
 
 
 @_cached
@@ -478,6 +468,12 @@ def _lowered(service: _Service, site: Site, ctx: Any, operands: Sequence[Any]) -
     if decision.implementation == "xla":
         return decision, None
     run = call.op if site.is_split else functools.partial(call.op.kernel, shares_sort=site.shares_sort)
-    with not_redirected(), Scope(SCOPE_NAME, None), selecting(call.kernel_selection):
-        [result] = lower_without_mesh(lambda *arrays: [service.compute(run, *arrays)], ctx, operands)
-    return decision, jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])
+    with selecting(call.kernel_selection):
+        return decision, _lowered_by(lambda *arrays: [service.compute(run, *arrays)], ctx, operands)
+
+
+def _lowered_by(function: Callable[..., Sequence[Array]], ctx: Any, operands: Sequence[Any]) -> Any:
+    """The only result of a function of the operands, in which nothing is redirected."""
+    with not_redirected(), Scope(SCOPE_NAME, None):
+        [result] = lower_without_mesh(function, ctx, operands)
+    return jax_versions.lower_with_sharding_in_types(ctx, result, ctx.avals_out[0])
