@@ -199,8 +199,11 @@ def _reference(*operands: Array, num_segments: int, **params: Any) -> Sequence[A
     distances = edges.logits - _of_edges(maxima, segment_ids, takes_part)
     weights = jnp.where(edges.takes_part, jnp.exp(distances), 0)
     totals = xla_sum(weights, segment_ids, num_segments)
-    sums = xla_sum(weights[..., None] * edges.values, segment_ids, num_segments)
-    output = sums / jnp.where(totals == 0, 1, totals)[..., None]
+    # Edges are divided rather than cells, which XLA would read and write once more. No segment adds dropped edges, so
+    # these may be divided by anything.
+    divisors, _ = gather_segments(jnp.where(totals == 0, 1, totals), segment_ids)
+    probabilities = weights / divisors
+    output = xla_sum(probabilities[..., None] * edges.values, segment_ids, num_segments)
     return output.astype(operands[0].dtype), maxima, totals
 
 
