@@ -274,8 +274,7 @@ def _reference_of_edges(
         takes_part = in_range(segment_ids, num_segments)
         takes_part &= clips_gather_ids | in_range(gather_ids, data.shape[0])
         # In derivatives, the zero cotangent of a dropped edge is multiplied by its weight, which may be NaN.
-        weights = jnp.where(per_row(takes_part, weights), weights, 0)
-        rows = jnp.where(per_row(takes_part, rows), rows * weights[..., None], 0)
+        rows = rows * jnp.where(per_row(takes_part, weights), weights, 0)[..., None]
     output = xla_sum(rows, segment_ids, num_segments)
     return (output if is_wide else output.astype(data.dtype),)
 
@@ -497,10 +496,10 @@ def _reference_of_dot(
     wide = accumulation_dtype(data.dtype)
     if edge_order is not None:  # ids in the order of the edges: cheaper to move than products
         gather_ids, segment_ids = (jnp.zeros_like(ids).at[edge_order].set(ids) for ids in (gather_ids, segment_ids))
-    cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
-    cells = jnp.where(is_member, cells, 0)  # derivatives multiply the zeros of dropped edges by them
-    products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
-    output = products.sum(axis=-1)
+    cells, is_member = gather_segments(d_output, segment_ids)
+    cells = jnp.where(is_member, cells, 0).astype(wide)  # derivatives multiply the zeros of dropped edges by them
+    sums = (cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide)).sum(axis=-1)
+    output = jnp.where(is_member[..., 0], sums, 0)
     return (output if is_wide else output.astype(data.dtype),)
 
 
