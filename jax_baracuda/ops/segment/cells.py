@@ -120,9 +120,8 @@ def gather_or_zeros(cells: Array, ids: Array) -> Array:
     if jax_versions.is_static_shape(cells.shape) and num_cells > 0 and math.prod(row_shape) >= MIN_WIDTH_OF_A_SELECT:
         return cells.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     behind = jnp.concatenate([cells, jnp.zeros((1, *row_shape), cells.dtype)])
-    numbers = ids.astype(index_dtype(num_cells))
-    rows = jnp.where(in_range(ids, num_cells), numbers, num_cells)
-    return behind.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    unsigned = ids.astype(f"uint{8 * ids.dtype.itemsize}")  # negative ids become large ones
+    return behind.at[jnp.minimum(unsigned, num_cells)].get(mode="promise_in_bounds")
 
 
 def reduce_in_pairs(combine: Callable[[Any, Any], Any], identity: Any, rows: Any, ids: Array, num_segments: int) -> Any:
