@@ -65,11 +65,6 @@ def fused(traits: Traits) -> bool:
     return traits.site.fuses
 
 
-def in_memory(traits: Traits) -> bool:
-    """XLA has written the operands."""
-    return not traits.site.fuses
-
-
 def shares_sort(traits: Traits) -> bool:
     """Other calls of the program are likely to sort the same ids. See :attr:`Site.shares_sort`."""
     return traits.site.shares_sort
@@ -95,6 +90,14 @@ def uncontended(traits: Traits) -> bool:
 
 def mostly_empty_segments(traits: Traits) -> bool:
     return traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
+
+
+def short_reduction(traits: Traits) -> bool:
+    """On CPUs, calling a kernel takes longer than reducing 1 MB, or 64 KB of rows that XLA computes.
+
+    XLA may compute rows again for each of their readers, so it gets fewer of these.
+    """
+    return traits.measures["bytes"] <= (64 * KB if traits.site.fuses else MB)
 
 
 def few_numbers(traits: Traits) -> bool:

@@ -30,7 +30,6 @@ from jax_baracuda._core.rules import (
     Traits,
     at_most_4_features,
     at_most_16_features,
-    call_bound,
     few_numbers,
     fused,
     in_cache,
@@ -72,6 +71,7 @@ from jax_baracuda.ops.segment.definitions import (
     ORDERED_DTYPES,
     ROWS,
     SEGMENT_FIELDS,
+    SHORT_REDUCTION,
     gradient_op,
     index_of_first_row,
     limit_of_32_bits,
@@ -708,10 +708,10 @@ SEGMENT_EXTREMUM = reduction_op(
     attributes=lambda *, has_winner: ("indices_are_sorted", *["first_wins"] * has_winner),
     xla_rules=(
         LAUNCH_BOUND_EXTREMUM,
-        # Two cores, time of plain JAX / kernel: 0.14 to 1.1 (40 loops). Rows in memory: unsorted 0.3 to 1.5 up to 1 MB,
-        # sorted 0.7 to 5.3 (18 loops each). With winners, for the gradient, 0.9 to 1.4.
+        # Two cores, time of plain JAX / kernel: single numbers that XLA computes 0.14 to 1.1 (40 loops); sorted 0.7 to
+        # 5.3 (18 loops). With winners, for the gradient, 0.9 to 1.4.
         on_cpu(NOTHING_TO_VECTORISE.reason, _without_winner, single_feature, fused),
-        on_cpu(NOTHING_TO_VECTORISE.reason, _without_winner, single_feature, unsorted, call_bound),
+        on_cpu(SHORT_REDUCTION.reason, *SHORT_REDUCTION.conditions, _without_winner, at_most_4_features),
     ),
     shard_program=functools.partial(_shard_reduce, "row"),
     alternatives=with_shared_sort(lambda: GATHER_SEGMENT_EXTREMUM),
@@ -818,6 +818,7 @@ GATHER_SEGMENT_EXTREMUM = define_op(
     xla_rules=(
         on_gpu("XLA sorts no edges", unsorted, uncontended, few_numbers),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most_4_features),
+        on_cpu(SHORT_REDUCTION.reason, *SHORT_REDUCTION.conditions, _without_winner, at_most_4_features),
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(

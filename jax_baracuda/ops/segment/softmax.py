@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, floating_array, in_range
+from jax_baracuda._core.arrays import FLOATING_DTYPES, accumulation_dtype, as_array, floating_array
 from jax_baracuda._core.autodiff import KernelVjp
 from jax_baracuda._core.functions import Params
 from jax_baracuda._core.primitives import define_op
@@ -18,7 +18,7 @@ from jax_baracuda._core.rules import at_most_4_features, at_most_64_features, in
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import ShardAxes, ShardKernel
 from jax_baracuda.ops.segment.arguments import Mode, OutSharding, canonical_segments, canonicalize, check_like
-from jax_baracuda.ops.segment.cells import gather_or_zeros, gather_segments, per_row, xla_sum
+from jax_baracuda.ops.segment.cells import gather_segments, xla_sum
 from jax_baracuda.ops.segment.definitions import IDS, NOTHING_TO_VECTORISE, ROWS, SEGMENT_FIELDS, sum_guarantee
 from jax_baracuda.ops.segment.logsumexp import SEGMENT_LOGSUMEXP, states_over_shards
 from jax_baracuda.ops.segment.plan import SegmentPlan, unpermuted
@@ -149,10 +149,9 @@ def _weighted_cotangents(probabilities: Array, d_output: Array) -> Array:
 
 def _softmax_gradient(probabilities: Array, d_output: Array, ids: Array, means: Array) -> Array:
     """`means` are the segments' sums of :func:`_weighted_cotangents`."""
-    is_member = per_row(in_range(ids, means.shape[0]), probabilities)
-    # The operands are masked, which may hold NaN, and not the result: narrow rows are gathered without a select.
-    factors, cotangents = (jnp.where(is_member, x.astype(means.dtype), 0) for x in (probabilities, d_output))
-    return (factors * (cotangents - gather_or_zeros(means, ids))).astype(probabilities.dtype)
+    means, is_member = gather_segments(means, ids)
+    gradient = probabilities.astype(means.dtype) * (d_output.astype(means.dtype) - means)
+    return jnp.where(is_member, gradient, 0).astype(probabilities.dtype)
 
 
 def _reference_backward(probabilities: Array, d_output: Array, ids: Array, *, num_segments: int) -> tuple[Array]:

@@ -25,10 +25,8 @@ from jax_baracuda._core.rules import (
     at_most,
     at_most_4_features,
     at_most_16_features,
-    call_bound,
     fused,
     in_cache,
-    in_memory,
     launch_bound,
     on_cpu,
     on_gpu,
@@ -48,6 +46,7 @@ from jax_baracuda.ops.segment.definitions import (
     IDS,
     NOTHING_TO_VECTORISE,
     SEGMENT_FIELDS,
+    SHORT_REDUCTION,
     WIDE_DTYPES,
     float64_guarantee,
     gradient_op,
@@ -155,6 +154,7 @@ SUM_RULES = (
         at_least(features=32),
         _are_added_in_less_time_than_sorted,
     ),
+    SHORT_REDUCTION,
 )
 
 
@@ -186,7 +186,6 @@ SEGMENT_SUM = _sum_op(
     # since XLA adds single numbers in place to the array that a program adds the sums to.
     xla_rules=(
         *SUM_RULES,
-        on_cpu("calling a kernel takes longer than the sum", unsorted, call_bound, in_memory),
         on_cpu("XLA adds single numbers as it computes them", unsorted, single_feature, fused),
         on_cpu(
             "few numbers are added to a large array, which XLA may do in place",
@@ -397,6 +396,7 @@ GATHER_SEGMENT_SUM = define_op(
             at_most(rows=1 << 18),
         ),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unordered, uncontended, at_most_16_features),
+        on_cpu(SHORT_REDUCTION.reason, *SHORT_REDUCTION.conditions, at_most_4_features),
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(
@@ -496,10 +496,10 @@ def _reference_of_dot(
     wide = accumulation_dtype(data.dtype)
     if edge_order is not None:  # ids in the order of the edges: cheaper to move than products
         gather_ids, segment_ids = (jnp.zeros_like(ids).at[edge_order].set(ids) for ids in (gather_ids, segment_ids))
-    cells, is_member = gather_segments(d_output, segment_ids)
-    cells = jnp.where(is_member, cells, 0).astype(wide)  # derivatives multiply the zeros of dropped edges by them
-    sums = (cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide)).sum(axis=-1)
-    output = jnp.where(is_member[..., 0], sums, 0)
+    cells, is_member = gather_segments(d_output.astype(wide), segment_ids)
+    cells = jnp.where(is_member, cells, 0)  # derivatives multiply the zeros of dropped edges by them
+    products = jnp.where(is_member, cells * gather_rows(data, gather_ids, clips_gather_ids=True).astype(wide), 0)
+    output = products.sum(axis=-1)
     return (output if is_wide else output.astype(data.dtype),)
 
 
