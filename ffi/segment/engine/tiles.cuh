@@ -457,24 +457,22 @@ struct MergeShared {
   }
 };
 
-// Folds the carries of the blocks of rows into the output. Two levels keep many blocks busy for a hot segment. At the
-// first level, a block reduces within its kMergeCarries carries. A run that enters them becomes the carry-in of the
-// first, a run that leaves them the carry-out of the last. The second level folds these.
+// Folds the carries of the blocks of rows into the output. Two levels keep many blocks busy for a hot segment. At level
+// 1, a block reduces within its kMergeCarries carries. A run that enters them becomes the carry-in of the first, a run
+// that leaves them the carry-out of the last. Level 2 folds these.
 //
 // A block handles the runs that begin in its carries: one group of threads per short run, the whole block per long run.
-// At the first level, `parts` blocks share these carries. Levels, and runs of all lengths, share one loop, so that the
-// code stays small.
-template <typename Reduction, int kVec>
-__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, bool is_first_level, int64_t block,
-                                             int part, int parts,
+// At level 1, `parts` blocks share these carries. Runs of all lengths pass through one loop, so that the code stays small.
+template <typename Reduction, int kVec, int kLevel>
+__device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, int64_t block, int part, int parts,
                                              MergeShared<typename Reduction::template Accumulator<kVec>>& shared) {
   using Cells = typename Reduction::template Accumulator<kVec>;
 
-  const int carry_step = is_first_level ? 1 : kMergeCarries;
+  constexpr int kCarryStep = kLevel == 1 ? 1 : kMergeCarries;
   const int64_t carries = a.row_blocks;
-  const int64_t count = CeilDivide(carries, int64_t{carry_step});
+  const int64_t count = CeilDivide(carries, kCarryStep);
   const int64_t first_carry = block / a.features.columns * kMergeCarries;
-  const int64_t limit = is_first_level ? min(count, first_carry + kMergeCarries) : count;
+  const int64_t limit = kLevel == 1 ? min(count, first_carry + kMergeCarries) : count;
   const int groups = kMergeThreads / a.features.lanes;
   const int group = threadIdx.x / a.features.lanes;
   const int64_t column = (block % a.features.columns * a.features.lanes + threadIdx.x % a.features.lanes) * kVec;
@@ -485,21 +483,21 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
   const int64_t row_vectors = a.problem.features / kVec;
 
   const auto is_entered = [&](int64_t carry) { return carry > 0 && segments[carry - 1] == segments[carry]; };
-  // The key of a run. The second level includes the batch element: it sees only the first carry of each block, and so
-  // not the empty carry with which a batch element begins.
+  // The key of a run. Level 2 includes the batch element: it sees only the first carry of each block, and so not the
+  // empty carry with which a batch element begins.
   constexpr int64_t kNoRun = -1;
   const auto run_at = [&](int64_t i) {
-    const int64_t carry = i * carry_step;
+    const int64_t carry = i * kCarryStep;
     const uint32_t segment = segments[carry];
-    if (segment == kDropped || (!is_first_level && !is_entered(carry))) return kNoRun;
-    return is_first_level ? int64_t{segment} : carry / a.blocks_per_batch * int64_t{kDropped} + segment;
+    if (segment == kDropped || (kLevel == 2 && !is_entered(carry))) return kNoRun;
+    return kLevel == 1 ? int64_t{segment} : carry / a.blocks_per_batch * int64_t{kDropped} + segment;
   };
 
   if (threadIdx.x == 0) shared.runs = shared.long_run_count = 0;
   __syncthreads();
   const int64_t own = first_carry + threadIdx.x;
   const int64_t own_run = own < min(limit, first_carry + kMergeCarries) ? run_at(own) : kNoRun;
-  const bool is_bound = own >= limit || own == 0 || (is_first_level && threadIdx.x == 0) || run_at(own - 1) != own_run;
+  const bool is_bound = own >= limit || own == 0 || (kLevel == 1 && threadIdx.x == 0) || run_at(own - 1) != own_run;
   const uint32_t bounds = __ballot_sync(kFullWarp, is_bound);
   if (threadIdx.x < kMergeCarries && threadIdx.x % 32 == 0) shared.run_bounds[threadIdx.x / 32] = bounds;
   const int own_carries = static_cast<int>(min(limit - first_carry, int64_t{kMergeCarries}));
@@ -509,9 +507,9 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
 
   // Merges the carry-ins first, first + step, ... below `end`.
   const auto reduce = [&](int64_t first, int64_t end, int step) {
-    constexpr int kInFlight = sizeof(Cells) <= 16 ? 8 : sizeof(Cells) <= 32 ? 4 : 2;
-    const Cells* next = carry_ins + first * carry_step * row_vectors;
-    const int64_t stride = step * carry_step * row_vectors;
+    constexpr int kInFlight = sizeof(Cells) <= 16 ? 4 : 2;
+    const Cells* next = carry_ins + first * kCarryStep * row_vectors;
+    const int64_t stride = step * kCarryStep * row_vectors;
     Cells cells = *next;
     for (int64_t left = end - first - step; left > 0; left -= kInFlight * step) {
       Cells others[kInFlight];
@@ -528,18 +526,16 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
     return cells;
   };
   // Whether the run of the carry-ins from `begin` on started in the carries of an earlier block.
-  const auto started_earlier = [&](int64_t begin) {
-    return is_first_level && begin == first_carry && is_entered(begin);
-  };
+  const auto started_earlier = [&](int64_t begin) { return kLevel == 1 && begin == first_carry && is_entered(begin); };
   // Finishes the run of the carry-ins [begin, end), which starts with the carry-out `cells`.
   const auto finish_run = [&](Cells cells, const Cells& reduced, int64_t begin, int64_t end) {
-    const int64_t carry = begin * carry_step;
+    const int64_t carry = begin * kCarryStep;
     if (started_earlier(begin)) {
       carry_ins[carry * row_vectors] = reduced;
       return;
     }
     cells.Merge(reduced, a.outputs);
-    if (is_first_level && end == limit && end < carries && segments[end] == segments[carry]) {
+    if (kLevel == 1 && end == limit && end < carries && segments[end] == segments[carry]) {
       carry_outs[(end - 1) * row_vectors] = cells;
       return;
     }
@@ -559,7 +555,7 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
     if (participates) {
       const int start = is_short ? shared.run_starts[run] : shared.long_runs[step - short_steps];
       const int end_in_block = shared.RunEnd(start);
-      const bool continues = !is_first_level && end_in_block == kMergeCarries && first_carry + end_in_block < limit;
+      const bool continues = kLevel == 2 && end_in_block == kMergeCarries && first_carry + end_in_block < limit;
       begin = first_carry + start;
       end = first_carry + end_in_block;
       if (is_short && (end_in_block - start > kShortRun || continues)) {
@@ -580,11 +576,11 @@ __device__ __forceinline__ void MergeCarries(const TileArguments<Reduction>& a, 
     }
     const int64_t first = is_short ? begin : begin + group;
     participates = participates && is_active && first < end;
-    // The run started in the previous block of rows, or the first level moved its carry-out there. Loaded now, it is in
-    // flight together with the carry-ins.
+    // The run started in the previous block of rows, or level 1 moved its carry-out there. Loaded now, it is in flight
+    // together with the carry-ins.
     Cells start, reduced;
     const bool finishes = participates && (is_short || group == 0);
-    if (finishes && !started_earlier(begin)) start = carry_outs[(begin * carry_step - 1) * row_vectors];
+    if (finishes && !started_earlier(begin)) start = carry_outs[(begin * kCarryStep - 1) * row_vectors];
     if (participates) reduced = reduce(first, end, is_short ? 1 : groups);
     if (!is_short) {
       if (participates) shared.cells[threadIdx.x] = reduced;
@@ -608,43 +604,35 @@ inline int64_t MergeParts(int64_t blocks) {
   return std::clamp(Tuning::kMultiprocessors / std::max(blocks, int64_t{1}), int64_t{1}, kMaxMergeParts);
 }
 
-// All blocks run the first level. The last block to finish runs the second, if any block has an entering run. One block
-// is enough: each step covers kMergeCarries * kMergeCarries carries.
+// All blocks run level 1. The last block to finish runs level 2, if any block has an entering run. One block is enough:
+// each step covers kMergeCarries * kMergeCarries carries.
 template <typename Reduction, int kVec>
 __global__ void __launch_bounds__(kMergeThreads) MergeKernel(const __grid_constant__ TileArguments<Reduction> a) {
   __shared__ MergeShared<typename Reduction::template Accumulator<kVec>> shared;
   __shared__ bool has_second_level;
-  const int64_t carries = a.row_blocks;
-  const int64_t second_blocks = CeilDivide(CeilDivide(carries, kMergeCarries), kMergeCarries) * a.features.columns;
-  int64_t block = blockIdx.x / a.merge_parts;
-  int part = blockIdx.x % a.merge_parts, parts = a.merge_parts;
-#pragma unroll 1
-  for (bool is_first_level = true;; is_first_level = false) {
-    MergeCarries<Reduction, kVec>(a, is_first_level, block, part, parts, shared);
-    if (!is_first_level) {
-      if (++block == second_blocks) return;
-      __syncthreads();
-      continue;
-    }
-    if (carries <= kMergeCarries) return;  // a single block has all carries
+  const int64_t carries = a.row_blocks, block = blockIdx.x / a.merge_parts;
+  MergeCarries<Reduction, kVec, 1>(a, block, blockIdx.x % a.merge_parts, a.merge_parts, shared);
+  if (carries <= kMergeCarries) return;  // a single block has all carries
 
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const int64_t first_carry = block / a.features.columns * kMergeCarries;
-      const uint32_t* const segments = a.carries.in_segment;
-      if (first_carry > 0 && segments[first_carry] != kDropped && segments[first_carry - 1] == segments[first_carry]) {
-        atomicAdd(a.merge_counters + 1, 1);
-        __threadfence();
-      }
-      const bool is_last = atomicAdd(a.merge_counters, 1) == gridDim.x - 1;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const int64_t first_carry = block / a.features.columns * kMergeCarries;
+    const uint32_t* const segments = a.carries.in_segment;
+    if (first_carry > 0 && segments[first_carry] != kDropped && segments[first_carry - 1] == segments[first_carry]) {
+      atomicAdd(a.merge_counters + 1, 1);
       __threadfence();
-      has_second_level = is_last && atomicAdd(a.merge_counters + 1, 0) != 0;
     }
+    const bool is_last = atomicAdd(a.merge_counters, 1) == gridDim.x - 1;
+    __threadfence();
+    has_second_level = is_last && atomicAdd(a.merge_counters + 1, 0) != 0;
+  }
+  __syncthreads();
+  if (!has_second_level) return;
+  const int64_t blocks = CeilDivide(CeilDivide(carries, kMergeCarries), kMergeCarries) * a.features.columns;
+  for (int64_t i = 0; i < blocks; ++i) {
+    MergeCarries<Reduction, kVec, 2>(a, i, /*part=*/0, /*parts=*/1, shared);
     __syncthreads();
-    if (!has_second_level) return;
-    block = part = 0;
-    parts = 1;
   }
 }
 
