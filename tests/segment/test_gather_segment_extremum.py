@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from segment.gather_reference import FORMS, call_of, check, function_of, hot_graph, make_graph
 from support import cases
+from support.kernels import kernels_of
 from support.programs import temp_bytes
 
 import jax_baracuda
@@ -147,6 +148,36 @@ def test_no_array_of_edges_times_features(rng: np.random.Generator, kind: str) -
 
     of_gradient = temp_bytes(jax.grad(loss), graph.data, graph.gather_ids, graph.segment_ids)
     assert of_gradient < edges * features  # a quarter of the messages
+
+
+@pytest.mark.parametrize(
+    ("edges", "segments", "features", "platform", "runs_kernel"),
+    [
+        (30_000, 3_000, 64, "cuda", False),
+        (30_000, 300_000, 64, "cuda", True),
+        (30_000, 300_000, 16, "cuda", False),
+        (100, 100, 4, "cpu", False),
+        (100, 100, 16, "cpu", True),
+    ],
+)
+def test_few_edges_are_left_to_xla(
+    monkeypatch: pytest.MonkeyPatch,
+    cuda_module: None,
+    edges: int,
+    segments: int,
+    features: int,
+    platform: str,
+    runs_kernel: bool,
+) -> None:
+    """Unless plain JAX would decode many cells of empty segments, and on CPUs only narrow rows."""
+    cases.use_rules(monkeypatch)
+    ids = jax.ShapeDtypeStruct((edges,), "int32")
+    called = kernels_of(
+        lambda data, ids: jax_baracuda.gather_segment_max(data, ids, ids, segments),
+        *(jax.ShapeDtypeStruct((1000, features), "float32"), ids),
+        platform=platform,
+    )
+    assert ("gather_segment_max" in called) == runs_kernel
 
 
 # ----------------------------------------------------------------------------------------------------------------------
