@@ -945,12 +945,12 @@ def test_sums_that_xla_fuses_are_left_to_it(
 
 @pytest.mark.parametrize(
     ("is_computed", "num_rows", "is_left"),
-    [(True, 1000, True), (True, 10_000, False), (False, 10_000, True), (False, 100_000, False)],
+    [(True, 10_000, True), (True, 100_000, False), (False, 10_000, True), (False, 100_000, False)],
 )
 def test_short_sums_on_cpus_are_left_to_xla(
     monkeypatch: pytest.MonkeyPatch, is_computed: bool, num_rows: int, is_left: bool
 ) -> None:
-    """XLA may compute rows again for their other readers, unless it writes them for a kernel: fewer are left to it."""
+    """Whether or not XLA computes the rows."""
     cases.use_rules(monkeypatch)
     types = jax.ShapeDtypeStruct((num_rows, 4), "float32"), jax.ShapeDtypeStruct((num_rows,), "int32")
     with redirect():

@@ -92,14 +92,6 @@ def mostly_empty_segments(traits: Traits) -> bool:
     return traits.measures["rows"] <= traits.measures["batch"] * traits.measures["segment"]
 
 
-def short_reduction(traits: Traits) -> bool:
-    """On CPUs, calling a kernel takes longer than reducing 1 MB, or 64 KB of rows that XLA computes.
-
-    XLA may compute rows again for each of their readers, so it gets fewer of these.
-    """
-    return traits.measures["bytes"] <= (64 * KB if traits.site.fuses else MB)
-
-
 def few_numbers(traits: Traits) -> bool:
     """All rows, or those that edges gather, have at most 4M numbers, which GPUs reduce faster than they sort ids."""
     return traits.measures["rows"] * traits.measures["features"] <= 1 << 22

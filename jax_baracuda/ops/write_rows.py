@@ -36,7 +36,7 @@ from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
-from jax_baracuda._core.rules import Rule, at_least, at_most, on_cpu, on_gpu, param
+from jax_baracuda._core.rules import KB, Rule, at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
@@ -383,7 +383,8 @@ _FIELDS: dict[str, Any] = {
 }
 
 # Two cores, appends of 8 × 128 numbers, time of plain JAX / kernel: in loops 0.4 to 0.8 with 1 to 8 rows, 0.6 to 0.9
-# with 16 and 32, which take 1.4 to 1.8 in calls of their own. XLA copies pools of 8 bits in every step.
+# with 16 and 32, which take 1.4 to 1.8 in calls of their own. XLA copies pools of 8 bits in every step: up to 10 KB
+# 0.07 to 1.0, once 1.4 (12 loops).
 WRITE_ROWS = define_op(
     name="write_rows",
     operands=lambda *, ranks, axis, has_layer, scales: {
@@ -404,6 +405,7 @@ WRITE_ROWS = define_op(
             at_most(rows=8),
             at_least(element_bits=16),
         ),
+        on_cpu("calling a kernel takes longer than the copy", at_most(bytes=16 * KB)),
     ),
     shard_program=shard_write,
     transposes=lambda *, ranks, axis, has_layer: {

@@ -199,8 +199,8 @@ def _reference(*operands: Array, num_segments: int, **params: Any) -> Sequence[A
     distances = edges.logits - _of_edges(maxima, segment_ids, takes_part)
     weights = jnp.where(edges.takes_part, jnp.exp(distances), 0)
     totals = xla_sum(weights, segment_ids, num_segments)
-    # Edges are divided rather than cells, which XLA would read and write once more. No segment adds dropped edges, so
-    # these may be divided by anything.
+    # Divides the weights of edges: to divide cells, XLA would read and write all of them once more. No segment adds
+    # dropped edges, so their divisors may be anything.
     divisors, _ = gather_segments(jnp.where(totals == 0, 1, totals), segment_ids)
     probabilities = weights / divisors
     output = xla_sum(probabilities[..., None] * edges.values, segment_ids, num_segments)

@@ -806,8 +806,8 @@ def _backward_of_sorted(
     )
 
 
-def _has_few_empty_cells(traits: Traits) -> bool:
-    """Unless most segments are empty and rows are wide: plain JAX decodes the cells of all segments."""
+def _decodes_few_empty_cells(traits: Traits) -> bool:
+    """Rows are narrow, or most segments have rows: plain JAX decodes the cells of all segments."""
     return traits.measures["features"] < 64 or not mostly_empty_segments(traits)
 
 
@@ -822,7 +822,7 @@ GATHER_SEGMENT_EXTREMUM = define_op(
     result_dtypes=_result_dtypes,
     reference=_reference_of_edges,
     xla_rules=(
-        on_gpu("XLA sorts no edges", unsorted, uncontended, few_numbers, _has_few_empty_cells),
+        on_gpu("XLA sorts no edges", unsorted, uncontended, few_numbers, _decodes_few_empty_cells),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most_4_features),
         on_cpu(SHORT_REDUCTION.reason, *SHORT_REDUCTION.conditions, _without_winner, at_most_4_features),
     ),

@@ -180,7 +180,7 @@ SEGMENT_SUM = _sum_op(
     None,
     dtypes=WIDE_DTYPES,
     guarantee=sum_guarantee,
-    # Two cores: 0.6 up to 1 MB (9 loops); up to 1M unsorted single numbers that XLA computes 0.2 to 1.2, mostly 0.6 to
+    # Two cores: up to 1M unsorted single numbers that XLA computes 0.2 to 1.2, mostly 0.6 to
     # 0.9 (24 loops); other rows 0.7 to 2.8 where XLA computes the rows (8 calls). It may compute them again
     # for their other readers: a step of jraph's GAT took twice as long. The gradient of a cross-entropy: 0.5 to 0.7,
     # since XLA adds single numbers in place to the array that a program adds the sums to.
