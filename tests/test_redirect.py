@@ -913,14 +913,17 @@ WIDE, NARROW = ((1 << 20, 64), "float32"), ((1 << 20, 4), "float32")
         (((1 << 20, 64), "bfloat16"), 100_000, False),  # JAX rounds after each term
         (WIDE, 2, False),
         (NARROW, 100_000, True),
+        (((100_000, 4), "float32"), 100_000, True),
         (((1000, 4), "float32"), 1000, True),
     ],
-    ids=["wide", "heads", "16 bits", "two segments", "narrow", "small"],
+    ids=["wide", "heads", "16 bits", "two segments", "narrow", "few", "small"],
 )
 def test_sums_that_xla_fuses_are_left_to_it(
     monkeypatch: pytest.MonkeyPatch, cuda_module: None, platform: str, rows: Any, num_segments: int, is_left: bool
 ) -> None:
-    """On GPUs, sums are left to JAX if the op's rules for computed rows say so, unless a kernel is requested."""
+    """On GPUs, sums are left to JAX if the op's rules for computed rows say so, unless a kernel is requested. On CPUs,
+    these are short sums, and the update of few rows.
+    """
     cases.use_rules(monkeypatch)
     data, ids = jax.ShapeDtypeStruct(*rows), jax.ShapeDtypeStruct(rows[0][:1], "int32")
     nodes = jax.ShapeDtypeStruct((num_segments, *data.shape[1:]), data.dtype)
@@ -936,8 +939,8 @@ def test_sums_that_xla_fuses_are_left_to_it(
             called = kernels_of(program, data, ids, nodes, platform=platform)
         num_left = 0
         if asked_for is None and is_left:
-            few_rows_are_updated = rows[0][0] <= num_segments
-            num_left = 3 if platform == "cuda" else int(few_rows_are_updated)
+            is_short, few_rows_are_updated = rows[0][0] <= 1000, rows[0][0] <= num_segments
+            num_left = 3 if platform == "cuda" or is_short else int(few_rows_are_updated)
         expected = (3 - num_left, num_left)
         assert (report.redirected.total(), report.kept.total()) == expected, report
         assert sum(kernel.endswith("segment_sum") for kernel in called) == expected[0]
