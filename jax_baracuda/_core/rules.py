@@ -123,7 +123,7 @@ call_bound = at_most(bytes=MB)
 in_cache = at_most(bytes=64 * MB)
 """All operands and results fit in the L2 cache of a GPU. This is the measured limit on an H100 and an H200."""
 at_most_4_features = at_most(features=4)
-"""Rows have so few numbers that kernels for GPUs leave lanes idle."""
+"""Rows have so few numbers that kernels leave lanes of GPUs idle, and most of a vector of CPUs."""
 at_most_16_features = at_most(features=16)
 """Rows have at most one vector of a CPU, and leave half of the lanes of a warp idle."""
 at_most_64_features = at_most(features=64)

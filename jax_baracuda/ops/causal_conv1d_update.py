@@ -175,8 +175,8 @@ def _reference_update(
     recent = state[..., state.shape[-1] - (weight.shape[-1] - 1) :]
     inputs, *others = widened(x, x, weight, bias, recent)
     if x.shape[time] == 1:
-        z = one_step(jnp.squeeze(inputs, time), *others)  # as in the gradient, with which XLA shares it
-        y = jnp.expand_dims(z * jax.nn.sigmoid(z) if silu else z, time)
+        z = jnp.expand_dims(one_step(jnp.squeeze(inputs, time), *others), time)
+        y = z * jax.nn.sigmoid(z) if silu else z
     else:
         y = plain_convolution(inputs, *others, channels_last=channels_last, silu=silu)
     new_state = jnp.concatenate([state, in_layout(x, channels_last)], axis=-1)

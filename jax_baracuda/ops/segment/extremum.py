@@ -694,6 +694,7 @@ def _few_bytes(traits: Traits) -> bool:
 LAUNCH_BOUND_EXTREMUM = on_gpu("launch-bound: few bytes", unsorted, uncontended, _few_bytes)
 
 _without_winner = param("has_winner", False)
+_SHORT_EXTREMUM = on_cpu(SHORT_REDUCTION.reason, *SHORT_REDUCTION.conditions, _without_winner, at_most_4_features)
 
 # H200, time of plain JAX / kernel: 0.45 to 1.1 for rows of 1 to 16 numbers up to 4 MB, with the gradient 0.3 to 1.0;
 # above, and for wider rows, 0.8 to 3.5 and 1.3 to 3.0 (60 calls each). Wider rows up to 1 MB: 0.7 to 0.95 (6 loops).
@@ -712,7 +713,7 @@ SEGMENT_EXTREMUM = reduction_op(
         # Two cores, time of plain JAX / kernel: single numbers that XLA computes 0.14 to 1.1 (40 loops); sorted 0.7 to
         # 5.3 (18 loops). With winners, for the gradient, 0.9 to 1.4.
         on_cpu(NOTHING_TO_VECTORISE.reason, _without_winner, single_feature, fused),
-        on_cpu(SHORT_REDUCTION.reason, *SHORT_REDUCTION.conditions, _without_winner, at_most_4_features),
+        _SHORT_EXTREMUM,
     ),
     shard_program=functools.partial(_shard_reduce, "row"),
     alternatives=with_shared_sort(lambda: GATHER_SEGMENT_EXTREMUM),
@@ -824,7 +825,7 @@ GATHER_SEGMENT_EXTREMUM = define_op(
     xla_rules=(
         on_gpu("XLA sorts no edges", unsorted, uncontended, few_numbers, _decodes_few_empty_cells),
         on_gpu("XLA sorts no edges, and narrow rows leave lanes idle", unsorted, uncontended, at_most_4_features),
-        on_cpu(SHORT_REDUCTION.reason, *SHORT_REDUCTION.conditions, _without_winner, at_most_4_features),
+        _SHORT_EXTREMUM,
     ),
     alternatives={
         on_gpu(NEED_SORTED_EDGES, unsorted): sorted_first(

@@ -180,10 +180,10 @@ SEGMENT_SUM = _sum_op(
     None,
     dtypes=WIDE_DTYPES,
     guarantee=sum_guarantee,
-    # Two cores: up to 1M unsorted single numbers that XLA computes 0.2 to 1.2, mostly 0.6 to
-    # 0.9 (24 loops); other rows 0.7 to 2.8 where XLA computes the rows (8 calls). It may compute them again
-    # for their other readers: a step of jraph's GAT took twice as long. The gradient of a cross-entropy: 0.5 to 0.7,
-    # since XLA adds single numbers in place to the array that a program adds the sums to.
+    # Two cores: up to 1M unsorted single numbers that XLA computes 0.2 to 1.2, mostly 0.6 to 0.9 (24 loops); other rows
+    # 0.7 to 2.8 where XLA computes the rows (8 calls). It may compute them again for their other readers: a step of
+    # jraph's GAT took twice as long. The gradient of a cross-entropy: 0.5 to 0.7, since XLA adds single numbers in
+    # place to the array that a program adds the sums to.
     xla_rules=(
         *SUM_RULES,
         on_cpu("XLA adds single numbers as it computes them", unsorted, single_feature, fused),
