@@ -23,11 +23,12 @@
 
 namespace jax_baracuda::segment {
 
-inline constexpr int64_t kSectorBytes = 32;
-
-// Unsorted rows are sorted first, few of them within the reduction.
+// Unsorted rows are sorted first, few of them within the reduction. There each block sorts all rows, for its own columns
+// and segments.
 inline Strategy ChooseUnsortedStrategy(const Problem& problem) {
-  return UsesFewUnsortedRows(problem) ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
+  const bool is_few =
+      UsesFewUnsortedRows(problem) && problem.rows * problem.features <= Tuning::kMaxElementsOfFewUnsortedRows;
+  return is_few ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
 }
 
 // Batches of few rows in any order; sorted rows by runs or tiles.
@@ -37,12 +38,12 @@ inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_by
   if (!indices_are_sorted) return ChooseUnsortedStrategy(problem);
   const FeatureLanes features = AssignFeatures(problem.features / RowVector(problem.features, element_bytes), 32);
   if (UsesFewSortedRows(problem, features)) return Strategy::kFewSortedRows;
-  if (UsesRuns(problem, element_bytes)) return Strategy::kRuns;
-  return problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles : Strategy::kTiles;
+  return UsesRuns(problem, element_bytes) ? Strategy::kRuns : Strategy::kTiles;
 }
 
 // Depends on shapes and flags only. Few segments with many narrow rows each use private tables, which accept rows in
-// any order; everything else is as above. `state_bytes` is the maximum size of an accumulator per cell.
+// any order; everything else is as above. Sorted single numbers and pairs took 0.7 to 0.9 of that time as runs (H200,
+// 2,000 to 6M rows in two segments). `state_bytes` is the maximum size of an accumulator per cell.
 inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, int64_t state_bytes,
                                bool indices_are_sorted) {
   if (problem.HasNoResult()) return Strategy::kNothing;
@@ -50,7 +51,11 @@ inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, in
       problem.segments <= Tuning::kMaxPrivateSegments &&
       problem.rows / Tuning::kMinRowsToPrivateSegment >= problem.segments && problem.batch <= kMaxPrivateBlocks &&
       kMinPrivateWarps * PrivateWarpBytes(problem.segments, state_bytes) <= kPrivateTableBytes;
-  if (problem.rows > 0 && has_few_segments && problem.features <= kMaxPrivateFeatures) return Strategy::kPrivateTable;
+  const int64_t min_features = indices_are_sorted ? 3 : 1;
+  if (problem.rows > 0 && has_few_segments && problem.features >= min_features &&
+      problem.features <= kMaxPrivateFeatures) {
+    return Strategy::kPrivateTable;
+  }
   return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
 }
 
@@ -118,8 +123,7 @@ inline ReducePlan MakeReducePlan(const Problem& problem, Strategy strategy, int6
     default:
       break;
   }
-  const int vector = strategy == Strategy::kStagedTiles ? 1 : RowVector(part_features, element_bytes);
-  plan.grid = MakeRowGrid(at_once, strategy, vector, unit);
+  plan.grid = MakeRowGrid(at_once, strategy, RowVector(part_features, element_bytes), unit);
   if (strategy == Strategy::kFewSortedRows || strategy == Strategy::kSmallTiles) return plan;
   if (strategy == Strategy::kSortThenTiles) sizes.Add(SegmentOrderScratchBytes(at_once, /*holds_order=*/true));
   sizes.Add(2 * sizeof(uint32_t));
@@ -162,11 +166,10 @@ inline uint32_t GapBlocks(const Problem& problem, int threads) {
 inline ReducePlan PlanPairs(const SegmentCall& call, bool uses_order, int64_t state_bytes) {
   const Problem& problem = call.problem;
   const int64_t element_bytes = ElementBytes(call.type);
-  const Strategy strategy = problem.HasNoResult()                             ? Strategy::kNothing
-                            : problem.rows == 0                               ? Strategy::kFill
-                            : !uses_order                                     ? ChooseUnsortedStrategy(problem)
-                            : problem.features * element_bytes < kSectorBytes ? Strategy::kStagedTiles
-                                                                              : Strategy::kTiles;
+  const Strategy strategy = problem.HasNoResult() ? Strategy::kNothing
+                            : problem.rows == 0   ? Strategy::kFill
+                            : uses_order          ? Strategy::kTiles
+                                                  : ChooseUnsortedStrategy(problem);
   return MakeReducePlan(problem, strategy, element_bytes, state_bytes);
 }
 
@@ -309,7 +312,6 @@ struct Reducer {
       if constexpr (kIsPlain) {
         if (strategy == Strategy::kRuns) return Runs(a);
       }
-      if (strategy == Strategy::kStagedTiles) return Tiles<1, RowSource::kStaged>(a);
       return DispatchVector([&](auto vector) {
         constexpr int kVec = decltype(vector)::value;
         return strategy == Strategy::kSortThenTiles ? Tiles<kVec, RowSource::kOrdered>(a)
@@ -355,7 +357,7 @@ struct Reducer {
 
   template <int kVec, RowSource kSource>
   CudaStatus Tiles(const InputArguments<Reduction, Input>& a) const {
-    const int shared_bytes = TileShared<Reduction, Input, kVec, kSource>::Bytes(grid.groups, problem.features);
+    const int shared_bytes = TileShared<Reduction, Input, kVec, kSource>::Bytes(grid.groups);
     const int64_t blocks = a.gap_blocks + grid.row_blocks * grid.features.columns;
     const int threads = TileThreads(grid.features.lanes);
     TileKernel<Reduction, Input, kVec, kSource><<<GridSize(blocks), threads, shared_bytes, stream>>>(a);

@@ -19,7 +19,6 @@ enum class Strategy {
   kRuns,             // narrow sorted rows, whole rows per thread
   kTiles,            // sorted rows, in tiles
   kSmallTiles,       // tiles of few gathered rows, in one launch
-  kStagedTiles,      // tiles of rows too narrow for vector loads, staged in shared memory
   kSortThenTiles,    // sorts the rows first, then tiles
   // Sums and extrema of unsorted rows only (see unordered_rows.cuh).
   kAtomics,          // atomics on a table in global memory
@@ -37,7 +36,6 @@ inline constexpr const char* kStrategyNames[] = {kNothing,
                                                  "runs",
                                                  "tiles",
                                                  "small_tiles",
-                                                 "staged_tiles",
                                                  "sort_then_tiles",
                                                  "atomics",
                                                  "filtered_atomics",
@@ -62,14 +60,14 @@ template <typename... Others>
 std::vector<const char*> ReduceStrategies(Others... others) {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kPrivateTable,
                  Strategy::kBatchOfFewRows, Strategy::kFewUnsortedRows, Strategy::kFewSortedRows, Strategy::kRuns,
-                 Strategy::kTiles, Strategy::kStagedTiles, Strategy::kSortThenTiles, others...);
+                 Strategy::kTiles, Strategy::kSortThenTiles, others...);
 }
 
 // The same for a reduction that only tiles and the launch for few unsorted rows compute.
 template <typename... Others>
 std::vector<const char*> TileStrategies(Others... others) {
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kFewUnsortedRows, Strategy::kTiles,
-                 Strategy::kStagedTiles, Strategy::kSortThenTiles, others...);
+                 Strategy::kSortThenTiles, others...);
 }
 
 inline std::vector<const char*> MapStrategies() { return {JB_NAMES(kMapStrategyNames)}; }

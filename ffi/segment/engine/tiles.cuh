@@ -18,8 +18,6 @@
 // loops over rows, and narrow gaps are bounded.
 #pragma once
 
-#include <cuda_pipeline.h>
-
 #include <algorithm>
 
 #include "ffi/core/warp.cuh"
@@ -37,7 +35,6 @@ inline constexpr int kTileRows = 32;
 enum class RowSource {
   kDirect,    // in memory order
   kOrdered,   // through the sort order
-  kStaged,    // in memory order, through shared memory: rows too narrow for vector loads
   kGathered,  // from another array, at the gather ids
 };
 
@@ -101,12 +98,6 @@ __device__ __forceinline__ void PrepareMerge(const TileArguments<Reduction>& a) 
 // tiles.
 inline constexpr int kPaddedTileRows = kTileRows + 1;
 
-// Bytes of a tile of narrow rows in shared memory, padded to avoid bank conflicts.
-template <typename T>
-__host__ __device__ __forceinline__ int StagedTileBytes(int features) {
-  return kTileRows * features * static_cast<int>(sizeof(T)) + (sizeof(T) < 4 ? 4 : static_cast<int>(sizeof(T)));
-}
-
 template <typename Reduction, typename Input, int kVec, RowSource kSource>
 struct TileShared {
   using T = typename Reduction::Element;
@@ -118,22 +109,15 @@ struct TileShared {
   uint32_t* segments;  // [(groups + 1) * kPaddedTileRows], from the tile before the block on
   uint32_t* starts;    // [groups + 2], from the tile before the block to the one after it
   uint32_t* gaps;      // [groups], bit mask: rows that follow a narrow gap
-  char* rows;          // [groups + 1] tiles of each array, staged only
 
   static constexpr int kCarryInBytes = RoundUp(kMaxTileThreads * sizeof(Cells), kVectorBytes);
   static constexpr bool kWithOrder = kSource == RowSource::kOrdered || kSource == RowSource::kGathered;
   static constexpr bool kWithEdges = Input::kNeedsEdges;
   static constexpr int kArrays = 1 + kWithOrder + kWithEdges;
 
-  static int Bytes(int groups, int64_t features) {
+  static int Bytes(int groups) {
     const int words = 2 * groups + 2 + kArrays * (groups + 1) * kPaddedTileRows;
-    const int rows = kSource == RowSource::kStaged ? (kHasPairs<Input> ? 2 : 1) * StagedBytes(groups, features) + 8 : 0;
-    return kCarryInBytes + words * 4 + rows;
-  }
-
-  // Of the tiles of an array.
-  __host__ __device__ static int StagedBytes(int groups, int64_t features) {
-    return (groups + 1) * StagedTileBytes<T>(static_cast<int>(features));
+    return kCarryInBytes + words * 4;
   }
 
   // The order comes first: each row reads it, and its place does not depend on the number of groups.
@@ -143,31 +127,8 @@ struct TileShared {
     segments = edges + (kWithEdges ? (groups + 1) * kPaddedTileRows : 0);
     starts = segments + (groups + 1) * kPaddedTileRows;
     gaps = starts + groups + 2;
-    uint32_t* end = gaps + groups;
-    rows = reinterpret_cast<char*>(AlignUp(end, 8));
   }
 };
-
-// Copies the tiles of a block, and the next tile, into padded shared memory. The caller waits for the copy.
-template <typename T>
-__device__ void StageRows(const T* first_row, int64_t rows_left, int tiles, int features, char* staged) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int tile_bytes = kTileRows * features * static_cast<int>(sizeof(T));
-  const int64_t bytes_left = rows_left * features * static_cast<int64_t>(sizeof(T));
-  const bool words_are_aligned = AreAligned(4, first_row);
-  for (int tile = warp; tile < tiles; tile += warps) {
-    const char* source = reinterpret_cast<const char*>(first_row) + static_cast<int64_t>(tile) * tile_bytes;
-    char* target = staged + tile * StagedTileBytes<T>(features);
-    const int64_t left = bytes_left - static_cast<int64_t>(tile) * tile_bytes;
-    const int bytes = left < tile_bytes ? (left < 0 ? 0 : static_cast<int>(left)) : tile_bytes;
-    const int word_bytes = words_are_aligned ? bytes / 4 * 4 : 0;
-    for (int i = 4 * lane; i < word_bytes; i += 4 * 32) __pipeline_memcpy_async(target + i, source + i, 4);
-    for (int i = word_bytes + lane * sizeof(T); i < bytes; i += 32 * sizeof(T)) {
-      *reinterpret_cast<T*>(target + i) = *reinterpret_cast<const T*>(source + i);
-    }
-  }
-  __pipeline_commit();
-}
 
 // Writes the starts of the block's tiles and of the tiles before and after it, the gaps and the segments to shared
 // memory.
@@ -245,15 +206,6 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
   const T* data = a.data + (is_whole ? 0 : b * rows * features);
   const T* second = nullptr;
   if constexpr (kHasPairs<Input>) second = a.input.second + (a.input.second_is_shared ? 0 : b * rows * features);
-  const int staged_bytes = Shared::StagedBytes(a.groups, features);
-
-  if constexpr (kSource == RowSource::kStaged) {
-    const auto stage = [&](const T* from, char* to) {
-      StageRows(from + first_row * features, rows - first_row, a.groups + 1, static_cast<int>(features), to);
-    };
-    stage(data, shared.rows);
-    if constexpr (kHasPairs<Input>) stage(second, shared.rows + staged_bytes);
-  }
   const int64_t ids_offset = a.problem.ids_are_shared ? 0 : b * rows;
   const uint32_t batch_rows = static_cast<uint32_t>(a.batch_rows);
   const bool is_joined = a.batch_rows != rows;
@@ -273,7 +225,6 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
     const bool is_own_row = is_joined && a.problem.data_is_shared && !kHasPairs<Input>;
     return {is_own_row ? joined_row % batch_rows : joined_row, 0};
   });
-  if constexpr (kSource == RowSource::kStaged) __pipeline_wait_prior(0);
   __syncthreads();
 
   const int group = threadIdx.x / a.features.lanes;
@@ -339,15 +290,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, (kTileBlocks<Reduction, kSour
       const int tile_offset = i + u;
       if constexpr (kSource != RowSource::kGathered) in_flight[u].number = static_cast<int32_t>(tile_row) + tile_offset;
       if (tile_offset >= end) continue;
-      if constexpr (kSource == RowSource::kStaged) {
-        const char* tile =
-            shared.rows + (group + tile_offset / kTileRows) * StagedTileBytes<T>(static_cast<int>(features));
-        const int element = tile_offset % kTileRows * static_cast<int>(features) + static_cast<int>(column);
-        memcpy(&in_flight[u].values, tile + element * sizeof(T), sizeof(in_flight[u].values));
-        if constexpr (kHasPairs<Input>) {
-          memcpy(&in_flight[u].second_values, tile + staged_bytes + element * sizeof(T), sizeof(in_flight[u].values));
-        }
-      } else if constexpr (kSource == RowSource::kOrdered) {
+      if constexpr (kSource == RowSource::kOrdered) {
         uint32_t data_row = shared.order[first_place + tile_offset + (tile_offset >= kTileRows)];
         in_flight[u].number = is_joined ? data_row % batch_rows : data_row;
         if constexpr (kHasPairs<Input>) {

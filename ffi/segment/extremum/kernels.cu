@@ -8,6 +8,8 @@
 namespace jax_baracuda::segment {
 namespace {
 
+constexpr int64_t kSectorBytes = 32;
+
 bool FiltersRows(const Problem& problem, int64_t key_bytes) {
   const int64_t cells = problem.segments * problem.features;
   const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
@@ -184,8 +186,7 @@ std::vector<const char*> ExtremumCall::Strategies(bool with_winner) {
   // There are no private tables; the shared table replaces them.
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kBatchOfFewRows,
                  Strategy::kFewUnsortedRows, Strategy::kFewSortedRows, Strategy::kRuns, Strategy::kTiles,
-                 Strategy::kStagedTiles, Strategy::kSortThenTiles, Strategy::kAtomics, Strategy::kFilteredAtomics,
-                 Strategy::kSharedTable);
+                 Strategy::kSortThenTiles, Strategy::kAtomics, Strategy::kFilteredAtomics, Strategy::kSharedTable);
 }
 
 Plan ExtremumCall::MakePlan() const { return problem.HasNoResult() ? Plan{kNothing} : Choose(*this).Summary(); }
