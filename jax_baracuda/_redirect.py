@@ -165,17 +165,19 @@ def _while_lowering() -> contextlib.AbstractContextManager[Any]:
     return Scope(REDIRECTION, kinds - {"slice_updates"} | {_MARKED} if "slice_updates" in kinds else kinds)
 
 
-def _scope_of(ctx: Any, is_backward: bool = False) -> tuple[str, str] | None:
+def _scope_of(ctx: Any, is_backward: bool = False, adds: bool = False) -> tuple[str, str] | None:
     """The redirected call in whose scope an operation stands: its name in reports, and its kind.
 
     Args:
       is_backward: whether the operation is the gradient of another. In loops and functions, its scope does not tell.
+      adds: whether the operation adds rows. In the scope of an extremum, JAX counts ties for the gradient so.
     """
     scopes = f"{SCOPE_NAME.value or ''}/{ctx.name_stack}"
     name = max(_KIND_OF_NAME, key=scopes.rfind)
     if name not in scopes:
         return None
-    is_gradient = (is_backward or "transpose(" in scopes) and name != _OF_GATHER
+    is_backward = is_backward or "transpose(" in scopes or (adds and name.endswith(("max", "min")))
+    is_gradient = is_backward and name != _OF_GATHER
     return f"gradient of {name}" if is_gradient else name, _KIND_OF_NAME[name]
 
 
@@ -185,7 +187,8 @@ def _wrap_lowering(primitive: str, own: Callable[..., Any]) -> Callable[..., Any
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         if not (kinds := redirected()):
             return own(ctx, *operands, **params)
-        name, kind = _scope_of(ctx) or (_UPDATES.get(primitive, ""), "indexed_updates")
+        scope = _scope_of(ctx, adds=primitive == _indexed.ADDITION)
+        name, kind = scope or (_UPDATES.get(primitive, ""), "indexed_updates")
         if kind not in kinds or not (is_update or kind == _MARKED):
             return own(ctx, *operands, **params)
         serve = functools.partial(_indexed.scatter, primitive) if is_update else _indexed.slice_update

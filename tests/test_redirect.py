@@ -90,7 +90,8 @@ def test_values_and_both_modes(rng: np.random.Generator, name: str) -> None:
     np.testing.assert_allclose(pushed, np.sum(expected * tangent), rtol=1e-4)
 
 
-def test_lines_of_the_program(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+def test_lines_of_the_program(rng: np.random.Generator, implementation: Any) -> None:
     """The report counts the lines that make calls. Frames of JAX and of this package are left out."""
     data, ids = problem(rng)
 
@@ -100,7 +101,7 @@ def test_lines_of_the_program(rng: np.random.Generator) -> None:
             total += jnp.sum(jax.ops.segment_sum(data, ids, NUM_SEGMENTS) ** 2)
         return total
 
-    with redirect() as report, jax_baracuda.implementation("kernel"):
+    with redirect() as report, jax_baracuda.implementation(implementation):
         jax.jit(jax.grad(loss))(data)
     first = f"test_redirect.py:{loss.__code__.co_firstlineno + 1}"
     third = f"test_redirect.py:{loss.__code__.co_firstlineno + 3}"

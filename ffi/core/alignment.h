@@ -19,10 +19,4 @@ JB_HOST_DEVICE bool AreAligned(int bytes, const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % static_cast<unsigned>(bytes) == 0) && ...);
 }
 
-// The first multiple of `bytes` at or after `address`.
-template <typename T>
-JB_HOST_DEVICE T* AlignUp(T* address, uintptr_t bytes) {
-  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(address) + bytes - 1) / bytes * bytes);
-}
-
 }  // namespace jax_baracuda

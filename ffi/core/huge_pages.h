@@ -8,16 +8,14 @@
 #include <sys/mman.h>
 #endif
 
-#include "ffi/core/alignment.h"
-
 namespace jax_baracuda {
 
 // Asks for huge pages for all whole 2 MiB pages of a buffer. This is a hint: failure has no effect.
 inline void AdviseHugePages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(AlignUp(static_cast<char*>(data), kHugePage));
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(data), last = first + static_cast<uintptr_t>(bytes);
+  const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage, end = last / kHugePage * kHugePage;
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
   (void)data;

@@ -26,20 +26,9 @@ enum class Strategy {
   kSharedTable,      // one table per block in shared memory
 };
 
-inline constexpr const char* kStrategyNames[] = {kNothing,
-                                                 "fill",
-                                                 "fill_counts",
-                                                 "private_table",
-                                                 "batch_of_few_rows",
-                                                 "few_unsorted_rows",
-                                                 "few_sorted_rows",
-                                                 "runs",
-                                                 "tiles",
-                                                 "small_tiles",
-                                                 "sort_then_tiles",
-                                                 "atomics",
-                                                 "filtered_atomics",
-                                                 "shared_table"};
+inline constexpr const char* kStrategyNames[] = {
+    kNothing, "fill",  "fill_counts", "private_table",   "batch_of_few_rows", "few_unsorted_rows", "few_sorted_rows",
+    "runs",   "tiles", "small_tiles", "sort_then_tiles", "atomics",           "filtered_atomics",  "shared_table"};
 
 enum class MapStrategy {
   kNothing,
