@@ -40,6 +40,7 @@ from jax_baracuda._segments import DTYPES_OF_FUNCTIONS, segment_update
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _OF_SEGMENTS = tuple(f"jax.ops.segment_{name}" for name in ("sum", "prod", "max", "min"))
+_EXTREMA = ("jax.ops.segment_max", "jax.ops.segment_min")
 _OF_GATHER = "gradient of a gather"
 _OF_SLICE = "jax.lax.dynamic_update_slice"
 _MARKED = "marked slice updates"
@@ -170,14 +171,14 @@ def _scope_of(ctx: Any, is_backward: bool = False, adds: bool = False) -> tuple[
 
     Args:
       is_backward: whether the operation is the gradient of another. In loops and functions, its scope does not tell.
-      adds: whether the operation adds rows. In the scope of an extremum, JAX counts ties for the gradient so.
+      adds: whether it is a scatter that adds. In the scope of an extremum only JAX's derivative has one, to count ties.
     """
     scopes = f"{SCOPE_NAME.value or ''}/{ctx.name_stack}"
     name = max(_KIND_OF_NAME, key=scopes.rfind)
     if name not in scopes:
         return None
-    is_backward = is_backward or "transpose(" in scopes or (adds and name.endswith(("max", "min")))
-    is_gradient = is_backward and name != _OF_GATHER
+    is_derivative = is_backward or "transpose(" in scopes or (adds and name in _EXTREMA)
+    is_gradient = is_derivative and name != _OF_GATHER
     return f"gradient of {name}" if is_gradient else name, _KIND_OF_NAME[name]
 
 

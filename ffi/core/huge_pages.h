@@ -14,8 +14,8 @@ namespace jax_baracuda {
 inline void AdviseHugePages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  const uintptr_t first = reinterpret_cast<uintptr_t>(data), last = first + static_cast<uintptr_t>(bytes);
-  const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage, end = last / kHugePage * kHugePage;
+  const uintptr_t data_begin = reinterpret_cast<uintptr_t>(data), data_end = data_begin + static_cast<uintptr_t>(bytes);
+  const uintptr_t begin = (data_begin + kHugePage - 1) / kHugePage * kHugePage, end = data_end / kHugePage * kHugePage;
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
   (void)data;

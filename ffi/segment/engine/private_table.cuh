@@ -11,7 +11,7 @@
 
 namespace jax_baracuda::segment {
 
-// Maximum shared memory of kMinPrivateWarps warps. GPUs below compute capability 8.0 have less and run fewer warps.
+// Maximum shared memory of kMinPrivateWarps warps, which every GPU has. Most run more warps.
 inline constexpr int kPrivateTableBytes = 96 * 1024;
 inline constexpr int kMinPrivateWarps = 4;
 inline constexpr int kMaxPrivateWarps = 24;

@@ -23,15 +23,16 @@
 
 namespace jax_baracuda::segment {
 
-// Unsorted rows are sorted first, few of them within the reduction. There each block sorts all rows, for its own columns
-// and segments.
+// Unsorted rows are sorted first, few of them within the reduction. There each block reads all ids and sorts the rows of
+// its own segments, once more for each block of columns.
 inline Strategy ChooseUnsortedStrategy(const Problem& problem) {
   const bool is_few =
       UsesFewUnsortedRows(problem) && problem.rows * problem.features <= Tuning::kMaxElementsOfFewUnsortedRows;
   return is_few ? Strategy::kFewUnsortedRows : Strategy::kSortThenTiles;
 }
 
-// Batches of few rows in any order; sorted rows by runs or tiles.
+// Batches of few rows in any order; other unsorted rows as above; sorted rows in one launch if they are few, else by runs
+// or tiles.
 inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_bytes, bool indices_are_sorted) {
   if (problem.rows == 0) return Strategy::kFill;
   if (UsesBatchOfFewRows(problem, element_bytes)) return Strategy::kBatchOfFewRows;
@@ -42,18 +43,17 @@ inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_by
 }
 
 // Depends on shapes and flags only. Few segments with many narrow rows each use private tables, which accept rows in
-// any order; everything else is as above. Sorted single numbers and pairs took 0.7 to 0.9 of that time as runs (H200,
-// 2,000 to 6M rows in two segments). `state_bytes` is the maximum size of an accumulator per cell.
+// any order; everything else is as above. Sorted single numbers and pairs took 0.7 to 0.9 of the time of private tables
+// as runs or few sorted rows (H200, 2,000 to 6M rows in two segments). `state_bytes` is the maximum size of an
+// accumulator per cell.
 inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, int64_t state_bytes,
                                bool indices_are_sorted) {
   if (problem.HasNoResult()) return Strategy::kNothing;
   const bool has_few_segments =
-      problem.segments <= Tuning::kMaxPrivateSegments &&
       problem.rows / Tuning::kMinRowsToPrivateSegment >= problem.segments && problem.batch <= kMaxPrivateBlocks &&
       kMinPrivateWarps * PrivateWarpBytes(problem.segments, state_bytes) <= kPrivateTableBytes;
-  const int64_t min_features = indices_are_sorted ? 3 : 1;
-  if (problem.rows > 0 && has_few_segments && problem.features >= min_features &&
-      problem.features <= kMaxPrivateFeatures) {
+  const bool takes_runs = indices_are_sorted && problem.features <= 2 && UsesRuns(problem, element_bytes);
+  if (problem.rows > 0 && has_few_segments && problem.features <= kMaxPrivateFeatures && !takes_runs) {
     return Strategy::kPrivateTable;
   }
   return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);

@@ -1,6 +1,8 @@
 // The strategies of segment ops on GPUs. Without kernels, for handlers.
 #pragma once
 
+#include <cstddef>
+#include <iterator>
 #include <vector>
 
 #include "ffi/core/plan.h"
@@ -29,6 +31,7 @@ enum class Strategy {
 inline constexpr const char* kStrategyNames[] = {
     kNothing, "fill",  "fill_counts", "private_table",   "batch_of_few_rows", "few_unsorted_rows", "few_sorted_rows",
     "runs",   "tiles", "small_tiles", "sort_then_tiles", "atomics",           "filtered_atomics",  "shared_table"};
+static_assert(std::size(kStrategyNames) == static_cast<size_t>(Strategy::kSharedTable) + 1);
 
 enum class MapStrategy {
   kNothing,

@@ -100,7 +100,6 @@ inline constexpr int kPaddedTileRows = kTileRows + 1;
 
 template <typename Reduction, typename Input, int kVec, RowSource kSource>
 struct TileShared {
-  using T = typename Reduction::Element;
   using Cells = typename Reduction::template Accumulator<kVec>;
 
   Cells* carry_ins;    // of the groups' tiles, one per thread

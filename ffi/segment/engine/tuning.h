@@ -6,8 +6,8 @@
 namespace jax_baracuda::segment {
 
 struct Tuning {
-  // Private tables: maximum number of segments, minimum rows per segment.
-  static constexpr int64_t kMaxPrivateSegments = 1024, kMinRowsToPrivateSegment = 1024;
+  // Private tables: minimum rows per segment.
+  static constexpr int64_t kMinRowsToPrivateSegment = 1024;
 
   // Unsorted sums use atomic additions for rows or operands up to these sizes in bytes, unless a segment has so many
   // rows (on average) that additions contend.
@@ -19,7 +19,9 @@ struct Tuning {
 
   // Tables in shared memory: minimum rows per segment and block, if a batch element has several blocks.
   static constexpr int64_t kMinBlockRowsToSharedSegment = 8;
-  // Unsorted extrema use a table in global memory up to this size of the operand, with and without winners.
+  // Unsorted extrema use a table in global memory for rows up to this size, or operands up to these, with and without
+  // winners.
+  static constexpr int64_t kMaxTableRowBytes = 32;
   static constexpr int64_t kMaxTableBytesWithWinner = int64_t{1} << 22, kMaxTableBytes = int64_t{24} << 20;
   // The maximum number of elements that raise it without a load before each atomic. 512,000 elements took 0.55 to 0.95
   // of the time, 4M elements 1.6 to 2.1.
@@ -30,8 +32,8 @@ struct Tuning {
   static constexpr int64_t kMinFilteredCells = int64_t{1} << 16, kMinFilteredRows = int64_t{1} << 24;
   static constexpr int64_t kMinFilteredRowsToSegment = 32;
 
-  // Unsorted rows in one launch: the maximum number of elements of a batch element. 5,500 rows of 1,000 numbers take as
-  // long as with a sort before, 8,500 rows 1.6 times as long.
+  // Unsorted rows in one launch: the maximum number of elements of a batch element. 5,000 rows of 1,000 numbers took half
+  // as long as with a sort before, 5,500 to 6,000 as long, 8,500 rows 1.6 times as long.
   static constexpr int64_t kMaxElementsOfFewUnsortedRows = int64_t{1} << 23;
 
   // Large batches of few rows: the minimum of elements, which is two blocks per multiprocessor, and the maximum of rows,

@@ -8,8 +8,6 @@
 namespace jax_baracuda::segment {
 namespace {
 
-constexpr int64_t kSectorBytes = 32;
-
 bool FiltersRows(const Problem& problem, int64_t key_bytes) {
   const int64_t cells = problem.segments * problem.features;
   const bool outgrows_l1 = cells >= Tuning::kMinFilteredCells;
@@ -48,7 +46,7 @@ ReducePlan Choose(const ExtremumCall& call) {
     }
     if (shared_tables > 0) {
       strategy = Strategy::kSharedTable;
-    } else if (is_unsorted && (row_bytes <= kSectorBytes || is_small ||
+    } else if (is_unsorted && (row_bytes <= Tuning::kMaxTableRowBytes || is_small ||
                                (strategy == Strategy::kSortThenTiles && !OrderFits(problem)))) {
       strategy = FiltersRows(problem, key_bytes) ? Strategy::kFilteredAtomics : Strategy::kAtomics;
     }
@@ -183,7 +181,7 @@ struct TableLauncher {
 
 std::vector<const char*> ExtremumCall::Strategies(bool with_winner) {
   if (!with_winner) return ReduceStrategies(Strategy::kAtomics, Strategy::kFilteredAtomics, Strategy::kSharedTable);
-  // There are no private tables; the shared table replaces them.
+  // There are no private tables: unsorted rows of few segments use the shared table, sorted ones runs or tiles.
   return NamesOf(kStrategyNames, Strategy::kNothing, Strategy::kFill, Strategy::kBatchOfFewRows,
                  Strategy::kFewUnsortedRows, Strategy::kFewSortedRows, Strategy::kRuns, Strategy::kTiles,
                  Strategy::kSortThenTiles, Strategy::kAtomics, Strategy::kFilteredAtomics, Strategy::kSharedTable);
