@@ -8,14 +8,16 @@
 #include <sys/mman.h>
 #endif
 
+#include "ffi/core/integers.h"
+
 namespace jax_baracuda {
 
 // Asks for huge pages for all whole 2 MiB pages of a buffer. This is a hint: failure has no effect.
 inline void AdviseHugePages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  const uintptr_t data_begin = reinterpret_cast<uintptr_t>(data), data_end = data_begin + static_cast<uintptr_t>(bytes);
-  const uintptr_t begin = (data_begin + kHugePage - 1) / kHugePage * kHugePage, end = data_end / kHugePage * kHugePage;
+  constexpr int64_t kHugePage = int64_t{1} << 21;
+  const int64_t data_begin = reinterpret_cast<intptr_t>(data), data_end = data_begin + bytes;
+  const int64_t begin = RoundUp(data_begin, kHugePage), end = data_end / kHugePage * kHugePage;
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
   (void)data;

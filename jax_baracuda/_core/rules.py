@@ -120,6 +120,7 @@ launch_bound = at_most(bytes=4 * MB)
 """On GPUs, a launch takes longer than the work on so few bytes."""
 call_bound = at_most(bytes=MB)
 """On CPUs, calling a kernel takes longer than the work on so few bytes."""
+SHORT_COPY = on_cpu("calling a kernel takes longer than the copy", at_most(bytes=16 * KB))
 in_cache = at_most(bytes=64 * MB)
 """All operands and results fit in the L2 cache of a GPU. This is the measured limit on an H100 and an H200."""
 at_most_4_features = at_most(features=4)

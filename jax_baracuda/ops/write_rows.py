@@ -36,7 +36,7 @@ from jax_baracuda._core.guarantees import ROUNDED_ONCE
 from jax_baracuda._core.op import NamedDimensions, Op
 from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
-from jax_baracuda._core.rules import KB, Rule, at_least, at_most, on_cpu, on_gpu, param
+from jax_baracuda._core.rules import SHORT_COPY, Rule, at_least, at_most, on_cpu, on_gpu, param
 from jax_baracuda._core.selection import Implementation, not_redirected
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
@@ -405,7 +405,7 @@ WRITE_ROWS = define_op(
             at_most(rows=8),
             at_least(element_bits=16),
         ),
-        on_cpu("calling a kernel takes longer than the copy", at_most(bytes=16 * KB)),
+        SHORT_COPY,
     ),
     shard_program=shard_write,
     transposes=lambda *, ranks, axis, has_layer: {

@@ -36,7 +36,7 @@ from jax_baracuda._core.guarantees import EXACT
 from jax_baracuda._core.op import NamedDimensions
 from jax_baracuda._core.primitives import define_op
 from jax_baracuda._core.public import public_function
-from jax_baracuda._core.rules import KB, at_least, at_most, launch_bound, on_cpu, on_gpu
+from jax_baracuda._core.rules import SHORT_COPY, at_least, launch_bound, on_cpu, on_gpu
 from jax_baracuda._core.selection import Implementation
 from jax_baracuda._core.sharding import MeshAxes, ShardAxes, ShardKernel
 
@@ -452,7 +452,7 @@ WRITE_SLICE_BACKWARD = define_op(
     dtypes=DIFFERENTIABLE_DTYPES,
     xla_rules=(
         on_gpu("launch-bound: a copy and a slice", launch_bound),
-        on_cpu("calling a kernel takes longer than the copy", at_most(bytes=16 * KB)),
+        SHORT_COPY,
     ),
     shard_program=_shard_extract,
     transposes=lambda *, ranks: {tuple(_dest_dimensions("d_output", ranks)): _transpose_extract},

@@ -49,14 +49,12 @@ inline Strategy ChooseOrderedStrategy(const Problem& problem, int64_t element_by
 inline Strategy ChooseStrategy(const Problem& problem, int64_t element_bytes, int64_t state_bytes,
                                bool indices_are_sorted) {
   if (problem.HasNoResult()) return Strategy::kNothing;
-  const bool has_few_segments =
-      problem.rows / Tuning::kMinRowsToPrivateSegment >= problem.segments && problem.batch <= kMaxPrivateBlocks &&
-      kMinPrivateWarps * PrivateWarpBytes(problem.segments, state_bytes) <= kPrivateTableBytes;
-  const bool takes_runs = indices_are_sorted && problem.features <= 2 && UsesRuns(problem, element_bytes);
-  if (problem.rows > 0 && has_few_segments && problem.features <= kMaxPrivateFeatures && !takes_runs) {
-    return Strategy::kPrivateTable;
-  }
-  return ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
+  const bool fits_tables = problem.rows / Tuning::kMinRowsToPrivateSegment >= problem.segments &&
+                           problem.batch <= kMaxPrivateBlocks && problem.features <= kMaxPrivateFeatures &&
+                           kMinPrivateWarps * PrivateWarpBytes(problem.segments, state_bytes) <= kPrivateTableBytes;
+  const bool suits_runs = indices_are_sorted && problem.features <= 2 && UsesRuns(problem, element_bytes);
+  return fits_tables && !suits_runs ? Strategy::kPrivateTable
+                                    : ChooseOrderedStrategy(problem, element_bytes, indices_are_sorted);
 }
 
 // `unit`: the vectors that stay in one block of columns.
